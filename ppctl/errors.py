@@ -1,0 +1,88 @@
+"""The error tree. Every error is one or more problems, and every problem has a code, a place and a remedy.
+
+    PpctlError                      exit code 1
+    ├── ConfigError                 2   the config, the command line or the environment contradict the rules
+    │   ├── LayoutError             2   a layout string or list (also a ValueError)
+    │   ├── ScheduleError           2   a schedule that is malformed or would hang (also a ValueError)
+    │   └── DataError               2   data that cannot be read
+    ├── CheckpointError             3   a checkpoint is missing or does not fit
+    ├── MemoryPlanError             4   the memory plan does not fit the device
+    └── TrainingError               1   a rank raised, died or met a non-finite number
+
+Knows nothing of what the problems are about. `ppctl explain CODE` prints a code's page from `ppctl/pages/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, told so that the reader can mend it.
+
+    `code` is `PP-Exxx`; `message` says what the rule is and which values break it; `remedy` is something to type that
+    works; `place` is where (a key and its source, a file and line, or a caret drawn under a string, several lines).
+    """
+
+    code: str
+    message: str
+    remedy: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.code}: {self.message}"]
+        lines += ["  " + line for line in self.place.splitlines()]
+        if self.remedy:
+            first, *rest = self.remedy.splitlines()
+            lines += [f"  try: {first}", *("       " + line for line in rest)]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, str]:
+        """The problem as `ppctl plan --json` prints it."""
+        return asdict(self)
+
+
+class PpctlError(Exception):
+    """Base of all errors that ppctl raises on purpose: a list of problems and the exit code they deserve."""
+
+    exit_code = 1
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class ConfigError(PpctlError):
+    """The configuration, the command line or the environment contradict the rules."""
+
+    exit_code = 2
+
+
+class LayoutError(ConfigError, ValueError):
+    """A pipeline layout that cannot be parsed or does not fit the model or the pipeline."""
+
+
+class ScheduleError(ConfigError, ValueError):
+    """A schedule that is malformed, incomplete or would hang."""
+
+
+class DataError(ConfigError):
+    """Training data that is missing, empty or unreadable."""
+
+
+class CheckpointError(PpctlError):
+    """A checkpoint that is missing, damaged or does not fit the model."""
+
+    exit_code = 3
+
+
+class MemoryPlanError(PpctlError):
+    """The planned peak memory is more than the device has."""
+
+    exit_code = 4
+
+
+class TrainingError(PpctlError):
+    """Training failed: a rank raised, died of a signal, or met a non-finite loss or gradient norm."""

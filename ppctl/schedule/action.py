@@ -1,0 +1,198 @@
+"""What a schedule is: operations, actions, channels, and the value that holds them.
+
+Knows the text and CSV form (torch's own spelling) and the one dependency rule, `deps`. Must not know policies, time,
+tensors or configuration. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from ppctl.errors import Problem, ScheduleError
+
+
+class Op(StrEnum):
+    """What one action does. `B` computes both gradients; `I` and `W` are its halves (input, weights)."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 - torch's spelling of the input-gradient half
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+MESSAGES = SENDS | RECEIVES
+
+_ACTION = re.compile(r"([0-9]+)(REDUCE_GRAD|(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]+))", re.ASCII)
+
+
+class Action(NamedTuple):
+    """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3.
+
+    `RECV_F` of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the gradient
+    of its output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb` is -1.
+    """
+
+    op: Op
+    stage: int
+    mb: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}" if self.op is Op.REDUCE_GRAD else f"{self.stage}{self.op}{self.mb}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Parse torch's spelling. Raises ScheduleError on anything that is not exactly one action."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                Problem(
+                    "PP-E301",
+                    f"{text!r} is not an action: a stage, an operation ({', '.join(Op)}) and a microbatch, as in 3F12",
+                )
+            )
+        stage, op, mb = match.groups()
+        if mb is None:
+            return cls(Op.REDUCE_GRAD, int(stage))
+        return cls(Op(op.rstrip("0123456789")), int(stage), int(mb))
+
+
+class Channel(NamedTuple):
+    """A one-way lane between two pp_ranks: `direction` is "F" for activations, "B" for gradients. Messages keep order."""
+
+    source: int
+    target: int
+    direction: str
+
+    def __str__(self) -> str:
+        return f"{self.source}->{self.target} {self.direction}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which pp_rank owns a stage. Loop: stage s is on s % pp. V: down the ranks and back up (two chunks per rank)."""
+
+    kind: str
+    """`loop` or `v`."""
+    pp: int
+    num_stages: int
+
+    def rank_of(self, stage: int) -> int:
+        """The pp_rank that owns `stage`."""
+        lap, position = divmod(stage, self.pp)
+        return self.pp - 1 - position if self.kind == "v" and lap % 2 else position
+
+    def chunk_of(self, stage: int) -> int:
+        """The index of `stage` among its rank's own stages (Megatron's vpp_rank)."""
+        return stage // self.pp
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of one rank, in chunk order."""
+        return tuple(s for s in range(self.num_stages) if self.rank_of(s) == pp_rank)
+
+    def is_local(self, stage: int) -> bool:
+        """Whether the edge from `stage` to `stage + 1` stays on one rank (pp = 1, or a V's turning point)."""
+        return self.rank_of(stage) == self.rank_of(stage + 1)
+
+    def channel(self, action: Action) -> Channel:
+        """The channel that a message action travels on."""
+        op, stage, _ = action
+        if op is Op.SEND_F:
+            return Channel(self.rank_of(stage), self.rank_of(stage + 1), "F")
+        if op is Op.RECV_F:
+            return Channel(self.rank_of(stage - 1), self.rank_of(stage), "F")
+        if op is Op.SEND_B:
+            return Channel(self.rank_of(stage), self.rank_of(stage - 1), "B")
+        if op is Op.RECV_B:
+            return Channel(self.rank_of(stage + 1), self.rank_of(stage), "B")
+        raise ValueError(f"{action} sends and receives nothing")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training step as data: for every pp_rank the ordered tuple of its actions. No time, no idle slots, no tensors.
+
+    `capacities` is empty until the schedule is lowered; then it holds, per channel, how many messages may be under way:
+    posted receives plus outstanding sends (see `receive_slots` and `send_slots`).
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    capacities: Mapping[Channel, int] = field(default_factory=dict)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose backward is split into I and W."""
+        return frozenset((a.stage, a.mb) for row in self.actions for a in row if a.op is Op.I)
+
+    @cached_property
+    def lowered(self) -> bool:
+        """Whether the messages are in the lists (every schedule with one rank counts as lowered)."""
+        return len(self.actions) == 1 or any(a.op in MESSAGES for row in self.actions for a in row)
+
+    def to_csv(self) -> str:
+        """One line per pp_rank, cells in torch's spelling."""
+        return "".join(",".join(map(str, row)) + "\n" for row in self.actions)
+
+
+def receive_slots(capacity: int) -> int:
+    """How many receives a channel of this capacity keeps posted ahead of use."""
+    return (capacity + 1) // 2
+
+
+def send_slots(capacity: int) -> int:
+    """How many sends a channel of this capacity may leave outstanding; 0 means that a send waits for its receive."""
+    return capacity // 2
+
+
+def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
+    """The actions that must have ended before `action` may start: the one dependency rule.
+
+    Messages stand between stages on different ranks once the schedule is lowered; before that, and where an edge stays on
+    one rank, the neighbouring stage's compute is the dependency itself.
+    """
+    op, stage, mb = action
+    place = schedule.placement
+    last = place.num_stages - 1
+    if op is Op.F:
+        if stage == 0:
+            return ()
+        remote = schedule.lowered and not place.is_local(stage - 1)
+        return (Action(Op.RECV_F, stage, mb) if remote else Action(Op.F, stage - 1, mb),)
+    if op is Op.B or op is Op.I:
+        own = Action(Op.F, stage, mb)
+        if stage == last:
+            return (own,)
+        remote = schedule.lowered and not place.is_local(stage)
+        return (own, Action(Op.RECV_B, stage, mb) if remote else backward_of(stage + 1, mb, schedule))
+    if op is Op.W:
+        return (Action(Op.I, stage, mb),)
+    if op is Op.SEND_F:
+        return (Action(Op.F, stage, mb),)
+    if op is Op.SEND_B:
+        return (backward_of(stage, mb, schedule),)
+    if op is Op.RECV_F:
+        return (Action(Op.SEND_F, stage - 1, mb),)
+    if op is Op.RECV_B:
+        return (Action(Op.SEND_B, stage + 1, mb),)
+    ends = ((Op.W if (stage, m) in schedule.split else Op.B, m) for m in range(schedule.num_microbatches))
+    return tuple(Action(end, stage, m) for end, m in ends)
+
+
+def backward_of(stage: int, mb: int, schedule: Schedule) -> Action:
+    """The action that produces the gradient of a stage's input: B, or I where the backward is split."""
+    return Action(Op.I if (stage, mb) in schedule.split else Op.B, stage, mb)
