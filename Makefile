@@ -1,0 +1,61 @@
+# Every target sets up what it needs in .venv, through plain pip; nothing but Python 3.11+, git and make is expected.
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PACKAGING := pyproject.toml constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-all check bench golden fix test-gpu clean
+
+train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 3 minutes
+	$(PY) -m ppctl train +recipe=quickstart
+
+test: .venv/ready-test       ## every test file; large grids as a seeded sample
+	$(PY) -m pytest -m "not whole and not gpu"
+
+test-all: .venv/ready-test   ## whole grids and fault soaks; the log belongs under benchmarks/
+	$(PY) -m pytest -m "not gpu" 2>&1 | tee benchmarks/test-all.log
+
+test-gpu: .venv/ready-test   ## what needs a CUDA device
+	$(PY) -m pytest -m gpu tests/gpu
+
+check: .venv/ready-dev       ## format, lint, types, import contracts
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+
+fix: .venv/ready-dev         ## let ruff format and mend
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: .venv/ready-core      ## the engine against its peers, the planner against Hydra
+	$(PY) benchmarks/plan_speed.py
+	$(PY) benchmarks/engine_overhead.py
+
+golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
+	PPCTL_GOLDEN=write $(PY) -m pytest -m "not gpu" tests/golden tests/unit
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ppctl needs Python 3.11 or newer; say which: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@echo "Setting up .venv. pip will fetch torch and a dozen small packages: about 250 MB with torch's CPU build,"
+	@echo "about 3 GB with its CUDA build (pip's default on Linux; README, 'Choosing torch', says how to take the other)."
+	@$(PYTHON) -m venv .venv || { echo "python's venv module is missing (Debian: apt install python3-venv)"; exit 2; }
+
+.venv/ready-core: .venv/bin/python $(PACKAGING)
+	@$(PIP) setuptools wheel
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+.venv/ready-test: .venv/ready-core
+	@echo "Fetching what the tests need (pytest, hypothesis, transformers, tensorboard): about 60 MB."
+	@$(PIP) --no-build-isolation -e ".[test]"
+	@touch $@
+
+.venv/ready-dev: .venv/ready-core
+	@$(PIP) --no-build-isolation -e ".[dev]"
+	@touch $@
