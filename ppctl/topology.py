@@ -2,4 +2,110 @@
 
 Knows the parallel sizes and Megatron's rank order. Must not know torch, configs or schedules. No other module does
 arithmetic on ranks. Standard library only.
+
+One world has two views that share the pp axis: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp), with
+tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest: Megatron's default order `tp-cp-ep-dp-pp`.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ppctl.errors import ConfigError, Problem
+
+VIEWS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
+"""Axes of each view, fastest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """How many ranks there are and how each axis divides them. Raises ConfigError if the axes do not make up the world."""
+
+    world: int
+    pp: int = 1
+    vpp: int = 1
+    """Stages (chunks) per pp_rank; not an axis of the grid."""
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    edp: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem("PP-E201", f"{name} is {size}; every parallel size is at least 1", f"{name}=1")
+            for name in ("world", "pp", "vpp", "tp", "cp", "dp", "ep", "etp", "edp")
+            if (size := getattr(self, name)) < 1
+        ]
+        for axes in VIEWS.values():
+            if not problems and self.world != prod(getattr(self, axis) for axis in axes):
+                factors = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+                problems.append(Problem("PP-E202", f"world {self.world} is not {factors}"))
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline: pp x vpp."""
+        return self.pp * self.vpp
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """Where every global rank stands, in both views."""
+
+    sizes: ParallelSizes
+
+    def coordinates(self, rank: int, view: str = "dense") -> dict[str, int]:
+        """The position of `rank` on each axis of a view. Raises IndexError for a rank outside the world."""
+        if not 0 <= rank < self.sizes.world:
+            raise IndexError(f"rank {rank} is outside a world of {self.sizes.world}")
+        position: dict[str, int] = {}
+        for axis in VIEWS[view]:
+            rank, position[axis] = divmod(rank, getattr(self.sizes, axis))
+        return position
+
+    def rank_at(self, **position: int) -> int:
+        """The rank at a position, axes not named being 0. Raises KeyError if no view has all the named axes."""
+        axes = next((axes for axes in VIEWS.values() if position.keys() <= set(axes)), None)
+        if axes is None:
+            raise KeyError(f"no view has the axes {', '.join(position)}")
+        rank, stride = 0, 1
+        for axis in axes:
+            size: int = getattr(self.sizes, axis)
+            if not 0 <= position.get(axis, 0) < size:
+                raise IndexError(f"{axis} {position[axis]} is outside 0..{size - 1}")
+            rank += position.get(axis, 0) * stride
+            stride *= size
+        return rank
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups along an axis, each in order of that axis, sorted by their first rank."""
+        stride, size = self._stride(axis)
+        return [
+            tuple(range(first, first + stride * size, stride))
+            for first in range(self.sizes.world)
+            if first // stride % size == 0
+        ]
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The group along an axis that holds `rank`."""
+        stride, size = self._stride(axis)
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + stride * size, stride))
+
+    def neighbours(self, rank: int, axis: str = "pp") -> tuple[int, int]:
+        """The previous and the next rank along an axis, as on a ring (the loop placement wraps around)."""
+        group = self.group_of(axis, rank)
+        here = group.index(rank)
+        return group[here - 1], group[(here + 1) % len(group)]
+
+    def _stride(self, axis: str) -> tuple[int, int]:
+        """Distance between neighbours on an axis, and the axis' size. Raises KeyError for an unknown axis."""
+        axes = next((axes for axes in VIEWS.values() if axis in axes), None)
+        if axes is None:
+            raise KeyError(f"unknown axis {axis!r}: the grid has tp, cp, dp, pp and etp, ep, edp")
+        faster = axes[: axes.index(axis)]
+        return prod(getattr(self.sizes, name) for name in faster), getattr(self.sizes, axis)

@@ -1,0 +1,103 @@
+"""Ranks stand on one grid with two views; groups cut it without gaps or overlaps."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppctl.errors import ConfigError
+from ppctl.topology import VIEWS, ParallelSizes, RankGrid
+
+AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> ParallelSizes:
+    small = st.integers(1, 4)
+    tp, cp, dp, pp = (draw(small) for _ in range(4))
+    dense = tp * cp * dp
+    etp = draw(st.sampled_from([n for n in range(1, dense + 1) if dense % n == 0]))
+    ep = draw(st.sampled_from([n for n in range(1, dense // etp + 1) if dense // etp % n == 0]))
+    return ParallelSizes(dense * pp, pp, draw(small), tp, cp, dp, ep, etp, dense // etp // ep)
+
+
+@given(sizes())
+def test_every_rank_is_in_exactly_one_group_of_every_axis(sizes: ParallelSizes) -> None:
+    grid = RankGrid(sizes)
+    for axis in AXES:
+        groups = grid.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(sizes.world))
+        assert {len(group) for group in groups} == {getattr(sizes, axis)}
+        for group in groups:
+            assert all(grid.group_of(axis, rank) == group for rank in group)
+
+
+@given(sizes())
+def test_coordinates_and_rank_at_are_inverses_in_both_views(sizes: ParallelSizes) -> None:
+    grid = RankGrid(sizes)
+    for view, axes in VIEWS.items():
+        seen = [grid.coordinates(rank, view) for rank in range(sizes.world)]
+        assert [grid.rank_at(**position) for position in seen] == list(range(sizes.world))
+        assert all(tuple(position) == axes for position in seen)
+
+
+@given(sizes())
+def test_the_ranks_of_a_group_differ_on_its_axis_alone(sizes: ParallelSizes) -> None:
+    grid = RankGrid(sizes)
+    for view, axes in VIEWS.items():
+        for axis in axes:
+            for group in grid.groups(axis):
+                positions = [grid.coordinates(rank, view) for rank in group]
+                assert [position.pop(axis) for position in positions] == list(range(len(group)))
+                assert all(position == positions[0] for position in positions)
+
+
+@given(sizes())
+def test_both_views_agree_on_pp(sizes: ParallelSizes) -> None:
+    grid = RankGrid(sizes)
+    for rank in range(sizes.world):
+        assert grid.coordinates(rank, "dense")["pp"] == grid.coordinates(rank, "expert")["pp"]
+
+
+def test_ranks_count_in_megatrons_order() -> None:
+    """tp 2, cp 1, dp 2, pp 2: neighbours in tp are next to each other, pp peers are half a world apart."""
+    grid = RankGrid(ParallelSizes(8, pp=2, tp=2, dp=2, ep=2, edp=2))
+    assert grid.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert grid.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups("pp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert grid.groups("ep") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert grid.groups("edp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.coordinates(6) == {"tp": 0, "cp": 0, "dp": 1, "pp": 1}
+
+
+def test_neighbours_wrap_around() -> None:
+    grid = RankGrid(ParallelSizes(6, pp=3, dp=2, edp=2))
+    assert [grid.neighbours(rank) for rank in range(6)] == [(4, 2), (5, 3), (0, 4), (1, 5), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code"),
+    [
+        (dict(world=4, pp=3), "PP-E202"),
+        (dict(world=4, dp=4, ep=3), "PP-E202"),
+        (dict(world=0, pp=0), "PP-E201"),
+        (dict(world=4, dp=4, edp=4, vpp=0), "PP-E201"),
+    ],
+)
+def test_sizes_that_do_not_make_up_the_world_are_refused(sizes: dict[str, int], code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ParallelSizes(**sizes)
+    assert code in {problem.code for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda grid: grid.coordinates(4), IndexError),
+        (lambda grid: grid.rank_at(pp=4), IndexError),
+        (lambda grid: grid.rank_at(pp=0, tp=0, ep=0), KeyError),
+        (lambda grid: grid.groups("xp"), KeyError),
+    ],
+)
+def test_positions_outside_the_grid_are_errors(call, error) -> None:
+    with pytest.raises(error):
+        call(RankGrid(ParallelSizes(4, pp=4)))
