@@ -1,0 +1,1 @@
+"""Text to token batches: corpus, tokenizer, sampler."""

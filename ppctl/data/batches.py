@@ -1,0 +1,119 @@
+"""Batches: what one data-parallel rank reads in a step, as tensors.
+
+Knows how the sampler's ids, the corpus's windows and a rank's share meet. Must not know pipeline ranks, stages, devices
+or how the loss uses the mask. The only file of `data/` that imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ppctl.data.corpus import Corpus
+from ppctl.data.sampler import Ids, checksum, microbatches, order
+from ppctl.errors import DataError, Problem, TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step's data on one dp rank; m micro-batches of b samples of s tokens, on the CPU."""
+
+    tokens: torch.Tensor
+    """[m, b, s] int64."""
+    labels: torch.Tensor
+    """[m, b, s] int64: the token that follows each."""
+    loss_mask: torch.Tensor
+    """[m, b, s] float32: 1 where the label counts. All ones: samples are cut from one array and never padded."""
+    total_tokens: int
+    """Unmasked labels of the whole global batch, over all dp ranks: what the loss is averaged over."""
+    checksum: int
+    """CRC-32 of the global batch's sample ids, equal on all ranks that read (`check_same_samples`)."""
+
+
+class Batches:
+    """The run's batches by step number; nothing is kept between calls, so any step can be asked for at any time.
+
+    `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
+    goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); the position at a
+    later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
+    Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        seq_length: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        vocab_size: int,
+        first_step: int = 0,
+        consumed_samples: int = 0,
+    ) -> None:
+        _check_vocabulary(corpus, vocab_size)
+        self.corpus = corpus
+        self.seq_length = seq_length
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.seed = seed
+        self.first_step = first_step
+        self.start = consumed_samples
+        self.num_samples = corpus.num_samples(seq_length)
+
+    def consumed_samples(self, step: int) -> int:
+        """The data position before `step`, in samples of the run: what a checkpoint of `step` completed steps keeps."""
+        return self.start + (step - self.first_step) * self.global_batch_size
+
+    def sample_ids(self, step: int) -> Ids:
+        """Ids of the global batch of `step`, shape [global_batch_size], the same on every rank."""
+        return order(self.seed, self.consumed_samples(step), self.global_batch_size, self.num_samples)
+
+    def step(self, step: int) -> StepBatch:
+        """This dp rank's share of `step`."""
+        ids = self.sample_ids(step)
+        mine = microbatches(ids, self.micro_batch_size, self.dp_rank, self.dp_size)
+        windows = torch.from_numpy(self.corpus.samples(mine, self.seq_length))
+        labels = windows[..., 1:].contiguous()
+        return StepBatch(
+            tokens=windows[..., :-1].contiguous(),
+            labels=labels,
+            loss_mask=torch.ones_like(labels, dtype=torch.float32),
+            total_tokens=self.global_batch_size * self.seq_length,
+            checksum=checksum(ids),
+        )
+
+
+def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:
+    """Raise TrainingError unless all ranks that read data (rank -> checksum) drew the same samples for `step`."""
+    if len(set(checksums.values())) <= 1:
+        return
+    seen = ", ".join(f"rank {rank}: {value:08x}" for rank, value in sorted(checksums.items()))
+    raise TrainingError(
+        Problem(
+            "PP-E407",
+            f"the ranks that read data drew different samples for step {step}: their inputs and labels do not belong "
+            "together",
+            place=seen,
+            remedy="compare data_digest of the ranks in their logs: same files and same Python on every host",
+        )
+    )
+
+
+def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
+    largest = int(corpus.tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise DataError(
+            Problem(
+                "PP-E406",
+                f"the data holds token {largest}, and model.vocab_size={vocab_size} ends at {vocab_size - 1}",
+                remedy=f"model.vocab_size={-(-(largest + 1) // 64) * 64}",
+                place=corpus.description,
+            )
+        )

@@ -1,0 +1,97 @@
+"""Which samples a step reads: a pure function of the seed and the data position, in any cut.
+
+The order of an epoch is a keyed permutation that is computed, not stored: sample i of the run costs a few integer
+operations, whatever the corpus's size, and no state but the position (one integer) goes into a checkpoint. Written in
+unsigned 64-bit arithmetic only, so that it does not change with numpy's random generators.
+
+Sources: a balanced Feistel network is a permutation for any round function (Luby and Rackoff, 1988); walking the cycle
+until the value falls into the range makes it one of any size (Black and Rogaway, 2002); the mixing function is
+splitmix64's finaliser (Steele, Lea and Flood, 2014).
+
+Knows positions and sample ids. Must not know the corpus, tokens, files or torch.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+ROUNDS = 6
+"""Feistel rounds; four suffice in theory, two more because a small corpus has only a few bits per half."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+def sample_ids(seed: int, step: int, global_batch_size: int, num_samples: int) -> Ids:
+    """Sample ids of the global batch of `step` (0 is the run's first), shape [global_batch_size], in fixed order.
+
+    Epochs follow each other without a gap, each in an order of its own; a batch may span several.
+    """
+    return order(seed, step * global_batch_size, global_batch_size, num_samples)
+
+
+def order(seed: int, first: int, count: int, num_samples: int) -> Ids:
+    """Sample ids at positions first .. first + count - 1 of the run, shape [count], each in [0, num_samples).
+
+    Raises ValueError if there is no sample to draw from or a number is negative.
+    """
+    if num_samples < 1:
+        raise ValueError(f"cannot draw from {num_samples} samples")
+    if first < 0 or count < 0:
+        raise ValueError(f"positions {first} .. {first + count} are not positions of a run")
+    positions = np.arange(first, first + count, dtype=np.uint64)
+    size = np.uint64(num_samples)
+    return _permute(positions % size, _epoch_keys(seed, positions // size), num_samples).astype(np.int64)
+
+
+def microbatches(ids: Ids, micro_batch_size: int, dp_rank: int, dp_size: int) -> Ids:
+    """The ids that one data-parallel rank reads, shape [num_microbatches, micro_batch_size].
+
+    The global batch is cut into micro-batches in order and dealt to the dp ranks in turn: micro-batch m of dp_rank d is
+    the (m * dp_size + d)-th. One dp rank with dp_size times the micro-batches reads the same samples.
+    Raises ValueError if micro_batch_size * dp_size does not divide the batch.
+    """
+    if len(ids) % (micro_batch_size * dp_size):
+        raise ValueError(f"{len(ids)} samples are not whole micro-batches of {micro_batch_size} on {dp_size} dp ranks")
+    return ids.reshape(-1, dp_size, micro_batch_size)[:, dp_rank, :]
+
+
+def checksum(ids: Ids) -> int:
+    """CRC-32 of the ids as little-endian 64-bit integers: equal on every rank that reads the same global batch."""
+    return zlib.crc32(np.ascontiguousarray(ids, dtype="<i8").tobytes())
+
+
+def _mix(words: _Words) -> _Words:
+    """Splitmix64's finaliser: a bijection of 64-bit words that spreads every bit."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _epoch_keys(seed: int, epochs: _Words) -> _Words:
+    """One 64-bit key per epoch number, shape of `epochs`."""
+    start = _mix(np.array([seed & _MASK], dtype=np.uint64) + np.uint64(_GOLDEN))
+    return _mix(start + (epochs + np.uint64(1)) * np.uint64(_GOLDEN))
+
+
+def _permute(values: _Words, keys: _Words, size: int) -> _Words:
+    """Each value (< size) through its key's permutation of 0 .. size - 1."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # two halves of `half` bits hold at least `size` values
+    result = _feistel(values, keys, half)
+    while (outside := result >= np.uint64(size)).any():
+        result[outside] = _feistel(result[outside], keys[outside], half)
+    return result
+
+
+def _feistel(values: _Words, keys: _Words, half: int) -> _Words:
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    left, right = values >> shift, values & mask
+    for number in range(1, ROUNDS + 1):
+        constant = np.uint64(number * _GOLDEN & _MASK)
+        left, right = right, left ^ (_mix(right ^ _mix(keys + constant)) & mask)
+    return (left << shift) | right
