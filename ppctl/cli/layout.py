@@ -1,0 +1,129 @@
+"""`ppctl layout LAYOUT --pp N`: parse, validate and draw one layout. Imports no torch, no Hydra and no rich."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from ppctl.errors import LayoutError, Problem
+from ppctl.layout import LayerType, PipelineParallelLayerLayout
+from ppctl.layout_text import stage_text
+
+KEY = "LAYOUT"
+"""What this command calls the layout, in its usage line and in messages."""
+
+_LETTERS = (
+    "E embedding, t transformer layer, m multi-token prediction, L loss; a row is a pipeline rank, a column a chunk"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("layout", metavar=KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
+    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline ranks")
+    parser.add_argument(
+        "--num-layers", type=int, metavar="N", help="decoder layers of the model (default: as many as t)"
+    )
+    parser.add_argument(
+        "--mtp-num-layers", type=int, metavar="M", help="MTP layers of the model (default: as many as m)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the layout. Exit code 0, or 2 with all problems on stderr."""
+    try:
+        layout = PipelineParallelLayerLayout(args.layout, args.pp, key=KEY)
+    except LayoutError as error:
+        return _report(error.problems, _described(None, args.pp, error.problems) if args.json else "")
+    kinds = layout.flatten_layout
+    decoders = kinds.count(LayerType.decoder) if args.num_layers is None else args.num_layers
+    mtp = kinds.count(LayerType.mtp) if args.mtp_num_layers is None else args.mtp_num_layers
+    problems = layout.problems(decoders, mtp)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    return _report(problems, _described(layout, args.pp, problems) if args.json else drawing(layout, width))
+
+
+def _report(problems: Sequence[Problem], result: str) -> int:
+    if result:
+        print(result)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 2 if problems else 0
+
+
+def _described(layout: PipelineParallelLayerLayout | None, pp: int, problems: Sequence[Problem]) -> str:
+    described: dict[str, Any] = {
+        "layout": layout.canonical() if layout else None,
+        "pp": pp,
+        "vpp": layout.virtual_pipeline_model_parallel_size if layout else None,
+        "stages": [
+            {"stage": stage, "pp_rank": stage % pp, "vpp_rank": stage // pp, "layers": layout.layer_names(stage)}
+            for stage in range(len(layout.stages))
+        ]
+        if layout
+        else [],
+        "problems": [problem.to_json() for problem in problems],
+    }
+    return json.dumps(described, indent=2)
+
+
+def drawing(layout: PipelineParallelLayerLayout, width: int) -> str:
+    """The layout as a table no wider than `width` where it can be: a row per pp_rank, equal neighbours in one row."""
+    pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    kinds = layout.flatten_layout
+    counts = [(kinds.count(LayerType.decoder), "layer"), (kinds.count(LayerType.mtp), "MTP layer")]
+    sizes = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count or name == "layer"]
+    stages = f"{len(layout.stages)} stage{'' if pp * vpp == 1 else 's'}"
+    lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", _LETTERS]
+    for block in _blocks(_rows(layout), width):
+        lines.append("")
+        widths = [max(map(len, column)) for column in zip(*block, strict=True)]
+        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in block]
+    return "\n".join(lines)
+
+
+def _rows(layout: PipelineParallelLayerLayout) -> list[list[str]]:
+    """A header, and one row of cells per run of ranks that hold the same layers."""
+    pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    rows = [["pp_rank", *(f"chunk {chunk}" for chunk in range(vpp))]]
+    letters = [_letters(stage) for stage in layout.stages]
+    for _, run in groupby(range(pp), key=lambda rank: letters[rank::pp]):
+        ranks = list(run)
+        first, last = ranks[0], ranks[-1]
+        cells = [_cell(layout, chunk, first, last, letters[chunk * pp + first]) for chunk in range(vpp)]
+        rows.append([str(first) if first == last else f"{first}-{last}", *cells])
+    return rows
+
+
+def _letters(stage: Sequence[LayerType]) -> str:
+    letter = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
+    return "".join(letter[kind] for kind in stage)
+
+
+def _cell(layout: PipelineParallelLayerLayout, chunk: int, first: int, last: int, letters: str) -> str:
+    """What the ranks from first to last hold in a chunk, and the ids of their decoder layers, taken together."""
+    if not letters:
+        return "(empty)"
+    start = layout.get_layer_offset(vp_stage=chunk, pp_rank=first)
+    end = layout.get_layer_offset(vp_stage=chunk, pp_rank=last) + letters.count("t") - 1
+    ids = "" if end < start else f" [{start}]" if start == end else f" [{start}-{end}]"
+    return stage_text(letters) + ids
+
+
+def _blocks(rows: list[list[str]], width: int) -> list[list[list[str]]]:
+    """The table cut into tables of as many columns as fit, each beginning with the column of ranks."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    blocks, columns, used = [], [0], widths[0]
+    for column in range(1, len(widths)):
+        if len(columns) > 1 and used + 2 + widths[column] > width:
+            blocks.append(columns)
+            columns, used = [0], widths[0]
+        columns.append(column)
+        used += 2 + widths[column]
+    return [[[row[column] for column in block] for row in rows] for block in [*blocks, columns]]

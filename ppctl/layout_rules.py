@@ -1,0 +1,202 @@
+"""What makes a layout sound for a pipeline and a model, and the nearest layout that is.
+
+Works on stages as strings of letters (`e` stands for an encoder layer, which has no letter in the grammar). The rules
+are those of Megatron-core's `validate_layer_layout`, all reported at once, with two more: E is in the first stage and L
+in the last. Stage s is on pp_rank s % pp, chunk s // pp. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ppctl.errors import Problem
+from ppctl.layout_text import MAX_ITEMS, Source, canonical_text
+
+
+class Rules(NamedTuple):
+    """The case before the judge: the stages, the pipeline, the model's layers, and where the layout was written."""
+
+    stages: tuple[str, ...]
+    pp: int
+    num_layers: int
+    mtp_num_layers: int
+    source: Source
+
+    def find(self, letter: str) -> Iterator[tuple[int, int]]:
+        """(stage, index in the stage) of every layer of one kind, in model order."""
+        for stage, letters in enumerate(self.stages):
+            if letter in letters:
+                yield from ((stage, index) for index, each in enumerate(letters) if each == letter)
+
+
+def find_problems(rules: Rules) -> list[Problem]:
+    """Every rule that the layout breaks; none: it is sound. Each remedy's first line mends all of them at once."""
+    mended = mend(rules.stages, rules.pp, rules.num_layers, rules.mtp_num_layers)
+    remedy = rules.source.override(canonical_text(mended)) if mended else ""
+    return [
+        Problem(found.code, found.message, "\n".join(filter(None, (remedy, found.remedy))), found.place)
+        for check in _CHECKS
+        for found in check(rules)
+    ]
+
+
+def _embedding(rules: Rules) -> Iterator[Problem]:
+    found = list(rules.find("E"))
+    if not found:
+        yield Problem("PP-E013", "the layout has no embedding: it begins with E", place=rules.source.place(0, 0))
+    elif found[0] != (0, 0):
+        message = f"the embedding (E) must be the first layer of stage 0; here it is in stage {found[0][0]}"
+        if found[0][0] == 0:
+            message = "the embedding (E) must be the first layer of stage 0; here other layers come before it"
+        yield Problem("PP-E013", message, place=rules.source.place(*found[0]))
+    if len(found) > 1:
+        message = f"a layout has exactly one embedding (E), here are {len(found)}"
+        yield Problem("PP-E013", message, place=rules.source.place(*found[1]))
+
+
+def _loss(rules: Rules) -> Iterator[Problem]:
+    found = list(rules.find("L"))
+    last = len(rules.stages) - 1
+    if not found:
+        yield Problem("PP-E014", "the layout has no loss: it ends with L", place=rules.source.place(last))
+    elif found[-1] != (last, len(rules.stages[last]) - 1):
+        message = f"the loss (L) must be the last layer of the last stage, {last}; here it is in stage {found[-1][0]}"
+        if found[-1][0] == last:
+            message = f"the loss (L) must be the last layer of the last stage, {last}; here other layers follow it"
+        yield Problem("PP-E014", message, place=rules.source.place(*found[-1]))
+    if len(found) > 1:
+        message = f"a layout has exactly one loss (L), here are {len(found)}"
+        yield Problem("PP-E014", message, place=rules.source.place(*found[1]))
+
+
+def _decoders(rules: Rules) -> Iterator[Problem]:
+    found = list(rules.find("t"))
+    if len(found) != rules.num_layers:
+        message = f"the layout holds {_layers(len(found), 't')}, the model has num_layers={rules.num_layers}"
+        remedy = rules.source.setting("model.num_layers", len(found))
+        yield Problem("PP-E015", message, remedy, _count_place(rules, found, rules.num_layers))
+
+
+def _mtp(rules: Rules) -> Iterator[Problem]:
+    found = list(rules.find("m"))
+    if len(found) != rules.mtp_num_layers:
+        message = f"the layout holds {_layers(len(found), 'm')}, the model has mtp_num_layers={rules.mtp_num_layers}"
+        remedy = rules.source.setting("model.mtp_num_layers", len(found))
+        yield Problem("PP-E016", message, remedy, _count_place(rules, found, rules.mtp_num_layers))
+
+
+def _mtp_after_decoders(rules: Rules) -> Iterator[Problem]:
+    first = next(rules.find("m"), None)
+    late = next((place for place in rules.find("t") if first and place > first), None)
+    if late:
+        message = f"every decoder layer (t) comes before the MTP layers (m); here stage {late[0]} has one after them"
+        yield Problem("PP-E017", message, place=rules.source.place(*late))
+
+
+def _mtp_stage(rules: Rules) -> Iterator[Problem]:
+    stages = [stage for stage, letters in enumerate(rules.stages) if "m" in letters]
+    first_of_last_chunk = len(rules.stages) - rules.pp
+    early = [stage for stage in stages if stage < first_of_last_chunk]
+    if early:
+        last = len(rules.stages) - 1
+        allowed = f"stage {last}" if rules.pp == 1 else f"stages {first_of_last_chunk} to {last}"
+        message = f"MTP layers (m) belong in a rank's last chunk, {allowed} at pp={rules.pp}; stage {early[0]} has one"
+        yield Problem("PP-E018", message, place=rules.source.place(early[0], rules.stages[early[0]].index("m")))
+    if len(stages) > 1:
+        message = f"all MTP layers (m) share one stage; here they are in {len(stages)} stages"
+        yield Problem("PP-E018", message, place=rules.source.place(stages[1], rules.stages[stages[1]].index("m")))
+
+
+def _encoders(rules: Rules) -> Iterator[Problem]:
+    found = next(rules.find("e"), None)
+    if found:
+        yield Problem("PP-E019", "encoder layers cannot be placed by a layout", place=rules.source.place(*found))
+
+
+_CHECKS: tuple[Callable[[Rules], Iterator[Problem]], ...] = (
+    _embedding,
+    _loss,
+    _decoders,
+    _mtp,
+    _mtp_after_decoders,
+    _mtp_stage,
+    _encoders,
+)
+
+
+def _layers(count: int, letter: str) -> str:
+    kind = {"t": "decoder layer", "m": "MTP layer"}[letter]
+    return f"{count} {kind}{'' if count == 1 else 's'} ({letter})"
+
+
+def _count_place(rules: Rules, found: Sequence[tuple[int, int]], wanted: int) -> str:
+    """The first layer too many, or the last one there is, or the end of the layout."""
+    if len(found) > wanted >= 0:
+        return rules.source.place(*found[wanted])
+    return rules.source.place(*found[-1]) if found else rules.source.place(len(rules.stages) - 1)
+
+
+def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage, as even as can be: the first `num_layers % num_stages` stages hold one more."""
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def stages_of(counts: Sequence[int], mtp_num_layers: int, mtp_stage: int) -> tuple[str, ...]:
+    """Stages with these numbers of layers, E in the first, L in the last, all MTP layers in `mtp_stage`."""
+    last = len(counts) - 1
+    return tuple(
+        "E" * (stage == 0) + "t" * count + "m" * (mtp_num_layers * (stage == mtp_stage)) + "L" * (stage == last)
+        for stage, count in enumerate(counts)
+    )
+
+
+def mend(
+    stages: tuple[str, ...], pp: int, num_layers: int | None = None, mtp_num_layers: int | None = None
+) -> tuple[str, ...] | None:
+    """The nearest stages that break no rule, with the layout's own layers where the model's are not given.
+
+    None where even the nearest would expand to more than a layout may hold.
+    """
+    layers = sum(stage.count("t") for stage in stages) if num_layers is None else max(0, num_layers)
+    mtp = sum(stage.count("m") for stage in stages) if mtp_num_layers is None else max(0, mtp_num_layers)
+    fitted = _fit(stages, pp)
+    size = max(len(fitted), pp)
+    if layers + mtp + size + 2 > MAX_ITEMS or (len(fitted) % pp and size + pp > MAX_ITEMS):
+        return None
+    if len(fitted) % pp:
+        counts = even_counts(layers, max(1, (len(fitted) + pp // 2) // pp) * pp)
+        return stages_of(counts, mtp, len(counts) - 1)
+    counts = _adjust([stage.count("t") for stage in fitted], layers)
+    return stages_of(counts, mtp, _mtp_home(fitted, counts, pp))
+
+
+def _fit(stages: tuple[str, ...], pp: int) -> tuple[str, ...]:
+    """The stages, without the empty ones at both ends where that makes their number a multiple of pp."""
+    if len(stages) % pp == 0:
+        return stages
+    held = [stage for stage, letters in enumerate(stages) if letters]
+    inner = stages[held[0] : held[-1] + 1] if held else ()
+    return inner if inner and len(inner) % pp == 0 else stages
+
+
+def _adjust(counts: list[int], num_layers: int) -> tuple[int, ...]:
+    """Counts that sum up to `num_layers`: a layer at a time to the emptiest, from the fullest stage."""
+    missing = num_layers - sum(counts)
+    if abs(missing) > len(counts):
+        return even_counts(num_layers, len(counts))
+    for _ in range(abs(missing)):
+        if missing > 0:
+            counts[counts.index(min(counts))] += 1
+        else:
+            counts[counts.index(max(counts))] -= 1
+    return tuple(counts)
+
+
+def _mtp_home(stages: tuple[str, ...], counts: tuple[int, ...], pp: int) -> int:
+    """The stage that holds the MTP layers now if it may, else the last one."""
+    holding = [stage for stage, letters in enumerate(stages) if "m" in letters]
+    last_decoder = max((stage for stage, count in enumerate(counts) if count), default=0)
+    legal = len(holding) == 1 and holding[0] >= max(last_decoder, len(stages) - pp)
+    return holding[0] if legal else len(stages) - 1
