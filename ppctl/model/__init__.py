@@ -1,0 +1,1 @@
+"""Decoder blocks, and stages built from them."""

@@ -1,0 +1,1 @@
+"""Copies and sums across ranks: data-parallel replicas and tied parameters."""

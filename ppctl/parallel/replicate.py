@@ -1,0 +1,69 @@
+"""Plain data parallelism: every dp rank holds the same stages, and their gradients are summed once a step.
+
+Knows gradients by stage and a process group. Must not know microbatches, losses or the schedule: the loss is already a
+share of the global batch's mean, therefore gradients are summed, not averaged. dp changes the order of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+BUCKET_ELEMENTS = 32 * 1024 * 1024
+"""Largest flat bucket, unless one gradient is larger: bounds what a reduction needs beside the gradients."""
+
+
+class GradientReducer:
+    """Sums the gradients of a stage over the data-parallel group, in flat buckets of one dtype.
+
+    `stages` maps a stage to its parameters (the masters), in an order that is the same on all ranks. With `group` None
+    (dp = 1) nothing happens.
+    """
+
+    def __init__(self, stages: Mapping[int, Iterable[nn.Parameter]], group: dist.ProcessGroup | None) -> None:
+        self.stages = {stage: list(parameters) for stage, parameters in stages.items()}
+        self.group = group
+        self._running: list[dist.Work] = []
+
+    @torch.no_grad()
+    def reduce(self, stage: int) -> None:
+        """Start summing the stage's gradients, and return: the rest of the pipeline runs beside it.
+
+        Call it once a step, after the stage's last backward. Until `finish`, the gradients' values are undefined.
+        """
+        if self.group is None:
+            return
+        for bucket in buckets(self.stages[stage], BUCKET_ELEMENTS):
+            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
+            for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            if work is not None:
+                self._running.append(work)
+
+    def finish(self) -> None:
+        """Wait for every reduction started since the last call: the gradients are the sums."""
+        for work in self._running:
+            work.wait()
+        self._running.clear()
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Zeros where a rank has no gradient: every rank must bring the same buckets."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one dtype, as many as fit into `limit` elements; a larger one is a bucket of its own."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        full = sum(p.numel() for p in bucket) + parameter.numel() > limit
+        if bucket and (full or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket

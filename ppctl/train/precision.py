@@ -1,0 +1,61 @@
+"""The weights of one rank twice: as the model computes with them, and as the optimizer steps them (float32).
+
+Knows dtypes and accumulation of gradients. Must not know stages, the schedule or the optimizer's rule. In float32 both
+are the same objects and nothing is done twice; in bfloat16 the master's `.grad` is the float32 accumulator (Megatron's
+main_grad), so that all that follows - replication, ties, norm, clipping, AdamW, checkpoints - reads masters only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class Weights:
+    """A rank's parameters by canonical name: `model` (what stages compute with) and `master` (float32).
+
+    Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype.
+    """
+
+    def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
+        self.model = dict(model)
+        self.master = {name: _master(parameter) for name, parameter in model.items()}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's parameters: after an optimizer step, and after loading a checkpoint."""
+        for name, parameter in self.model.items():
+            if parameter is not self.master[name]:
+                parameter.copy_(self.master[name])
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, before the first microbatch of a step."""
+        for parameter in (*self.model.values(), *self.master.values()):
+            parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The accumulated float32 gradients by canonical name, without the parameters that received none."""
+        return {name: master.grad for name, master in self.master.items() if master.grad is not None}
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+    parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))  # type: ignore[no-untyped-call]
+    return master
+
+
+def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
+    """Move one microbatch's gradient into the float32 accumulator, which keeps what bfloat16 would round away."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    parameter.grad = None
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad.add_(gradient)
