@@ -1,0 +1,1 @@
+"""The interpreter that executes a schedule on one rank."""

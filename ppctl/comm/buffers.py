@@ -1,0 +1,106 @@
+"""What a message looks like, and the pool of buffers that messages are received into.
+
+Knows shapes, dtypes and storages. Must not know stages, microbatches or how bytes travel.
+
+Fresh receive buffers are what slows pipelines down on a CPU (page faults) and what fragments memory on a GPU; a buffer
+that comes back is used again, and one that somebody still looks into (a view that became a gradient, say) never is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+Message = tuple[torch.Tensor, ...]
+
+
+class TensorLike(Protocol):
+    """Anything with a shape and a dtype: a plan's TensorSpec (dtype by name), or a tensor."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes."""
+
+    @property
+    def dtype(self) -> str | torch.dtype:
+        """A dtype or its name."""
+
+
+class MessageSpec(tuple[tuple[torch.Size, torch.dtype], ...]):
+    """The tensors of one edge's message: a tuple of (shape, dtype)."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorLike]) -> MessageSpec:
+        """Read the spec off tensors or plan specs."""
+        return cls((torch.Size(t.shape), _dtype(t.dtype)) for t in tensors)
+
+    def fits(self, message: Message) -> bool:
+        """Whether the message is what this spec says: count, shapes, dtypes."""
+        if len(message) != len(self):
+            return False
+        return all(t.shape == shape and t.dtype == dtype for t, (shape, dtype) in zip(message, self, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self) or "nothing"
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"a message between stages holds floating point tensors; {dtype!r} is not such a dtype")
+    return found
+
+
+class Shelf:
+    """The free buffers of one message spec."""
+
+    __slots__ = ("_device", "_free", "_spec", "_unshared", "allocated")
+
+    def __init__(self, spec: MessageSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._free: list[Message] = []
+        self._unshared = 0
+        self.allocated = 0
+        """How many messages' buffers were ever made: constant in the steady state."""
+
+    def take(self) -> Message:
+        """A message's buffers, their contents undefined."""
+        if self._free:
+            return self._free.pop()
+        message = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._spec)
+        self._unshared = _owners(message[0]) if message else 0
+        self.allocated += 1
+        return message
+
+    def give_back(self, message: Message) -> None:
+        """Return buffers for reuse; those whose storage something else still holds are left to it instead."""
+        if all(_owners(t) == self._unshared for t in message):
+            self._free.append(message)
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+class BufferPool:
+    """Shelves by spec, shared by all channels of a communicator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._shelves: dict[MessageSpec, Shelf] = {}
+
+    def shelf(self, spec: MessageSpec) -> Shelf:
+        """The shelf of one spec; edges that agree share it."""
+        if spec not in self._shelves:
+            self._shelves[spec] = Shelf(spec, self._device)
+        return self._shelves[spec]
+
+    @property
+    def allocated(self) -> int:
+        """Messages' buffers made so far, over all specs."""
+        return sum(shelf.allocated for shelf in self._shelves.values())

@@ -1,0 +1,138 @@
+"""One-way lanes between two pipeline ranks: post a receive, start a send, wait for either.
+
+Knows how a message's tensors become sends and receives, and how many sends may be under way. Must not know schedules,
+stages or autograd.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch.distributed import Work
+
+from ppctl.comm.buffers import Message, Shelf
+from ppctl.errors import Problem, TrainingError
+from ppctl.schedule.action import Channel
+
+
+class PeerLost(TrainingError):
+    """A message could not be delivered: the other rank is gone, or a network error. Mostly the echo of its failure."""
+
+    def __init__(self, channel: Channel, cause: Exception) -> None:
+        self.channel = channel
+        super().__init__(
+            Problem(
+                "PP-E711",
+                f"the connection on channel {channel} broke: {str(cause).splitlines()[0]}",
+                "look for the first failure of the job: this rank most likely only noticed it",
+            )
+        )
+
+
+class Arrival:
+    """A message that is on its way, or (between two stages of one rank) already there."""
+
+    __slots__ = ("_channel", "_shelf", "_works", "message")
+
+    def __init__(
+        self,
+        message: Message,
+        works: list[Work] | None = None,
+        shelf: Shelf | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        self.message = message
+        self._works = works
+        self._shelf = shelf
+        self._channel = channel
+
+    def wait(self) -> Message:
+        """The message, once it is there. On CUDA the current stream waits, not the caller."""
+        if self._works is not None:
+            try:
+                for work in self._works:
+                    work.wait()
+            except RuntimeError as error:
+                assert self._channel is not None  # works come from a channel
+                raise PeerLost(self._channel, error) from error
+            self._works = None
+        return self.message
+
+    def release(self) -> None:
+        """Say that the message is no longer needed; its buffers go back to the pool."""
+        message, self.message = self.message, ()
+        if self._shelf is not None:
+            self._shelf.give_back(message)
+
+
+class Transport(Protocol):
+    """What a lane needs of a backend object (torch's stubs leave these two methods out)."""
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+        """Start sending one tensor."""
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
+        """Start receiving into one tensor."""
+
+
+class Lane:
+    """One direction of a channel, at one of its ends. Messages keep their order.
+
+    `backend` is the backend object of a process group that holds both ends, `peer` the other end's rank in it. Backend
+    objects are called directly: torch's own isend and irecv check and dispatch for longer than a small message takes.
+    """
+
+    __slots__ = ("_backend", "_peer", "_pending", "_tag", "channel", "send_slots")
+
+    def __init__(self, channel: Channel, backend: Transport, peer: int, tag: int) -> None:
+        self.channel = channel
+        self._backend = backend
+        self._peer = peer
+        self._tag = tag
+        self.send_slots = 0
+        """How many sends may be left outstanding; 0 waits for every send."""
+        self._pending: deque[tuple[list[Work], Message]] = deque()
+
+    def post(self, shelf: Shelf) -> Arrival:
+        """Post the receive of the next message into pooled buffers; never blocks."""
+        message = shelf.take()
+        return Arrival(message, self.receive_into(message), shelf, self.channel)
+
+    def receive_into(self, message: Iterable[torch.Tensor]) -> list[Work]:
+        """Start receiving into given buffers."""
+        try:
+            return [self._backend.recv([tensor], self._peer, self._tag) for tensor in message]
+        except RuntimeError as error:
+            raise PeerLost(self.channel, error) from error
+
+    def send(self, message: Message) -> None:
+        """Start sending contiguous tensors, which stay referenced until sent; waits only where the slots are used up.
+
+        The oldest send is waited for, never polled: gloo reports a send as done only to the one who waits.
+        """
+        self._pending.append((self.start_send(message), message))
+        while len(self._pending) > self.send_slots:
+            self._wait_for_oldest()
+
+    def start_send(self, message: Message) -> list[Work]:
+        """Start sending and leave the waiting, and keeping the tensors alive, to the caller."""
+        try:
+            return [self._backend.send([tensor], self._peer, self._tag) for tensor in message]
+        except RuntimeError as error:
+            raise PeerLost(self.channel, error) from error
+
+    def flush(self) -> None:
+        """Wait until every send is delivered."""
+        while self._pending:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        works, _ = self._pending.popleft()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLost(self.channel, error) from error

@@ -1,0 +1,206 @@
+"""The engine: every rank executes its own list of actions, one handler per operation.
+
+Knows a lowered schedule, stages and channels. Must not know any policy, config or model: everything clever happened
+before. The steady state builds no strings and no dictionaries; what can be looked up once is looked up at construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from ppctl.comm.buffers import MessageSpec, Shelf
+from ppctl.comm.channels import Lane
+from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.recorder import Recorder
+from ppctl.engine.stage import Stage, StageProgram
+from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
+from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule, send_slots
+
+_SHOWN_BEFORE = 4
+_SHOWN_AFTER = 2
+
+
+class Heartbeat(Protocol):
+    """Where the engine says what it is about to do."""
+
+    def enter(self, index: int) -> None:
+        """The action with this index in the rank's list begins."""
+
+
+class EngineError(TrainingError):
+    """An action failed. `action`, `index` (in the rank's list) and `pp_rank` say which; `__cause__` says why."""
+
+    def __init__(self, pp_rank: int, actions: Sequence[Action], index: int, cause: Exception) -> None:
+        self.pp_rank = pp_rank
+        self.index = index
+        self.action = actions[index]
+        code = cause.problems[0].code if isinstance(cause, PpctlError) else "PP-E710"
+        text = cause.problems[0].message if isinstance(cause, PpctlError) else f"{type(cause).__name__}: {cause}"
+        remedy = cause.problems[0].remedy if isinstance(cause, PpctlError) else ""
+        message = f"pp_rank {pp_rank} (stage {self.action.stage}) failed in {self.action}: {text}"
+        super().__init__(Problem(code, message, remedy, _row(pp_rank, actions, index)))
+
+
+def _row(pp_rank: int, actions: Sequence[Action], index: int) -> str:
+    """The rank's row of the schedule around an action, one action a line, with a mark."""
+    first, last = max(0, index - _SHOWN_BEFORE), min(len(actions), index + 1 + _SHOWN_AFTER)
+    lines = [f"pp_rank {pp_rank}, action {index + 1} of {len(actions)}:"]
+    lines += ["  ..."] * (first > 0)
+    lines += [f"  {actions[i]}" + ("  <-- here" if i == index else "") for i in range(first, last)]
+    return "\n".join(lines + ["  ..."] * (last < len(actions)))
+
+
+class Engine:
+    """One rank's interpreter of a lowered schedule.
+
+    `programs` are the stages that the schedule's placement gives to this rank. Without a communicator the pipeline has
+    one rank. A schedule without backwards runs under no_grad. `reduce_grad(stage)` is called at REDUCE_GRAD.
+    Construction is cheap: channels and buffers belong to the communicator and outlive the engine.
+
+    Raises ScheduleError where the schedule, the communicator and the programs do not belong together, or the schedule
+    holds what cannot be executed. No two engines of one communicator may run at the same time.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        programs: Sequence[StageProgram],
+        communicator: P2PCommunicator | None = None,
+        *,
+        deallocate_pipeline_outputs: bool = True,
+        reduce_grad: Callable[[int], None] | None = None,
+        recorder: Recorder | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self.pp_rank = 0 if communicator is None else communicator.current_stage
+        _check(schedule, programs, self.pp_rank, 1 if communicator is None else communicator.total_stages)
+        self.actions = schedule.actions[self.pp_rank]
+        training = any(action.op is Op.B for action in self.actions)
+        last = schedule.placement.num_stages - 1
+        self._stages = {
+            p.stage: Stage(
+                p, is_last=p.stage == last, training=training, deallocate_outputs=deallocate_pipeline_outputs
+            )
+            for p in programs
+        }
+        self._join_neighbours()
+        self._outgoing: dict[tuple[Op, int], Lane] = {}
+        self._incoming: dict[tuple[Op, int], tuple[Lane, Shelf]] = {}
+        if communicator is not None:
+            self._connect(schedule, communicator)
+        self._reduce = reduce_grad
+        self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
+        self._enter = _say_nothing if heartbeat is None else heartbeat.enter
+        self._index = 0
+        self._handlers: Mapping[Op, Callable[[Action], None]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.SEND_F: self._send_forward,
+            Op.RECV_F: self._receive_forward,
+            Op.SEND_B: self._send_backward,
+            Op.RECV_B: self._receive_backward,
+            Op.REDUCE_GRAD: self._reduce_gradients,
+        }
+
+    def run(self) -> None:
+        """Execute the list once. Raises EngineError, which names the action, with the original error as its cause."""
+        handlers, enter = self._handlers, self._enter
+        self.recorder.begin_step()
+        try:
+            for self._index, action in enumerate(self.actions):  # noqa: B020 - the handlers read the index
+                enter(self._index)
+                handlers[action.op](action)
+            for lane in self._outgoing.values():
+                lane.flush()
+        except Exception as error:
+            raise EngineError(self.pp_rank, self.actions, self._index, error) from error
+        self.recorder.end_step()
+
+    def _forward(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        stage.wait_for_input(action.mb)
+        self.recorder.begin(self._index)
+        stage.forward(action.mb)
+        self.recorder.end(self._index)
+
+    def _backward(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        stage.wait_for_gradient(action.mb)
+        self.recorder.begin(self._index)
+        stage.backward(action.mb)
+        self.recorder.end(self._index)
+
+    def _send_forward(self, action: Action) -> None:
+        self._outgoing[Op.SEND_F, action.stage].send(self._stages[action.stage].outbox.pop(action.mb))
+
+    def _send_backward(self, action: Action) -> None:
+        self._outgoing[Op.SEND_B, action.stage].send(self._stages[action.stage].gradient_outbox.pop(action.mb))
+
+    def _receive_forward(self, action: Action) -> None:
+        lane, shelf = self._incoming[Op.RECV_F, action.stage]
+        self._stages[action.stage].inbox[action.mb] = lane.post(shelf)
+
+    def _receive_backward(self, action: Action) -> None:
+        lane, shelf = self._incoming[Op.RECV_B, action.stage]
+        self._stages[action.stage].gradient_inbox[action.mb] = lane.post(shelf)
+
+    def _reduce_gradients(self, action: Action) -> None:
+        self.recorder.begin(self._index)
+        if self._reduce is not None:
+            self._reduce(action.stage)
+        self.recorder.end(self._index)
+
+    def _join_neighbours(self) -> None:
+        """Stages that follow each other on this rank hand over without a message."""
+        for number, stage in self._stages.items():
+            following = self._stages.get(number + 1)
+            if following is not None:
+                stage.next_here, following.previous_here = following, stage
+
+    def _connect(self, schedule: Schedule, communicator: P2PCommunicator) -> None:
+        """Look up, once per kind of message, its lane and where its buffers come from."""
+        for op, number in {(a.op, a.stage) for a in self.actions if a.op in MESSAGES}:
+            channel = schedule.placement.channel(Action(op, number, 0))
+            lane = communicator.lane(channel)
+            if op in SENDS:
+                lane.send_slots = send_slots(schedule.capacities[channel])
+                self._outgoing[op, number] = lane
+            else:
+                stage = self._stages[number]
+                spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
+                self._incoming[op, number] = (lane, communicator.pool.shelf(spec))
+
+
+def _say_nothing(index: int) -> None:
+    """The heartbeat of an engine that has none."""
+
+
+def _check(schedule: Schedule, programs: Sequence[StageProgram], pp_rank: int, size: int) -> None:
+    problems = []
+    if schedule.placement.pp != size:
+        problems.append(
+            Problem(
+                "PP-E390", f"the schedule is for {schedule.placement.pp} pipeline ranks, the communicator has {size}"
+            )
+        )
+        raise ScheduleError(problems)
+    expected, given = schedule.placement.stages_of(pp_rank), sorted(p.stage for p in programs)
+    if list(expected) != given:
+        problems.append(
+            Problem(
+                "PP-E390", f"pp_rank {pp_rank} owns the stages {list(expected)}, the programs given are for {given}"
+            )
+        )
+    if not schedule.lowered:
+        problems.append(Problem("PP-E391", "the schedule has no messages yet", "ppctl.schedule.passes.lower(schedule)"))
+    if schedule.split:
+        problems.append(
+            Problem(
+                "PP-E392",
+                f"schedule {schedule.name} splits backwards into I and W, which can be planned but not yet executed",
+                "pipeline.pp_schedule=1f1b",
+            )
+        )
+    if problems:
+        raise ScheduleError(problems)

@@ -1,0 +1,169 @@
+"""When each action ran: stamps without allocation in the steady state, read as spans.
+
+Knows clocks: perf_counter on the CPU, CUDA events on a GPU (where Python's clock would measure launches). Must not know
+what the actions do. Messages have no spans: waiting for one is outside every span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Op
+from ppctl.schedule.trace import Span
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """One rank's step in figures, seconds. Starts and ends are on the recorder's clock, shifted by its offset."""
+
+    busy: float
+    """Time inside F, B, I and W."""
+    first_start: float
+    """Start of the first action."""
+    last_end: float
+    """End of the last action."""
+    forward: dict[int, float]
+    """Mean time of F by stage."""
+    backward: dict[int, float]
+    """Mean time of a whole backward (B, or I plus W) by stage."""
+
+
+class Recorder:
+    """Stamps for one action list, on the CPU's clock. `begin` and `end` take the action's index in the list."""
+
+    def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
+        self.pp_rank = pp_rank
+        self.actions = tuple(actions)
+        self.clock_offset = clock_offset
+        """Seconds to add to this host's clock to get the pipeline's common clock."""
+        self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
+        self._starts = [0.0] * len(self.actions)
+        self._ends = [0.0] * len(self.actions)
+
+    def begin_step(self) -> None:
+        """Say that a step starts."""
+
+    def begin(self, index: int) -> None:
+        """Stamp the start of an action."""
+        self._starts[index] = perf_counter()
+
+    def end(self, index: int) -> None:
+        """Stamp the end of an action."""
+        self._ends[index] = perf_counter()
+
+    def end_step(self) -> None:
+        """Say that the step is over."""
+
+    def stamps(self) -> list[tuple[int, float, float]]:
+        """(index, start, end) of the actions of the last step that can be read, on the common clock."""
+        shift = self.clock_offset
+        return [(index, self._starts[index] + shift, self._ends[index] + shift) for index in self._stamped]
+
+    def spans(self) -> list[Span]:
+        """The same as spans of a trace."""
+        return [Span(self.pp_rank, self.actions[index], start, end) for index, start, end in self.stamps()]
+
+    def totals(self) -> StepTotals | None:
+        """The same in figures; None where no step can be read yet."""
+        stamps = self.stamps()
+        return _totals(self.actions, stamps) if stamps else None
+
+
+class CudaRecorder(Recorder):
+    """Stamps with CUDA events on the current stream, and reads a step at the end of the one after it.
+
+    Never synchronises the device: a step whose events the device has not passed by then is not read at all. Two sets of
+    events take turns; each step's origin is placed on the host's clock by its distance to the origin read before, so
+    that the float milliseconds of `elapsed_time` never grow large.
+    """
+
+    def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
+        super().__init__(pp_rank, actions, clock_offset=clock_offset)
+        self._now = _EventSet(self._stamped)
+        self._before = _EventSet(self._stamped)
+        self._steps = 0
+        self._origin = _event()
+        torch.cuda.synchronize()
+        self._origin.record()
+        self._origin_time = perf_counter()
+        self._readable: list[tuple[int, float, float]] = []
+
+    def begin_step(self) -> None:
+        """Take the other set of events and record the step's origin."""
+        self._now, self._before = self._before, self._now
+        self._now.origin.record()
+
+    def begin(self, index: int) -> None:
+        """Record the start of an action on the current stream."""
+        self._now.starts[index].record()
+
+    def end(self, index: int) -> None:
+        """Record the end of an action on the current stream."""
+        self._now.ends[index].record()
+
+    def end_step(self) -> None:
+        """Read the step before, if the device is through with it."""
+        self._steps += 1
+        if self._steps > 1 and self._stamped and self._before.ends[self._stamped[-1]].query():  # type: ignore[no-untyped-call]
+            self._read(self._before)
+
+    def stamps(self) -> list[tuple[int, float, float]]:
+        """The newest step that was read: one step late. Empty before that."""
+        return self._readable
+
+    def _read(self, events: _EventSet) -> None:
+        self._origin_time += self._origin.elapsed_time(events.origin) / 1e3
+        zero, origin = self._origin_time + self.clock_offset, events.origin
+        self._readable = [
+            (i, zero + origin.elapsed_time(events.starts[i]) / 1e3, zero + origin.elapsed_time(events.ends[i]) / 1e3)
+            for i in self._stamped
+        ]
+        self._origin, events.origin = origin, self._origin
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class _EventSet:
+    """The events of one step: an origin, and a pair for every index that is stamped."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.origin = _event()
+        pairs = {index: (_event(), _event()) for index in indices}
+        self.starts = {index: start for index, (start, _) in pairs.items()}
+        self.ends = {index: end for index, (_, end) in pairs.items()}
+
+
+def make_recorder(
+    pp_rank: int, actions: Sequence[Action], device: torch.device, *, clock_offset: float = 0.0
+) -> Recorder:
+    """The recorder for a device."""
+    kind = CudaRecorder if device.type == "cuda" else Recorder
+    return kind(pp_rank, actions, clock_offset=clock_offset)
+
+
+def _totals(actions: Sequence[Action], stamps: Sequence[tuple[int, float, float]]) -> StepTotals:
+    busy = 0.0
+    sums: dict[tuple[bool, int], float] = {}
+    counts: dict[tuple[bool, int], int] = {}
+    for index, start, end in stamps:
+        op, stage, _ = actions[index]
+        if op not in COMPUTE:
+            continue
+        busy += end - start
+        key = (op is Op.F, stage)
+        sums[key] = sums.get(key, 0.0) + end - start
+        counts[key] = counts.get(key, 0) + (op is not Op.W)
+    means = {key: total / max(counts[key], 1) for key, total in sums.items()}
+    return StepTotals(
+        busy=busy,
+        first_start=min(start for _, start, _ in stamps),
+        last_end=max(end for _, _, end in stamps),
+        forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
+        backward={stage: mean for (is_forward, stage), mean in means.items() if not is_forward},
+    )

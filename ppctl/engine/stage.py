@@ -1,0 +1,188 @@
+"""One stage at work: the forward and backward of its microbatches, and what lives between the two.
+
+Knows autograd, arrivals and where outputs go. Must not know schedules, channels or what a stage computes.
+
+From the F of a microbatch to the end of its B lives exactly: its input, and whatever autograd saved. Of an output only
+the place in the graph stays (a gradient edge); the tensor itself is free as soon as its message is delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ppctl.comm.buffers import Message, MessageSpec, TensorLike
+from ppctl.comm.channels import Arrival
+from ppctl.errors import Problem, TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What the engine is told about a stage.
+
+    `forward(mb, inputs)` gets the tensors of `receives` (none on the first stage) and returns a tuple of the tensors of
+    `sends`; on the last stage a tuple of one scalar, the loss that is backwarded. It must return new tensors: an input
+    or a view of it would keep message buffers from being reused. `receives` and `sends` describe this stage's edges
+    (anything with `shape` and `dtype`, so a plan's TensorSpec will do); both ends of an edge must agree.
+    """
+
+    stage: int
+    forward: Callable[[int, Message], Message]
+    receives: Sequence[TensorLike] = ()
+    sends: Sequence[TensorLike] = ()
+
+
+class Live(NamedTuple):
+    """What a microbatch needs between its forward and its backward."""
+
+    arrival: Arrival | None
+    leaves: Message
+    edges: tuple[GradientEdge | None, ...]
+    outputs: Message
+    """Kept for the last stage (a scalar) and where outputs are not deallocated; otherwise empty."""
+
+
+class Stage:
+    """A stage's microbatches in flight, and the hand-over to its neighbours.
+
+    `inbox` and `gradient_inbox` hold what has arrived or is on its way, `outbox` and `gradient_outbox` what waits for
+    its send, all by microbatch. Where a neighbour is on the same rank, messages go straight into its inbox.
+    """
+
+    def __init__(self, program: StageProgram, *, is_last: bool, training: bool, deallocate_outputs: bool) -> None:
+        self.program = program
+        self.receives = MessageSpec.of(program.receives)
+        self.sends = MessageSpec.of(program.sends)
+        self.is_first = program.stage == 0
+        self.is_last = is_last
+        self.training = training
+        self._keep_outputs = is_last or not deallocate_outputs
+        self.next_here: Stage | None = None
+        self.previous_here: Stage | None = None
+        self.inbox: dict[int, Arrival] = {}
+        self.gradient_inbox: dict[int, Arrival] = {}
+        self.outbox: dict[int, Message] = {}
+        self.gradient_outbox: dict[int, Message] = {}
+        self._live: dict[int, Live] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches are between their forward and the end of their backward."""
+        return len(self._live)
+
+    def wait_for_input(self, mb: int) -> None:
+        """Return once the input of a microbatch is there."""
+        if not self.is_first:
+            self.inbox[mb].wait()
+
+    def wait_for_gradient(self, mb: int) -> None:
+        """Return once the gradient of a microbatch's output is there."""
+        if not self.is_last:
+            self.gradient_inbox[mb].wait()
+
+    def forward(self, mb: int) -> None:
+        """Run the program on a microbatch and hand its output on."""
+        arrival = None if self.is_first else self.inbox.pop(mb)
+        if not self.training:
+            self._forward_only(mb, arrival)
+            return
+        leaves = () if arrival is None else tuple(t.detach().requires_grad_() for t in arrival.message)
+        outputs = self.program.forward(mb, leaves)
+        self._check_outputs(mb, outputs)
+        edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
+        self._live[mb] = Live(arrival, leaves, edges, outputs if self._keep_outputs else ())
+        self._hand_on(mb, outputs)
+
+    def _forward_only(self, mb: int, arrival: Arrival | None) -> None:
+        with torch.no_grad():
+            outputs = self.program.forward(mb, () if arrival is None else arrival.message)
+        if not self.is_last:
+            self._check_outputs(mb, outputs)
+            self._hand_on(mb, outputs)
+        del outputs
+        if arrival is not None:
+            arrival.release()
+
+    def _hand_on(self, mb: int, outputs: Message) -> None:
+        if self.next_here is not None:
+            self.next_here.inbox[mb] = Arrival(tuple(t.detach() for t in outputs))
+        elif not self.is_last:
+            # Detached: a send that is still under way must not hold the graph.
+            self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
+
+    def backward(self, mb: int) -> None:
+        """Accumulate the weight gradients of a microbatch, hand its input's gradient on, and end its life."""
+        arrival, leaves, edges, outputs = self._live.pop(mb)
+        gradient = None if self.is_last else self.gradient_inbox.pop(mb)
+        seeds = (torch.ones_like(outputs[0]),) if gradient is None else gradient.message
+        _run_backward(edges, seeds)
+        del edges, outputs, seeds
+        gradients = tuple(leaf.grad for leaf in leaves)
+        del leaves
+        if arrival is not None:
+            self._hand_back(mb, gradients)
+            arrival.release()
+        del gradients
+        if gradient is not None:
+            gradient.release()
+
+    def _hand_back(self, mb: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        message = tuple(g.contiguous() for g in gradients if g is not None)
+        if len(message) < len(gradients):
+            raise TrainingError(
+                Problem(
+                    "PP-E713",
+                    f"stage {self.program.stage} has no gradient for its input in microbatch {mb}: "
+                    "its output does not depend on all that it received",
+                    "let the stage's output depend on its input (a detach or a no_grad inside is the usual cause)",
+                )
+            )
+        if self.previous_here is not None:
+            self.previous_here.gradient_inbox[mb] = Arrival(message)
+        else:
+            self.gradient_outbox[mb] = message
+
+    def _check_outputs(self, mb: int, outputs: Message) -> None:
+        if self.is_last:
+            self._check_loss(mb, outputs)
+        elif not (isinstance(outputs, tuple) and self.sends.fits(outputs)):
+            stage = self.program.stage
+            raise TrainingError(
+                Problem(
+                    "PP-E712",
+                    f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}; "
+                    f"the plan says {self.sends}",
+                    "return what the edge's spec says, or mend the spec",
+                )
+            )
+
+    def _check_loss(self, mb: int, outputs: Message) -> None:
+        if isinstance(outputs, tuple) and len(outputs) == 1 and outputs[0].numel() == 1 and outputs[0].requires_grad:
+            return
+        raise TrainingError(
+            Problem(
+                "PP-E714",
+                f"the last stage (stage {self.program.stage}) must return one scalar loss that needs a gradient; "
+                f"in microbatch {mb} it returned {_describe(outputs)}",
+                "return (loss,), reduced to one number, computed outside no_grad",
+            )
+        )
+
+
+def _run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Tensor]) -> None:
+    """Backward from the outputs that have a graph; a stage without any (all frozen) has nothing to do."""
+    pairs = [(edge, seed) for edge, seed in zip(edges, seeds, strict=True) if edge is not None]
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [seed for _, seed in pairs])
+
+
+def _describe(outputs: object) -> str:
+    if not isinstance(outputs, tuple) or not all(isinstance(t, torch.Tensor) for t in outputs):
+        return f"a {type(outputs).__name__} instead of a tuple of tensors"
+    texts = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in outputs)
+    frozen = bool(outputs) and not any(t.requires_grad for t in outputs)
+    return (", ".join(texts) or "nothing") + (" without a gradient" if frozen else "")
