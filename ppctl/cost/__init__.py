@@ -1,0 +1,1 @@
+"""Closed forms: parameters, FLOPs and bytes of the parts of a model."""

@@ -1,0 +1,70 @@
+"""Which kind every layer of the model is: dense or mixture of experts.
+
+Knows Megatron's `moe_layer_freq` language. Must not know sizes in bytes, ranks or schedules.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import ConfigError, Problem
+
+_LIMIT = 100_000
+"""No model has more layers; a longer expression is a slip."""
+
+
+def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
+    """Per decoder layer, whether its feed-forward is a mixture of experts.
+
+    `moe_layer_freq` is 1 (every layer), N (layers 0, N, 2N, ... as Megatron counts), a list of 0/1 with one entry per
+    layer, or an expression of lists, `+` and `*` as text: "[0]*3+[1]*58". Raises ConfigError (PP-E210) otherwise.
+    """
+    if not model.num_moe_experts:
+        return (False,) * model.num_layers
+    freq = model.moe_layer_freq
+    if isinstance(freq, str):
+        freq = _evaluate(freq)
+    if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
+        return tuple(i % freq == 0 for i in range(model.num_layers))
+    if not isinstance(freq, list | tuple) or any(entry not in (0, 1) for entry in freq):
+        raise _wrong(f"takes a positive number, or a list of 0 and 1, not {model.moe_layer_freq!r}", model)
+    if len(freq) != model.num_layers:
+        raise _wrong(f"lists {len(freq)} layers, and model.num_layers is {model.num_layers}", model)
+    return tuple(bool(entry) for entry in freq)
+
+
+def _wrong(what: str, model: ModelConfig) -> ConfigError:
+    return ConfigError(
+        Problem("PP-E210", f"model.moe_layer_freq {what}", f"'model.moe_layer_freq=[1]*{model.num_layers}'")
+    )
+
+
+def _evaluate(text: str) -> Any:
+    """The value of an expression of integers, lists, `+` and `*`; None for anything else. Nothing is executed."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() as number) if not isinstance(number, bool) and abs(number) <= _LIMIT:
+            return number
+        case ast.List(elts=elements):
+            return [_value(element) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _bounded(_value(left), _value(right), add=True)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _bounded(_value(left), _value(right), add=False)
+    raise ValueError("not an expression of integers and lists")
+
+
+def _bounded(left: Any, right: Any, *, add: bool) -> Any:
+    """Sum or product, refused before it is made if the list would be absurdly long."""
+    sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
+    if not all(isinstance(size, int) for size in sizes) or (sum(sizes) if add else sizes[0] * sizes[1]) > _LIMIT:
+        raise ValueError("too long")
+    return left + right if add else left * right

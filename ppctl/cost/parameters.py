@@ -1,0 +1,180 @@
+"""Exact parameter counts from the model's sizes, per layer and for the whole model.
+
+Knows what a decoder layer, an embedding, an MTP module and an output hold. Must not know bytes, ranks or schedules; how
+tensor and expert parallelism divide the counts is told by three heaps: `Count.tensor`, `Count.whole`, `Count.experts`.
+
+Sources: Llama and Mixtral as published (GQA, SwiGLU, RMSNorm); DeepSeek-V2/V3 technical reports for multi-head latent
+attention, shared experts and the MTP module (two norms, a projection 2h -> h, one decoder layer, a final norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.layers import moe_layer_pattern
+
+
+class Count(NamedTuple):
+    """Numbers of parameters, by what divides them over ranks."""
+
+    tensor: int = 0
+    """Matrices that tensor parallelism splits."""
+    whole: int = 0
+    """Held by every tensor-parallel rank: norms, routers, MLA's down-projections, MTP's projection."""
+    experts: int = 0
+    """Routed experts, split over ep and etp."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.tensor + self.whole + self.experts
+
+    def plus(self, *others: Count) -> Count:
+        """The sum, heap by heap."""
+        return Count(*(sum(heap) for heap in zip(self, *others, strict=True)))
+
+    def per_device(self, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
+        """Parameters on one device; an uneven split counts its largest part."""
+        return -(-self.tensor // tp) + self.whole - (-self.experts // (ep * etp))
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Width of one attention head (not of MLA's)."""
+    return model.kv_channels or model.hidden_size // model.num_attention_heads
+
+
+def query_groups(model: ModelConfig) -> int:
+    """Number of key/value heads."""
+    return model.num_query_groups or model.num_attention_heads
+
+
+def attention(model: ModelConfig) -> Count:
+    """One attention block with its own norms, without the layer's input norm."""
+    return _latent_attention(model) if model.multi_latent_attention else _grouped_attention(model)
+
+
+def _grouped_attention(model: ModelConfig) -> Count:
+    h, d = model.hidden_size, head_dim(model)
+    q, kv = model.num_attention_heads * d, query_groups(model) * d
+    bias = q + 2 * kv if model.add_qkv_bias else 0
+    return Count(tensor=h * (2 * q + 2 * kv) + bias, whole=2 * d if model.qk_layernorm else 0)
+
+
+def _latent_attention(model: ModelConfig) -> Count:
+    h, heads, kv, rope = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.qk_pos_emb_head_dim
+    q_width = heads * (model.qk_head_dim + rope)
+    up = kv * heads * (model.qk_head_dim + model.v_head_dim) + heads * model.v_head_dim * h
+    down = h * (kv + rope) + kv
+    if model.q_lora_rank is None:
+        return Count(tensor=up + h * q_width, whole=down)
+    q = model.q_lora_rank
+    return Count(tensor=up + q * q_width, whole=down + h * q + q)
+
+
+def dense_feed_forward(model: ModelConfig) -> Count:
+    """SwiGLU: gate, up and down."""
+    return Count(tensor=3 * model.hidden_size * model.ffn_hidden_size)
+
+
+def expert_width(model: ModelConfig) -> int:
+    """Inner width of one routed expert."""
+    return model.moe_ffn_hidden_size or model.ffn_hidden_size
+
+
+def moe_feed_forward(model: ModelConfig, experts: int | None = None) -> Count:
+    """Router (with its bias, where it has one), shared expert and `experts` routed ones (none: all)."""
+    h, total = model.hidden_size, model.num_moe_experts or 0
+    held = total if experts is None else experts
+    return Count(
+        tensor=3 * h * (model.moe_shared_expert_intermediate_size or 0),
+        whole=h * total + (total if model.moe_router_enable_expert_bias else 0),
+        experts=held * 3 * h * expert_width(model),
+    )
+
+
+def decoder(model: ModelConfig, moe: bool, experts: int | None = None) -> Count:
+    """One decoder layer: two norms, attention, feed-forward."""
+    norms = Count(whole=2 * model.hidden_size)
+    return norms.plus(attention(model), moe_feed_forward(model, experts) if moe else dense_feed_forward(model))
+
+
+def mtp_module(model: ModelConfig) -> Count:
+    """One multi-token-prediction module without its copy of the embedding; its layer is of the last layer's kind."""
+    h = model.hidden_size
+    own = Count(whole=2 * h + 2 * h * h + h)
+    return own.plus(decoder(model, mtp_is_moe(model)))
+
+
+def mtp_is_moe(model: ModelConfig) -> bool:
+    """Whether MTP's decoder layer has experts: as the model's last layer."""
+    return bool(moe_layer_pattern(model)[-1:] == (True,))
+
+
+def embedding(model: ModelConfig) -> Count:
+    """The token table; the output projection has the same size."""
+    return Count(tensor=model.vocab_size * model.hidden_size)
+
+
+def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
+    """What a stage builds, replicas included.
+
+    `layer_names` as in StageSpec.layers: "embedding", "decoder.7", "mtp.0", "loss". A stage with MTP modules builds one
+    copy of the embedding for them.
+    """
+    pattern = moe_layer_pattern(model)
+    kinds = {moe: decoder(model, moe) for moe in set(pattern)}
+    parts, has_mtp = [], False
+    for name in layer_names:
+        kind, _, index = name.partition(".")
+        if kind == "decoder":
+            parts.append(kinds[pattern[int(index)]])
+        elif kind == "embedding":
+            parts.append(embedding(model))
+        elif kind == "mtp":
+            parts.append(mtp_module(model))
+            has_mtp = True
+        elif kind == "loss":
+            parts.append(embedding(model).plus(Count(whole=model.hidden_size)))
+    return Count().plus(*parts, *([embedding(model)] if has_mtp else []))
+
+
+def stage_parameters(model: ModelConfig, layer_names: Iterable[str]) -> int:
+    """Parameters that a stage builds, replicas included."""
+    return stage_count(model, layer_names).total
+
+
+def replicated_parameters(model: ModelConfig, layer_names: Iterable[str]) -> int:
+    """Of a stage's parameters, those that copy an earlier use: a tied output, the embedding that MTP reads."""
+    names = {name.partition(".")[0] for name in layer_names}
+    copies = int("mtp" in names) + int("loss" in names and model.share_embeddings_and_output_weights)
+    return copies * embedding(model).total
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """The model: each tied parameter once, router biases in, MTP out."""
+    return _backbone(model, None)
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Parameters that one token meets in the model without MTP: of the routed experts only the chosen ones."""
+    return _backbone(model, model.moe_router_topk)
+
+
+def mtp_parameters(model: ModelConfig) -> int:
+    """All MTP modules, without copies of embedding and output."""
+    return (model.mtp_num_layers or 0) * mtp_module(model).total
+
+
+def hugging_face_parameters(model: ModelConfig) -> int:
+    """The model as Hugging Face stores it: MTP modules in, each with its own copy of embedding and output."""
+    copies = (model.mtp_num_layers or 0) * 2 * embedding(model).total
+    return total_parameters(model) + mtp_parameters(model) + copies
+
+
+def _backbone(model: ModelConfig, experts: int | None) -> int:
+    pattern = moe_layer_pattern(model)
+    tables = 1 if model.share_embeddings_and_output_weights else 2
+    layers = sum(pattern.count(moe) * decoder(model, moe, experts).total for moe in set(pattern))
+    return layers + tables * embedding(model).total + model.hidden_size

@@ -1,0 +1,81 @@
+"""Published models in Megatron's names, for tests of the closed forms."""
+
+from ppctl.config.schema import ModelConfig
+
+MODELS = {
+    "Llama-3-8B": ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=128256,
+    ),
+    "Llama-3-70B": ModelConfig(
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_attention_heads=64,
+        num_query_groups=8,
+        vocab_size=128256,
+    ),
+    "Mixtral-8x7B": ModelConfig(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=32000,
+        num_moe_experts=8,
+        moe_router_topk=2,
+    ),
+    "Qwen3-8B": ModelConfig(
+        num_layers=36,
+        hidden_size=4096,
+        ffn_hidden_size=12288,
+        num_attention_heads=32,
+        num_query_groups=8,
+        vocab_size=151936,
+        qk_layernorm=True,
+    ),
+    "Qwen3-30B-A3B": ModelConfig(
+        num_layers=48,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=32,
+        num_query_groups=4,
+        kv_channels=128,
+        vocab_size=151936,
+        qk_layernorm=True,
+        num_moe_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+    ),
+    "DeepSeek-V3": ModelConfig(
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=128,
+        vocab_size=129280,
+        multi_latent_attention=True,
+        q_lora_rank=1536,
+        num_moe_experts=256,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq="[0]*3+[1]*58",
+        moe_router_enable_expert_bias=True,
+        mtp_num_layers=1,
+    ),
+    "Llama-2-7B": ModelConfig(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
+    ),
+    "Llama-2-70B": ModelConfig(
+        num_layers=80,
+        hidden_size=8192,
+        ffn_hidden_size=28672,
+        num_attention_heads=64,
+        num_query_groups=8,
+        vocab_size=32000,
+    ),
+}

@@ -1,0 +1,75 @@
+"""Sizes as people write them, activation bytes by hand, and peaks over an order of actions."""
+
+import pytest
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.memory import PRECISIONS, Shares, parse_bytes, peak_of, stage_activation_bytes
+from ppctl.schedule.action import Action
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("141 GB", 141 * 10**9),
+        ("1024", 1024),
+        ("0.5TiB", 2**39),
+        ("7B", 7),
+        ("80", 80),
+        ("80 gib", None),
+        ("GiB", None),
+        ("-1GiB", None),
+        ("", None),
+        ("0GiB", None),
+        ("1e3GB", None),
+    ],
+)
+def test_a_size_has_a_number_and_a_unit(text: str, size: int | None) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_parameter"), [("float32", 4 + 4 + 8), ("bfloat16", 2 + 4 + 12)])
+def test_state_per_parameter(dtype: str, bytes_per_parameter: int) -> None:
+    precision = PRECISIONS[dtype]
+    assert precision.weight + precision.gradient + precision.optimizer == bytes_per_parameter
+
+
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=1, vocab_size=32
+)
+
+
+@pytest.mark.parametrize(
+    ("layers", "elements", "other"),
+    [
+        (("embedding",), 0, 8),
+        # two norms' inputs and outputs, q and result (8 each), k and v (4 each), four vectors of the feed-forward
+        (("decoder.0",), 4 * 8 + 2 * 8 + 2 * 4 + 4 * 16, 4 * (2 + 2)),
+        (("loss",), 2 * 8, 8 * 32 + 8),
+        ((), 8, 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activation_bytes_by_hand(layers: tuple[str, ...], elements: int, other: int, dtype: str) -> None:
+    precision = PRECISIONS[dtype]
+    found = stage_activation_bytes(MODEL, layers, Shares(3, 10), precision)
+    assert found == 30 * (elements * precision.activation + other)
+
+
+def test_context_parallelism_divides_the_tokens() -> None:
+    whole = stage_activation_bytes(MODEL, ["decoder.0"], Shares(1, 10), PRECISIONS["float32"])
+    assert stage_activation_bytes(MODEL, ["decoder.0"], Shares(1, 10, cp=2), PRECISIONS["float32"]) == whole // 2
+
+
+@pytest.mark.parametrize(
+    ("actions", "weights", "peak"),
+    [
+        ("0F0 0B0 0F1 0B1", [1], 1),
+        ("0F0 0F1 0B0 0F2 0B1 0B2", [1], 2),
+        ("0F0 2F0 2B0 0B0", [5, 0, 7], 12),
+        ("0F0 0I0 0F1 0W0 0I1 0W1", [1], 2),
+        ("", [1], 0),
+    ],
+)
+def test_a_peak_counts_what_is_alive_from_forward_to_backward(actions: str, weights: list[int], peak: int) -> None:
+    assert peak_of(map(Action.parse, actions.split()), weights) == peak
