@@ -1,0 +1,1 @@
+"""The Hydra config root, shipped as ppctl._conf."""

@@ -1,0 +1,1 @@
+"""One YAML per recipe, shipped as ppctl._recipes."""

@@ -1,0 +1,1 @@
+"""The closed configuration: its schema, how it is composed and checked."""

@@ -1,0 +1,1 @@
+"""Processes: who starts them, who watches them, how they end."""

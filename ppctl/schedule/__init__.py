@@ -1,0 +1,1 @@
+"""Schedules as values: actions, policies, passes, verification, simulation, drawing."""

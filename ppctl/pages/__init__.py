@@ -1,0 +1,1 @@
+"""The page behind every error code."""

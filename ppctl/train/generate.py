@@ -1,0 +1,64 @@
+"""Greedy text from the trained stages, through the forward-only schedule on the same ranks.
+
+Knows how a token gets from the last stage back to the first. Must not know training. There is no cache: every token is
+one pass over the whole window, so that this is the forward that was trained, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ppctl.comm.buffers import Message
+from ppctl.model.stage import StageModule
+from ppctl.plan import StageSpec
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedules import StageProgram, run_schedule
+from ppctl.train.session import Session
+
+
+class Generator:
+    """Continues a prompt of token ids. A collective of one pipeline: all its ranks call it with the same prompt."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        sizes = session.plan.sizes
+        self.schedule = lower(make_schedule("forward_only", pp=sizes.pp, vpp=sizes.vpp, num_microbatches=1))
+        self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
+        length, samples = session.config.data.seq_length, session.config.train.micro_batch_size
+        # The edges were planned for this shape; every row holds the same window.
+        self.window = torch.zeros(samples, length, dtype=torch.int64, device=session.device)
+        self.position = 0
+        self.next_token = torch.zeros(1, dtype=torch.int64)
+        self.last_rank = dist.get_global_rank(session.pp_group, session.plan.stages[-1].pp_rank)
+
+    def continue_prompt(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that follow `prompt` (at least one token), each the most likely one."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(self._next(tokens))
+        return tokens[len(prompt) :]
+
+    def _next(self, tokens: Sequence[int]) -> int:
+        seen = tokens[-self.window.shape[1] :]
+        self.position = len(seen) - 1
+        # What stands after the position is causally invisible to it.
+        self.window[:, : len(seen)] = torch.tensor(seen)
+        run_schedule(self.schedule, self.programs, self.session.communicator)
+        if self.session.plan.sizes.pp > 1:
+            dist.broadcast(self.next_token, self.last_rank, group=self.session.pp_group)
+        return int(self.next_token)
+
+    def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
+        embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
+
+        def forward(mb: int, inputs: Message) -> Message:
+            output = module(self.window if embeds else inputs[0])
+            if ends:
+                self.next_token[0] = output[0, self.position].argmax()
+            return (output,)
+
+        return StageProgram(spec.stage, forward, spec.receives, spec.sends)

@@ -1,0 +1,98 @@
+"""What every rank tells all others once a step, in one small gather, and what all conclude from it alike.
+
+Knows the fields of that message and the rules that end a step or a run. Must not know how the numbers came about. The
+gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, fields
+
+import torch
+import torch.distributed as dist
+
+from ppctl.data.batches import check_same_samples
+from ppctl.errors import Problem, TrainingError
+
+NOTHING = -1.0
+
+
+@dataclass(slots=True)
+class RankReport:
+    """One rank's numbers of one step. Times are seconds on the job's common clock."""
+
+    stop: float = 0.0
+    """1 when a signal asked this rank to stop."""
+    loss: float = 0.0
+    """This rank's share of the loss (0 where it has no loss stage)."""
+    bad_microbatch: float = NOTHING
+    """The first microbatch whose loss is not finite."""
+    checksum: float = NOTHING
+    """crc32 of the sample ids that this rank read."""
+    tokens: float = 0.0
+    """Unmasked tokens whose loss this rank computed."""
+    start: float = 0.0
+    end: float = 0.0
+    busy: float = 0.0
+    """Seconds in F, B, I and W."""
+    memory_bytes: float = 0.0
+    stage_seconds: list[float] = field(default_factory=list)
+    """Busy seconds of each of this rank's stages, in chunk order."""
+
+    def pack(self) -> torch.Tensor:
+        """The report as a float64 vector: exact for whole numbers below 2^53."""
+        *head, stages = astuple(self)
+        return torch.tensor([*head, *stages], dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, row: Sequence[float]) -> RankReport:
+        """The inverse of `pack`."""
+        report, head = cls(), [f.name for f in fields(cls)][:-1]
+        for name, value in zip(head, row, strict=False):
+            setattr(report, name, value)
+        report.stage_seconds = list(row[len(head) :])
+        return report
+
+
+def gather_reports(own: RankReport, group: dist.ProcessGroup | None = None) -> list[RankReport]:
+    """Every rank's report, by rank. A collective: all ranks of the world call it once a step."""
+    row = own.pack()
+    world = dist.get_world_size(group)
+    table = torch.empty(world, row.numel(), dtype=torch.float64)
+    dist.all_gather(list(table.unbind()), row, group=group)
+    return [RankReport.unpack(values) for values in table.tolist()]
+
+
+def check_reports(reports: Sequence[RankReport], step: int, last_stage: int) -> None:
+    """Raise TrainingError where ranks read different samples or a loss is not finite. All ranks raise alike."""
+    check_same_samples(step, {rank: int(r.checksum) for rank, r in enumerate(reports) if r.checksum != NOTHING})
+    problems = [
+        Problem(
+            "PP-E732",
+            f"step {step}: the loss of microbatch {int(report.bad_microbatch)} is not finite on rank {rank} "
+            f"(stage {last_stage})",
+            "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
+        )
+        for rank, report in enumerate(reports)
+        if report.bad_microbatch != NOTHING
+    ]
+    if problems:
+        raise TrainingError(problems)
+
+
+def bubble_fraction(reports: Sequence[RankReport]) -> float:
+    """1 - busy time / (ranks x time from the first action's start to the last one's end), over one pipeline's ranks."""
+    span = max(r.end for r in reports) - min(r.start for r in reports)
+    return 1.0 - sum(r.busy for r in reports) / (len(reports) * span) if span > 0 else math.nan
+
+
+def slowest_stage(reports: Sequence[RankReport], stages: Sequence[Sequence[int]]) -> int:
+    """The stage with the most busy seconds; `stages[i]` are the stages of `reports[i]`, in chunk order."""
+    seconds = {
+        stage: spent
+        for report, own in zip(reports, stages, strict=True)
+        for stage, spent in zip(own, report.stage_seconds, strict=True)
+    }
+    return max(seconds, key=lambda stage: seconds[stage])

@@ -1,0 +1,122 @@
+"""Everything one rank holds while it trains, built from the config and the plan.
+
+Knows which parts a rank needs and in which order they are made (groups are collective). Must not know how a step goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ppctl.comm.clock import clock_offset
+from ppctl.comm.groups import make_group
+from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.config.schema import RunConfig
+from ppctl.data.batches import Batches
+from ppctl.data.corpus import Corpus, load_corpus
+from ppctl.data.tokenizer import ByteTokenizer
+from ppctl.engine.interpreter import Heartbeat
+from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.model.names import tied_uses
+from ppctl.model.stage import StageModule, build_stage
+from ppctl.parallel.replicate import GradientReducer
+from ppctl.parallel.ties import TiedGradients, TiedUse
+from ppctl.plan import Plan, RankPlan
+from ppctl.topology import RankGrid
+from ppctl.train.grad_norm import GradientNorm
+from ppctl.train.optimizer import build_optimizer
+from ppctl.train.precision import Weights
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's parts. Collections go by stage, in chunk order."""
+
+    config: RunConfig
+    plan: Plan
+    own: RankPlan
+    device: torch.device
+    pp_group: ProcessGroup
+    dp_group: ProcessGroup
+    communicator: P2PCommunicator | None
+    """None where the pipeline has one rank."""
+    stages: dict[int, StageModule]
+    weights: Weights
+    optimizer: torch.optim.AdamW
+    reducer: GradientReducer
+    ties: TiedGradients
+    norm: GradientNorm
+    corpus: Corpus | None
+    """Only ranks that own an E or an L read data."""
+    recorder: Recorder
+    heartbeat: Heartbeat | None
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Whether this rank owns the embedding."""
+        return any("embedding" in spec.layers for spec in self.own.stages)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank owns the loss."""
+        return any("loss" in spec.layers for spec in self.own.stages)
+
+    def batches(self, first_step: int = 0, consumed_samples: int = 0) -> Batches | None:
+        """The batches of this rank's data-parallel share from a position on; None where it reads none."""
+        if self.corpus is None:
+            return None
+        return Batches(
+            self.corpus,
+            seq_length=self.config.data.seq_length,
+            global_batch_size=self.config.train.global_batch_size,
+            micro_batch_size=self.config.train.micro_batch_size,
+            dp_rank=self.own.dp_rank,
+            dp_size=self.plan.sizes.dp,
+            seed=self.config.train.seed,
+            vocab_size=self.config.model.vocab_size,
+            first_step=first_step,
+            consumed_samples=consumed_samples,
+        )
+
+
+def build_session(
+    config: RunConfig, plan: Plan, rank: int, device: torch.device, heartbeat: Heartbeat | None = None
+) -> Session:
+    """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
+    own = plan.for_rank(rank)
+    grid = RankGrid(plan.sizes)
+    pp_group = make_group(grid.groups("pp"))
+    dp_group = make_group(grid.groups("dp"))
+    communicator = P2PCommunicator(pp_group, config.parallel) if plan.sizes.pp > 1 else None
+    corpus = None
+    if any({"embedding", "loss"} & set(spec.layers) for spec in own.stages):
+        corpus = load_corpus(config.data.path, ByteTokenizer())
+    dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
+    stages = {
+        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device)
+        for spec in own.stages
+    }
+    weights = Weights({name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()})
+    masters = {s: [weights.master[n] for n in stage.canonical_parameters()] for s, stage in stages.items()}
+    pipeline = grid.group_of("pp", rank)
+    uses = [TiedUse(pipeline[use.pp_rank], use.name) for use in tied_uses(plan.stages, config.model)]
+    return Session(
+        config=config,
+        plan=plan,
+        own=own,
+        device=device,
+        pp_group=pp_group,
+        dp_group=dp_group,
+        communicator=communicator,
+        stages=stages,
+        weights=weights,
+        optimizer=build_optimizer(weights.master, config.optim, config.model),
+        reducer=GradientReducer(masters, dp_group if plan.sizes.dp > 1 else None),
+        ties=TiedGradients(uses, weights.master, rank),
+        norm=GradientNorm(plan.stages, config.model, device=device, group=pp_group if plan.sizes.pp > 1 else None),
+        corpus=corpus,
+        recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
+        heartbeat=heartbeat,
+    )

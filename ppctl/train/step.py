@@ -1,0 +1,176 @@
+"""One optimizer step on one rank: pipeline, sums, norm, clip, update.
+
+Knows the order of these and nothing of runs: no files, no screen, no checkpoints. Must not know which schedule it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppctl.comm.buffers import Message
+from ppctl.data.batches import Batches, StepBatch
+from ppctl.errors import Problem, TrainingError
+from ppctl.model.loss import microbatch_loss
+from ppctl.model.stage import StageModule
+from ppctl.plan import StageSpec
+from ppctl.schedules import StageProgram, run_schedule
+from ppctl.topology import RankGrid
+from ppctl.train.grad_norm import GradNorm, clip_gradients
+from ppctl.train.optimizer import lr_at, set_lr
+from ppctl.train.report import NOTHING, RankReport, bubble_fraction, check_reports, gather_reports, slowest_stage
+from ppctl.train.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to, the same on every rank."""
+
+    record: dict[str, Any]
+    """The line of metrics.jsonl, without what only the run knows."""
+    stop: bool
+    """Whether some rank was asked to stop."""
+
+
+class Trainer:
+    """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree."""
+
+    def __init__(self, session: Session, batches: Batches | None, stop_requested: Callable[[], bool]) -> None:
+        self.session = session
+        self.batches = batches
+        self.stop_requested = stop_requested
+        self.batch: StepBatch | None = None
+        self.losses: dict[int, Tensor] = {}
+        """By microbatch; on the rank that owns the loss."""
+        self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
+        plan = session.plan
+        self.pipeline = RankGrid(plan.sizes).group_of("pp", 0)
+        self.pipeline_stages = [[spec.stage for spec in plan.for_rank(rank).stages] for rank in self.pipeline]
+
+    def step(self, step: int) -> StepResult:
+        """Run step number `step` (from 0). Raises TrainingError, on all ranks alike, where numbers are not finite."""
+        s, started = self.session, time.perf_counter()
+        lr = lr_at(step, s.config.optim, s.config.train.steps)
+        self._run_pipeline(step)
+        reports = gather_reports(self._report())
+        check_reports(reports, step, s.plan.stages[-1].stage)
+        s.reducer.finish()
+        s.ties.sum()
+        norm = s.norm.measure(s.weights.master)
+        grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
+            raise _bad_norm(step, norm)
+        clip_gradients(s.weights.master, norm, s.config.optim.clip_grad)
+        set_lr(s.optimizer, lr)
+        s.optimizer.step()
+        s.weights.publish()
+        seconds = time.perf_counter() - started
+        record = {"step": step, "loss": sum(r.loss for r in reports), "grad_norm": grad_norm, "lr": lr}
+        return StepResult(record | self._figures(reports, seconds), any(r.stop for r in reports))
+
+    def _run_pipeline(self, step: int) -> None:
+        s = self.session
+        s.weights.clear_gradients()
+        self.losses = {}
+        self.batch = None if self.batches is None else self.batches.step(step)
+        run_schedule(
+            s.plan.schedule,
+            self.programs,
+            s.communicator,
+            deallocate_pipeline_outputs=s.config.parallel.deallocate_pipeline_outputs,
+            reduce_grad=s.reducer.reduce,
+            recorder=s.recorder,
+            heartbeat=s.heartbeat,
+        )
+
+    def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
+        """What the engine calls: the module, fed with tokens where it embeds, closed by the loss where it ends."""
+        embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
+
+        def forward(mb: int, inputs: Message) -> Message:
+            x = self._own(self.batch).tokens[mb].to(self.session.device) if embeds else inputs[0]
+            output = module(x)
+            return (self._loss(mb, output),) if ends else (output,)
+
+        return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+
+    def _loss(self, mb: int, logits: Tensor) -> Tensor:
+        batch, device = self._own(self.batch), self.session.device
+        loss = microbatch_loss(logits, batch.labels[mb].to(device), batch.loss_mask[mb].to(device), batch.total_tokens)
+        self.losses[mb] = loss.detach()
+        return loss
+
+    def _own(self, batch: StepBatch | None) -> StepBatch:
+        assert batch is not None  # only stages with E or L ask, and their ranks read data
+        return batch
+
+    def _report(self) -> RankReport:
+        s, report = self.session, RankReport(stop=float(self.stop_requested()))
+        if self.batch is not None:
+            report.checksum = float(self.batch.checksum)
+        if self.losses:
+            losses = torch.stack([self.losses[mb] for mb in sorted(self.losses)]).tolist()
+            report.loss = sum(losses)
+            report.tokens = float(self._own(self.batch).loss_mask.sum())
+            report.bad_microbatch = next((float(mb) for mb, x in enumerate(losses) if not math.isfinite(x)), NOTHING)
+        report.stage_seconds = [0.0] * s.plan.sizes.vpp
+        totals = s.recorder.totals()
+        if totals is not None:
+            report.start, report.end, report.busy = totals.first_start, totals.last_end, totals.busy
+            report.stage_seconds = [
+                s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.stages
+            ]
+        report.memory_bytes = float(_peak_memory(s.device))
+        return report
+
+    def _figures(self, reports: list[RankReport], seconds: float) -> dict[str, Any]:
+        """Throughput and balance, from rank 0's pipeline where a figure belongs to one."""
+        s = self.session
+        own = [reports[rank] for rank in self.pipeline]
+        tokens = sum(r.tokens for r in reports)
+        world = s.plan.sizes.world
+        # Forward plus twice backward, over every microbatch of every data-parallel rank.
+        flops = 3 * sum(spec.flops_forward for spec in s.plan.stages) * s.plan.num_microbatches * s.plan.sizes.dp
+        tflops = flops / seconds / world / 1e12
+        return {
+            "tokens": int(tokens),
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": tokens / seconds / world,
+            "step_time_s": seconds,
+            "bubble_fraction": bubble_fraction(own),
+            "slowest_stage": slowest_stage(own, self.pipeline_stages),
+            "tflops_per_device": tflops,
+            "mfu": None,  # no device preset knows this machine's peak yet
+            "max_memory_bytes": int(max(r.memory_bytes for r in reports)),
+        }
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Most bytes allocated on the device so far; on a CPU the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _bad_norm(step: int, norm: GradNorm) -> TrainingError:
+    culprits = norm.culprits()
+    where = "of all parameters together"
+    if culprits:
+        first = culprits[0]
+        where = f"of {first.name} (pp_rank {first.pp_rank}, stage {first.stage})"
+    return TrainingError(
+        Problem(
+            "PP-E733",
+            f"step {step}: the gradient norm {where} is not finite; no weight was changed",
+            "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
+        )
+    )
