@@ -75,6 +75,9 @@ class ParallelConfig(ModelParallelConfig):
     pipeline_model_parallel_layout: Any = None
     """A layout string, a list of stages, `auto`, `@file`; none is the even split."""
 
+    def __post_init__(self) -> None:
+        """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RunPipelineConfig(PipelineConfig):

@@ -1,0 +1,173 @@
+"""The front door: finds the command, sorts its arguments, tells problems once, and returns the exit code.
+
+Knows the commands' names and what every command shares. Must not know what a command does: each lives in
+`ppctl/cli/<command>.py` (`add_arguments(parser)`, `run(args) -> int`) and is imported only when it is called. Nothing here
+imports Hydra, torch or rich.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl import __version__
+from ppctl.errors import ConfigError, PpctlError, Problem
+
+USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One line of `--help`."""
+
+    summary: str
+    overrides: bool = False
+    """Whether it takes KEY=VALUE overrides and Megatron's flags."""
+
+
+COMMANDS = {
+    "train": Command("train a model as a config describes it", overrides=True),
+    "plan": Command("show what train would do, and check it: no torch, no GPU", overrides=True),
+    "layout": Command("parse, check and draw one layout"),
+    "recipes": Command("list, show or copy recipes"),
+    "resume": Command("go on from a run's last checkpoint", overrides=True),
+    "runs": Command("list runs"),
+    "explain": Command("explain an error code or a configuration key"),
+}
+
+LATER = (
+    "simulate", "submit", "status", "logs", "cancel", "requeue", "doctor", "ckpt", "trace", "parity", "data",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own) and return its exit code; nothing is raised for a user's error."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(tokens)
+        sys.stdout.flush()
+        return code
+    except PpctlError as error:
+        _tell(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has left: let the interpreter's last flush go nowhere instead of failing loudly.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except SystemExit as stop:  # argparse: --help, or a usage error that it has told
+        return stop.code if isinstance(stop.code, int) else USAGE
+
+
+def _tell(error: PpctlError) -> None:
+    """Print every problem of an error once, on stderr."""
+    for text in dict.fromkeys(str(problem) for problem in error.problems):
+        print(f"error {text}", file=sys.stderr)
+
+
+def _dispatch(tokens: list[str]) -> int:
+    if not tokens or tokens[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if tokens else USAGE
+    if tokens[0] == "--version":
+        print(f"ppctl {__version__}")
+        return 0
+    name, *rest = tokens
+    if name not in COMMANDS:
+        raise ConfigError(_unknown_command(name))
+    module = importlib.import_module(f"ppctl.cli.{name}")
+    return int(module.run(parse(name, module, rest)))
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [
+        "usage: ppctl COMMAND [arguments]",
+        "",
+        "Train language models through a pipeline of stages that one config describes.",
+        "",
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "ppctl COMMAND --help tells a command's arguments. To begin:",
+        "",
+        "  ppctl train +recipe=quickstart",
+        "  ppctl plan +recipe=deepseek_v3",
+    ]
+    return "\n".join(lines)
+
+
+def _unknown_command(name: str) -> Problem:
+    import difflib
+
+    if name in LATER:
+        return Problem("PP-E116", f"`ppctl {name}` comes in a later release", "ppctl --help", "command line")
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    remedy = f"ppctl {close[0]}" if close else "ppctl --help"
+    return Problem("PP-E116", f"there is no command {name}{hint} there are {', '.join(COMMANDS)}", remedy, "command line")
+
+
+def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
+    """The arguments of command `name`; `args.overrides` holds its overrides, normalised.
+
+    Raises ConfigError with every problem of the command line, those of the overrides' keys and values included.
+    """
+    parser = _parser(name, module)
+    if not COMMANDS[name].overrides:
+        return parser.parse_args(tokens)
+    from ppctl.config.argv import normalise
+
+    own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
+    found = normalise(tokens, own, name)
+    if found.problems:
+        raise ConfigError([*found.problems, *_problems_of(found.overrides)])
+    args = parser.parse_args(found.rest)
+    args.overrides = found.overrides
+    if args.recipes_dir:
+        # The environment reaches whatever this command starts, and every later look at the recipes.
+        before = os.environ.get("PPCTL_RECIPES_PATH")
+        os.environ["PPCTL_RECIPES_PATH"] = os.pathsep.join(filter(None, [*args.recipes_dir, before]))
+    return args
+
+
+def _parser(name: str, module: Any) -> argparse.ArgumentParser:
+    command = COMMANDS[name]
+    usage = f"ppctl {name} [RUN] [KEY=VALUE ...] [options]" if name == "resume" else None
+    if command.overrides and usage is None:
+        usage = f"ppctl {name} [+recipe=NAME] [KEY=VALUE ...] [options]"
+    parser = argparse.ArgumentParser(
+        prog=f"ppctl {name}",
+        usage=usage,
+        description=command.summary[:1].upper() + command.summary[1:] + ".",
+        epilog=_OVERRIDES_HELP if command.overrides else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if command.overrides:
+        parser.add_argument("--recipes-dir", action="append", metavar="DIR", help="where your own recipes are, too")
+    module.add_arguments(parser)
+    return parser
+
+
+_OVERRIDES_HELP = """\
+overrides are KEY=VALUE, with full names (train.steps=200) or short ones:
+  steps gbs mbs seq lr pp vpp tp cp ep etp dp layout nodes gpus_per_node
+Megatron's flags for sizes, layout, batch and sequence work as well:
+  --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et*3|t*5L'
+`ppctl explain KEY` tells what a key means, its type and its default."""
+
+
+def _problems_of(overrides: list[str]) -> tuple[Problem, ...]:
+    from ppctl.config.compose import compose
+
+    try:
+        compose(overrides)
+    except ConfigError as error:
+        return error.problems
+    return ()

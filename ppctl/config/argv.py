@@ -1,0 +1,219 @@
+"""What people type, made into plain overrides: aliases, quoting of layouts, Megatron's flags, sweeps refused.
+
+Pure: knows names and text, never values, files or Hydra. `normalise` turns tokens into `KEY=VALUE` with full key names, and
+its result is a fixed point of itself.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ppctl.config.flags import MEGATRON, flag_problem
+from ppctl.config.keys import keys
+from ppctl.errors import Problem
+
+LAYOUT = "parallel.pipeline_model_parallel_layout"
+
+ALIASES = {
+    "steps": "train.steps",
+    "gbs": "train.global_batch_size",
+    "mbs": "train.micro_batch_size",
+    "seq": "data.seq_length",
+    "lr": "optim.lr",
+    "pp": "parallel.pipeline_model_parallel_size",
+    "vpp": "parallel.virtual_pipeline_model_parallel_size",
+    "tp": "parallel.tensor_model_parallel_size",
+    "cp": "parallel.context_parallel_size",
+    "ep": "parallel.expert_model_parallel_size",
+    "etp": "parallel.expert_tensor_parallel_size",
+    "dp": "parallel.data_parallel_size",
+    "layout": LAYOUT,
+    "nodes": "launch.nodes",
+    "gpus_per_node": "launch.gpus_per_node",
+}
+
+PATHS = frozenset({"data.path", "checkpoint.resume", "log.dir", "pipeline.pp_schedule_csv"})
+"""Text keys in which a comma is an ordinary character."""
+
+PLACE = "command line"
+
+_OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
+_SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+@dataclass(slots=True)
+class Arguments:
+    """A command line, sorted."""
+
+    overrides: list[str] = field(default_factory=list)
+    """`KEY=VALUE` with full names and Hydra's quoting."""
+    rest: list[str] = field(default_factory=list)
+    """What is neither an override nor a Megatron flag: the command's own flags and positional arguments."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, command: str = "train") -> Arguments:
+    """Sort and rewrite `tokens`, the command line after the command's name.
+
+    `own` maps each flag of the command itself to whether it takes a value. Nothing is raised: problems are collected.
+    """
+    sorter = _Sorter(list(tokens), own or {})
+    while sorter.queue:
+        sorter.take(sorter.queue.pop(0))
+    if sorter.sweeps or sorter.multirun:
+        sorter.found.problems.append(sorter.sweep_problem(command))
+    return sorter.found
+
+
+class _Sorter:
+    """The state of one pass over a command line."""
+
+    def __init__(self, queue: list[str], own: Mapping[str, bool]) -> None:
+        self.queue = queue
+        self.own = own
+        self.found = Arguments()
+        self.typed: dict[str, tuple[str, str]] = {}
+        """Key -> its quoted value, and how it was typed."""
+        self.sweeps: list[tuple[str, list[str]]] = []
+        """Of each list of values: how it was typed, and the values."""
+        self.multirun = False
+        self.line: list[str] = []
+        """The command line again as shell text, with a loop variable where a list stood."""
+
+    def take(self, token: str) -> None:
+        """Sort one token (and the value that follows it)."""
+        name, equals, value = token.partition("=")
+        if token in ("-m", "--multirun"):
+            self.multirun = True
+        elif name in self.own:
+            self._own_flag([token], needs_value=self.own[name] and not equals)
+        elif name in MEGATRON and (equals or self._value_follows()):
+            value = value if equals else self.queue.pop(0)
+            self._add(name, MEGATRON[name], value, token if equals else f"{token} {value}")
+        elif token.startswith("-") and len(token) > 1:
+            self.found.problems.append(flag_problem(name, self.own))
+            if not equals and self._value_follows() and "=" not in self.queue[0]:
+                self.queue.pop(0)
+        else:
+            self._positional(token)
+
+    def _value_follows(self) -> bool:
+        return bool(self.queue) and (not self.queue[0].startswith("-") or self.queue[0][1:2].isdigit())
+
+    def _own_flag(self, words: list[str], needs_value: bool) -> None:
+        if needs_value and self.queue:
+            words.append(self.queue.pop(0))
+        self.found.rest += words
+        self.line += map(shlex.quote, words)
+
+    def _positional(self, token: str) -> None:
+        match = _OVERRIDE.fullmatch(token)
+        if match is None or (match[3] is None and not match[1]):
+            self.found.rest.append(token)
+            self.line.append(shlex.quote(token))
+        elif match[1] == "~":
+            message = f"{token}: nothing can be deleted from a closed config"
+            self.found.problems.append(Problem("PP-E121", message, f"{match[2]}=null", PLACE))
+        elif match[3] is None:
+            self.found.problems.append(Problem("PP-E105", f"{token} has no value", f"{token}=VALUE", PLACE))
+        else:
+            self._add(match[2], ALIASES.get(match[2], match[2]), match[3], token)
+
+    def _add(self, name: str, key: str, value: str, typed: str) -> None:
+        """Add one override, unless it is a list of values or contradicts an earlier one."""
+        values = sweep_values(key, value)
+        if values is not None:
+            variable = f"value{len(self.sweeps) + 1}"
+            self.sweeps.append((typed, values))
+            self.line.append(f'{name}="${variable}"')
+            return
+        self.line.append(typed if typed.startswith("--") and "=" not in typed else shlex.quote(typed))
+        quoted = quote(key, value)
+        before, as_typed = self.typed.setdefault(key, (quoted, typed))
+        if before != quoted:
+            message = f"{key} is given twice, as {as_typed} and as {typed}"
+            self.found.problems.append(Problem("PP-E124", message, f"keep one of them, as {key}={quoted}", PLACE))
+        elif as_typed is typed:
+            self.found.overrides.append(f"{key}={quoted}")
+
+    def sweep_problem(self, command: str) -> Problem:
+        """The shell loop that does what a sweep would."""
+        line = " ".join(["ppctl", command, *self.line])
+        if not self.sweeps:
+            return Problem("PP-E106", "ppctl starts one run at a time: there is no multirun", line, PLACE)
+        for n, (_, values) in reversed(list(enumerate(self.sweeps, start=1))):
+            line = f"for value{n} in {shlex.join(values)}; do {line}; done"
+        message = f"ppctl starts one run at a time, and {', '.join(typed for typed, _ in self.sweeps)} lists several values"
+        return Problem("PP-E106", message, line, PLACE)
+
+
+def _opaque(key: str) -> bool:
+    """Whether the value is taken letter by letter (layouts, paths, environment variables, any free value)."""
+    info = keys().get(key)
+    return key in PATHS or key.startswith("launch.env.") or (info is not None and info.is_container and not info.is_dtype)
+
+
+def _textual(key: str) -> bool:
+    info = keys().get(key)
+    return _opaque(key) or ("." in key and info is not None and info.is_text)
+
+
+def quote(key: str, value: str) -> str:
+    """`value` as Hydra's grammar has to see it: text is quoted, unless it is already, or null, or a list or mapping."""
+    text = value.strip()
+    if not _textual(key) or text in ("", "null") or _is_quoted(text):
+        return value
+    info = keys().get(key)
+    if info is not None and info.is_container and (_is_literal(text) or text.lstrip("+-").isdigit()):
+        return value
+    body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
+    body += "\\" * (len(body) - len(body.rstrip("\\")))
+    return f"'{body}'"
+
+
+def _is_quoted(text: str) -> bool:
+    return len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" and text[0] not in text[1:-1].replace("\\" + text[0], "")
+
+
+def _is_literal(text: str) -> bool:
+    """Whether the brackets around `text` are one list or mapping (and not, say, `[0]*3+[1]`)."""
+    if text[:1] + text[-1:] not in ("[]", "{}"):
+        return False
+    depth = 0
+    for column, letter in enumerate(text):
+        depth += _BRACKETS.get(letter, 0)
+        if depth == 0:
+            return column == len(text) - 1
+    return False
+
+
+def sweep_values(key: str, value: str) -> list[str] | None:
+    """The values of a sweep (`1,2,3`, `choice(a,b)`, `range(1,4)`), or None where `value` is one value."""
+    text = value.strip()
+    if _opaque(key) or _is_quoted(text):
+        return None
+    function = _SWEEP.fullmatch(text)
+    if function is not None:
+        return _split(function[1]) if text.startswith("choice") else [text]
+    values = _split(text)
+    return values if len(values) > 1 else None
+
+
+def _split(text: str) -> list[str]:
+    """`text` cut at its outermost commas."""
+    parts, depth, quote_mark = [""], 0, ""
+    for letter in text:
+        if quote_mark:
+            quote_mark = "" if letter == quote_mark else quote_mark
+        elif letter in "'\"":
+            quote_mark = letter
+        depth += _BRACKETS.get(letter, 0)
+        if letter == "," and depth == 0 and not quote_mark:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

@@ -1,0 +1,278 @@
+"""Rules on values: what each key may hold, and what this release refuses by name. They report; they never mutate.
+
+Knows single values and relations inside one section. Equations across sizes (world, batch, layout against pp) are the
+plan's. Sources: the meaning of each key in `schema.py`; Megatron's constraints in `model_parallel_config.problems`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ppctl.config.keys import did_you_mean, text_keys
+from ppctl.config.model_parallel_config import problems as parallel_problems
+from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
+from ppctl.config.support import (
+    LATER_SCHEDULES,
+    PLANS,
+    SCHEDULES,
+    SUPPORT,
+    refusal,
+    schedule_policy,
+)
+from ppctl.errors import Problem
+
+POSITIVE = (
+    "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
+    "model.kv_channels model.vocab_size model.max_position_embeddings model.rotary_base model.norm_epsilon "
+    "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
+    "model.num_moe_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_shared_expert_intermediate_size "
+    "model.moe_router_num_groups model.moe_router_group_topk model.moe_router_topk_scaling_factor "
+    "model.rotary_scaling_factor parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
+    "parallel.virtual_pipeline_model_parallel_size parallel.context_parallel_size parallel.expert_model_parallel_size "
+    "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
+    "pipeline.pp_microbatch_size pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
+    "train.steps train.global_batch_size train.micro_batch_size launch.nodes launch.gpus_per_node"
+).split()
+
+NOT_NEGATIVE = (
+    "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
+    "model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr optim.warmup_steps optim.weight_decay "
+    "optim.clip_grad train.seed train.eval_interval train.eval_steps checkpoint.interval checkpoint.keep"
+).split()
+
+CHOICES = {
+    "model.moe_router_score_function": ("softmax", "sigmoid"),
+    "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
+    "train.nonfinite": ("stop",),
+    "launch.target": ("local", "slurm", "env"),
+    "launch.device": ("cuda", "cpu", "any"),
+}
+
+NOT_EMPTY = ("log.name", "log.dir", "data.path", "checkpoint.resume")
+
+_MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+Finding = tuple[tuple[str, ...], str, str]
+"""(keys that the rule is about, what is wrong, remedy)."""
+
+
+def check(
+    config: RunConfig, provenance: Mapping[str, str], *, for_training: bool = False, skip: Collection[str] = ()
+) -> list[Problem]:
+    """Every rule that `config` breaks. `for_training` adds what can be planned but not trained yet, in one sentence.
+
+    `skip` names keys whose value is known to be wrong already: no rule that reads them is told again.
+    """
+    found = []
+    for keys, message, remedy in _findings(config):
+        if not set(keys) & set(skip):
+            place = "\n".join(place_of(key, _value(config, key), provenance) for key in keys)
+            found.append(Problem("PP-E103", message, remedy, place))
+    filled = replace(config.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
+    found += parallel_problems(filled)
+    found += _refused(config, provenance, skip)
+    if for_training:
+        found += _not_trained(config)
+    return found
+
+
+def place_of(key: str, value: Any, provenance: Mapping[str, str]) -> str:
+    """A key, its value and its source, as problems show them."""
+    return f"{key} = {value} ({provenance.get(key, 'default')})"
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of `80GiB`, `141 GB`, `1024`. Raises ValueError for anything else."""
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no amount of memory: a number and a unit, as 80GiB")
+    return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, field = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)
+
+
+def _findings(config: RunConfig) -> Iterator[Finding]:
+    yield from _signs(config)
+    yield from _words(config)
+    yield from _heads(config.model)
+    yield from _experts(config.model)
+    yield from _optim(config.optim, config.train.steps)
+    yield from _schedule(config)
+    model, data = config.model, config.data
+    if data.seq_length > model.max_position_embeddings:
+        yield (
+            ("data.seq_length", "model.max_position_embeddings"),
+            f"a sequence of {data.seq_length} is longer than the model's {model.max_position_embeddings} positions",
+            f"model.max_position_embeddings={data.seq_length}",
+        )
+
+
+def _signs(config: RunConfig) -> Iterator[Finding]:
+    for key in POSITIVE:
+        value = _value(config, key)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            yield (key,), f"{key} must be greater than 0", f"{key}={_default(key, 1)}"
+    for key in NOT_NEGATIVE:
+        value = _value(config, key)
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            yield (key,), f"{key} must be 0 or more", f"{key}=0"
+
+
+def _default(key: str, otherwise: Any) -> Any:
+    default = text_keys()[key].default
+    return otherwise if default is None else default
+
+
+def _words(config: RunConfig) -> Iterator[Finding]:
+    for key, choices in CHOICES.items():
+        value = _value(config, key)
+        if value not in choices:
+            hint = did_you_mean(str(value), choices)
+            yield (key,), f"{key} is one of {', '.join(choices)}{hint}", f"{key}={choices[0]}"
+    for key in NOT_EMPTY:
+        if _value(config, key) == "":
+            yield (key,), f"{key} is empty", f"{key}={_default(key, 'null')}"
+    if re.search(r"[/\\\0]|^\.+$", config.log.name):
+        yield ("log.name",), "log.name is the name of a directory: no slashes, not . or ..", "log.name=run"
+    if config.launch.device_memory is not None:
+        try:
+            memory_bytes(config.launch.device_memory)
+        except ValueError as error:
+            yield ("launch.device_memory",), str(error), "launch.device_memory=80GiB"
+
+
+def _heads(model: ModelConfig) -> Iterator[Finding]:
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if min(heads, groups or 1, model.hidden_size) < 1:
+        return
+    if not model.multi_latent_attention and model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            ("model.hidden_size", "model.num_attention_heads"),
+            f"{heads} heads do not divide a hidden size of {model.hidden_size}",
+            f"model.hidden_size={heads * max(1, round(model.hidden_size / heads))}",
+        )
+    elif not model.multi_latent_attention and (model.kv_channels or model.hidden_size // heads) % 2:
+        yield (
+            ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
+            f"rotary positions turn pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
+            f"model.kv_channels={(model.kv_channels or model.hidden_size // heads) + 1}",
+        )
+    if groups and heads % groups:
+        yield (
+            ("model.num_query_groups", "model.num_attention_heads"),
+            f"{groups} key/value heads cannot be shared evenly by {heads} heads",
+            f"model.num_query_groups={max(g for g in range(1, min(groups, heads) + 1) if heads % g == 0)}",
+        )
+
+
+def _experts(model: ModelConfig) -> Iterator[Finding]:
+    experts = model.num_moe_experts
+    if experts is None or experts < 1:
+        return
+    if model.moe_router_topk > experts:
+        keys = ("model.moe_router_topk", "model.num_moe_experts")
+        yield keys, f"a token cannot go to {model.moe_router_topk} of {experts} experts", f"model.moe_router_topk={experts}"
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups and experts % groups:
+        keys = ("model.moe_router_num_groups", "model.num_moe_experts")
+        yield keys, f"{experts} experts do not make {groups} equal groups", "model.moe_router_num_groups=1"
+    if chosen and chosen > (groups or 1):
+        keys = ("model.moe_router_group_topk", "model.moe_router_num_groups")
+        yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
+    try:
+        moe_layers(model)
+    except ValueError as error:
+        yield ("model.moe_layer_freq",), str(error), "model.moe_layer_freq=1"
+
+
+def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
+    """Of every decoder layer, whether it is MoE. Raises ValueError for a `moe_layer_freq` that does not say so.
+
+    An int N makes layers 0, N, 2N, ... MoE (Megatron's rule); a list or an expression such as "[0]*3+[1]*58" names each.
+    """
+    if model.num_moe_experts is None:
+        return (False,) * model.num_layers
+    freq = model.moe_layer_freq
+    if isinstance(freq, str) and freq.strip().isdecimal():
+        freq = int(freq)
+    if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
+        return tuple(layer % freq == 0 for layer in range(model.num_layers))
+    pattern = _pattern(freq)
+    if len(pattern) != model.num_layers:
+        raise ValueError(f"model.moe_layer_freq names {len(pattern)} layers, and the model has {model.num_layers}")
+    return tuple(bool(bit) for bit in pattern)
+
+
+def _pattern(freq: Any) -> list[int]:
+    if isinstance(freq, str):
+        bits: list[int] = []
+        for term in freq.replace(" ", "").split("+"):
+            match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,4}))?", term, re.ASCII)
+            if match is None:
+                raise ValueError(f"model.moe_layer_freq={freq} is no pattern: use a number, or as [0]*3+[1]*58")
+            bits += [int(bit) for bit in match[1].split(",")] * int(match[2] or 1)
+        return bits
+    if isinstance(freq, list) and all(bit in (0, 1) for bit in freq):
+        return freq
+    raise ValueError(f"model.moe_layer_freq={freq!r} is no pattern: use a number, or as [0]*3+[1]*58")
+
+
+def _optim(optim: OptimConfig, steps: int) -> Iterator[Finding]:
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            yield (f"optim.{name}",), f"optim.{name} is at least 0 and below 1", f"optim.{name}=0.9"
+    if optim.min_lr > optim.lr > 0:
+        yield ("optim.min_lr", "optim.lr"), "the learning rate falls to min_lr, which is above lr", f"optim.min_lr={optim.lr}"
+    if optim.warmup_steps > steps > 0:
+        keys = ("optim.warmup_steps", "train.steps")
+        yield keys, f"a warm-up of {optim.warmup_steps} steps does not end in a run of {steps}", f"optim.warmup_steps={steps}"
+
+
+def _schedule(config: RunConfig) -> Iterator[Finding]:
+    name = config.pipeline.pp_schedule
+    if schedule_policy(name) is None and (name or "").lower().removeprefix("schedule") not in LATER_SCHEDULES:
+        hint = did_you_mean(str(name), SCHEDULES)
+        yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", "pipeline.pp_schedule=1f1b"
+
+
+def _refused(config: RunConfig, provenance: Mapping[str, str], skip: Collection[str]) -> Iterator[Problem]:
+    """Set values that this release does not honour, each by name."""
+    for name, state in SUPPORT.items():
+        key = text_keys().get(name)
+        if key is None or name in skip or state.state == PLANS:
+            continue
+        value = _value(config, name)
+        is_set = provenance.get(name, "default") != "default" or value != key.default
+        if is_set and state.refuses(key, value):
+            yield refusal(key, value, place_of(name, value, provenance))
+    schedule = config.pipeline.pp_schedule or ""
+    if schedule.lower().removeprefix("schedule") in LATER_SCHEDULES:
+        place = place_of("pipeline.pp_schedule", schedule, provenance)
+        message = f"pipeline.pp_schedule={schedule} comes in a later release"
+        yield Problem("PP-E110", message, "pipeline.pp_schedule=interleaved1f1b", place)
+
+
+def _not_trained(config: RunConfig) -> list[Problem]:
+    """One sentence that names all that keeps this config from being trained."""
+    missing: dict[str, list[str]] = {}
+    for name, state in SUPPORT.items():
+        key = text_keys().get(name)
+        if key is None or state.state != PLANS:
+            continue
+        value = _value(config, name)
+        if state.refuses(key, value) and not (name.endswith("parallel_size") and value == 1):
+            missing.setdefault(state.note, []).append(f"{name}={str(value).lower()}")
+    if not missing:
+        return []
+    listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
+    message = f"this release plans this config but cannot train it yet: missing are {listed}"
+    return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]

@@ -1,0 +1,131 @@
+"""Flags in Megatron's spelling: which of them ppctl takes, and what to say of the others.
+
+Knows names only. Sizes, layout, batch and sequence are accepted as flags; everything else is written `KEY=VALUE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ppctl.config.keys import did_you_mean, text_keys
+from ppctl.errors import Problem
+
+_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "max_position_embeddings",
+    "mtp_num_layers",
+)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+MEGATRON = {
+    **{_flag(name): f"parallel.{name}" for name in _PARALLEL},
+    **{_flag(name): f"model.{name}" for name in _MODEL},
+    "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline_model_parallel_size",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "parallel.microbatch_group_size_per_vp_stage",
+    "--num-experts": "model.num_moe_experts",
+    "--micro-batch-size": "train.micro_batch_size",
+    "--global-batch-size": "train.global_batch_size",
+    "--seq-length": "data.seq_length",
+}
+"""Flag -> key. Each takes one value, as `--flag VALUE` or `--flag=VALUE`."""
+
+RENAMED = {
+    "--train-iters": "train.steps=N",
+    "--lr": "optim.lr=X",
+    "--min-lr": "optim.min_lr=X",
+    "--lr-warmup-iters": "optim.warmup_steps=N",
+    "--weight-decay": "optim.weight_decay=X",
+    "--adam-beta1": "optim.beta1=X",
+    "--adam-beta2": "optim.beta2=X",
+    "--adam-eps": "optim.eps=X",
+    "--clip-grad": "optim.clip_grad=X",
+    "--seed": "train.seed=N",
+    "--save-interval": "checkpoint.interval=N",
+    "--load": "checkpoint.resume=DIR",
+    "--bf16": "parallel.bf16=true",
+    "--data-path": "data.path=GLOB",
+    "--tensorboard-dir": "log.tensorboard=true",
+    "--wandb-project": "log.wandb=true",
+    "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",
+    "--nnodes": "launch.nodes=N",
+    "--nproc-per-node": "launch.gpus_per_node=N",
+}
+"""Flags of others whose meaning a key carries."""
+
+LATER = frozenset(
+    {
+        "--num-layers-per-virtual-pipeline-stage",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--recompute-granularity",
+        "--recompute-method",
+        "--recompute-num-layers",
+        "--recompute-modules",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--fp8-format",
+        "--fp8-recipe",
+        "--eval-iters",
+    }
+)
+"""Flags whose work a later release takes up."""
+
+MEANINGLESS = {
+    "--use-mcore-models": "ppctl has one implementation of its model",
+    "--transformer-impl": "ppctl has one implementation of its model",
+    "--swiglu": "the decoder's feed-forward is always SwiGLU",
+    "--normalization": "the decoder's norm is always RMSNorm",
+    "--position-embedding-type": "the decoder's positions are always RoPE",
+    "--use-rotary-position-embeddings": "the decoder's positions are always RoPE",
+    "--disable-bias-linear": "the decoder's matrices have no bias",
+    "--group-query-attention": "model.num_query_groups alone says it",
+    "--use-flash-attn": "attention is torch's scaled_dot_product_attention, which chooses its kernel",
+    "--distributed-backend": "the device decides: nccl on cuda, gloo on cpu",
+    "--log-interval": "every step is logged",
+    "--save": "checkpoints are in the run directory: log.dir",
+    "--node-rank": "ranks started by others say so in their environment",
+    "--rdzv-backend": "ranks started by others say so in their environment",
+    "--rdzv-endpoint": "ranks started by others say so in their environment",
+}
+"""Flags that have nothing to say here, and why."""
+
+
+def flag_problem(flag: str, own: Iterable[str] = ()) -> Problem:
+    """What is wrong with a flag that ppctl does not take."""
+    place = "command line"
+    if flag in MEGATRON:
+        return Problem("PP-E107", f"{flag} needs a value", f"{flag} N", place)
+    if flag in RENAMED:
+        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", RENAMED[flag], place)
+    if flag in LATER:
+        return Problem("PP-E108", f"{flag} comes in a later release; leave it out", place=place)
+    if flag in MEANINGLESS:
+        return Problem("PP-E109", f"{flag} means nothing here: {MEANINGLESS[flag]}; leave it out", place=place)
+    field = flag.lstrip("-").replace("-", "_")
+    same = [name for name in text_keys() if name.rpartition(".")[2] == field or name == field]
+    if same:
+        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", f"{same[0]}=VALUE", place)
+    known = [*own, *MEGATRON, *RENAMED]
+    return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)

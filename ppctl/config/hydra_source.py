@@ -1,0 +1,153 @@
+"""Hydra's parts that ppctl stands on, private names included; nothing else touches Hydra.
+
+Offers two things: `parse` (the override grammar) and `load` (the defaults list: groups, `override /group: x`, packages)
+over conf/ and the recipe directories. Must not know the schema. Importing it imports Hydra: do so lazily.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+
+from ppctl.config.resources import conf_directory, groups, recipes
+from ppctl.config.yaml_file import YamlFile
+from ppctl.errors import ConfigError, Problem
+
+__all__ = ["Layer", "Override", "load", "parse"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file of the composition and where in the tree it goes (`model`, or empty for the root)."""
+
+    file: YamlFile
+    package: str
+    recipe: str | None
+
+    def source(self, key: str) -> str:
+        """Where the file sets `key` (relative to its package), as provenance text."""
+        line = self.file.lines.get(key)
+        place = f"{self.file.label}:{line}" if line else self.file.label
+        return f"recipe {self.recipe} ({place})" if self.recipe else place
+
+
+@dataclass
+class PpctlSource(ConfigSource):
+    """conf/ as Hydra's root, with the recipe directories mounted as the group `recipe`."""
+
+    provider: str = "ppctl"
+    path: str = ""
+    files: dict[str, YamlFile] = field(default_factory=dict)
+
+    @staticmethod
+    def scheme() -> str:
+        """The scheme of this source's address."""
+        return "ppctl"
+
+    def available(self) -> bool:
+        """Whether it can be read: always, the files ship with the package."""
+        return True
+
+    def file(self, config_path: str) -> YamlFile | None:
+        """The file behind a config path such as `recipe/quickstart`, or none."""
+        name = config_path.removesuffix(".yaml")
+        if name not in self.files:
+            found = self._find(name)
+            if found is None:
+                return None
+            self.files[name] = found
+        return self.files[name]
+
+    def _find(self, name: str) -> YamlFile | None:
+        group, _, option = name.rpartition("/")
+        if group == "recipe":
+            recipe = recipes().get(option)
+            return YamlFile(recipe.path, recipe.label) if recipe else None
+        path = conf_directory() / f"{name}.yaml"
+        return YamlFile(path, f"conf/{name}.yaml") if path.is_file() else None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The file, with a recipe going to the root of the tree unless its header says otherwise."""
+        file = self.file(config_path)
+        if file is None:
+            raise ConfigLoadError(f"no config {config_path}")
+        header = ConfigSource._get_header_dict(file.text[:512])
+        if header.get("package") is None and config_path.startswith("recipe/"):
+            header["package"] = "_global_"
+        return ConfigResult(provider=self.provider, path=file.label, config=OmegaConf.create(file.values), header=header)
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether the path names a group."""
+        return config_path in groups()
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether the path names a file."""
+        return self.file(config_path) is not None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """The options of a group, or the groups of the root."""
+        return groups().get(config_path, []) if config_path else sorted(groups())
+
+
+class _Repository(ConfigRepository):  # type: ignore[misc]
+    """Hydra's repository over one source, made by us and not by a registry of plugins."""
+
+    def __init__(self, source: PpctlSource) -> None:
+        self.source = source
+        super().__init__(config_search_path=ConfigSearchPathImpl())
+
+    def initialize_sources(self, config_search_path: Any) -> None:
+        """The one source, whatever the search path."""
+        self.sources = [self.source]
+
+
+def parse(text: str) -> Override:
+    """One override in Hydra's grammar. Raises ConfigError naming it."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = (str(error) or str(error.__cause__)).splitlines()[0]
+        key, _, value = text.partition("=")
+        message = f"{text} cannot be read: {reason}; quote a value that holds brackets, commas or blanks"
+        raise ConfigError(Problem("PP-E105", message, shlex.quote(f"{key}='{value}'"), "command line")) from None
+
+
+def load(choices: Mapping[str, str]) -> list[Layer]:
+    """The files that make up a config, weakest first, given the chosen option of each group.
+
+    Raises ConfigError where a defaults list names something that does not exist or contradicts itself.
+    """
+    version.setbase("1.3")
+    source = PpctlSource()
+    lines = [f"+{group}={option}" if group == "recipe" else f"{group}={option}" for group, option in choices.items()]
+    try:
+        found = create_defaults_list(
+            repo=_Repository(source),
+            config_name="config",
+            overrides_list=[parse(line) for line in lines],
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+    except HydraException as error:
+        reason = str(error).split("\nConfig search path")[0].strip()
+        raise ConfigError(Problem("PP-E115", f"the config cannot be composed: {reason}", place="defaults lists")) from None
+    layers = []
+    for default in found.defaults:
+        file = source.file(default.config_path)
+        assert file is not None
+        recipe = default.config_path.removeprefix("recipe/") if default.config_path.startswith("recipe/") else None
+        layers.append(Layer(file, default.package or "", recipe))
+    return layers

@@ -1,0 +1,145 @@
+"""Every configuration key: its type, its default, its docstring, and the nearest name to a misspelt one.
+
+Derived from the dataclasses in `schema.py`, never written twice. Must not know values, files, Hydra or the command line.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import textwrap
+import types
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ppctl.config.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One leaf of the configuration tree."""
+
+    name: str
+    """Dotted, as `train.steps`."""
+    type: Any
+    default: Any
+    owner: type
+    """The dataclass that declares the field."""
+
+    @property
+    def field(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_dtype(self) -> bool:
+        """Whether it holds a dtype or its name."""
+        return self.field == "dtype" or self.field.endswith("_dtype")
+
+    @property
+    def is_callable(self) -> bool:
+        """Whether it holds a Python object, which no text can set."""
+        return self.field.startswith("_") or "Callable" in str(self.type)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its values are strings (names, paths, layouts), possibly none."""
+        return str in members(self.type) or self.is_dtype
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it may hold a list or a mapping."""
+        return self.type is Any and not self.is_dtype or any(get_origin(t) in (list, dict) for t in members(self.type))
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a union, or the type alone."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def type_text(annotation: Any) -> str:
+    """A type in words: `int`, `text or null`, `list of int or null`."""
+    names = {int: "int", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
+    parts = []
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            parts.append(" or ".join(map(str, get_args(member))))
+        elif get_origin(member) is list:
+            parts.append(f"list of {type_text(get_args(member)[0])}")
+        elif get_origin(member) is dict:
+            parts.append("mapping of text to text")
+        else:
+            parts.append(names.get(member, "Python object"))
+    return " or ".join(parts)
+
+
+@cache
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in order."""
+    hints = get_type_hints(RunConfig)
+    return {f.name: hints[f.name] for f in fields(RunConfig) if is_dataclass(hints[f.name])}
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Dotted name -> key, for every leaf, Python-only ones included."""
+    found = {key.name: key for key in _keys_of(RunConfig, "") if key.name not in sections()}
+    for section, cls in sections().items():
+        found.update((key.name, key) for key in _keys_of(cls, section + "."))
+    return found
+
+
+def text_keys() -> dict[str, Key]:
+    """The keys that a file or the command line can set."""
+    return {name: key for name, key in keys().items() if not key.is_callable}
+
+
+def _keys_of(cls: type, prefix: str) -> list[Key]:
+    hints = get_type_hints(cls)
+    found = []
+    for field in fields(cls):
+        default = field.default
+        if default is MISSING:
+            default = field.default_factory() if field.default_factory is not MISSING else None
+        owner = next(c for c in reversed(cls.__mro__) if field.name in c.__dict__.get("__annotations__", {}))
+        found.append(Key(prefix + field.name, hints[field.name], default, owner))
+    return found
+
+
+@cache
+def _docstrings(cls: type) -> dict[str, str]:
+    """Field name -> the string under it, read from the class's source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for node, after in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[node.target.id] = inspect.cleandoc(str(after.value.value))
+    return found
+
+
+def docstring(key: Key) -> str:
+    """What the field means; empty where its name says it all."""
+    return _docstrings(key.owner).get(key.field, "")
+
+
+def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
+    """The known names most like `word`, best first; the last part of a dotted name counts for the whole."""
+    known = list(known)
+    last = word.rpartition(".")[2]
+    exact = [name for name in known if name.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(word, known, n=limit, cutoff=0.6)
+    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    tails = [by_last[tail] for tail in difflib.get_close_matches(last, by_last, n=limit, cutoff=0.75)]
+    return list(dict.fromkeys([*exact, *close, *tails]))[:limit]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean a or b?`, or nothing."""
+    found = nearest(word, known)
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -1,0 +1,176 @@
+"""A RunConfig as plain data and back: typed, closed, and with every problem collected.
+
+Knows how a value of YAML or of the command line becomes a value of the schema. Must not know Hydra, files or torch: the
+launcher writes `to_mapping` as config.yaml, every rank reads it with `from_mapping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from ppctl.config.keys import Key, keys, members, nearest, sections, text_keys, type_text
+from ppctl.config.model_parallel_config import dtype_name
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem
+
+PUBLISHED = frozenset({"what", "published", "here", "why"})
+
+
+def to_mapping(config: RunConfig) -> dict[str, Any]:
+    """Nested plain data (dict, list, str, int, float, bool, None) that `from_mapping` reads back to an equal config."""
+    tree: dict[str, Any] = {}
+    for name, key in text_keys().items():
+        *path, field = name.split(".")
+        owner, branch = config, tree
+        for part in path:
+            owner, branch = getattr(owner, part), branch.setdefault(part, {})
+        value = getattr(owner, field)
+        branch[field] = dtype_name(value) if key.is_dtype else _plain(value)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def from_mapping(mapping: Mapping[str, Any], place: Callable[[str], str] = lambda key: key) -> RunConfig:
+    """The config that `mapping` describes; what it leaves out keeps its default.
+
+    `place` tells of a dotted key where its value came from. Raises ConfigError with every unknown key and wrong type.
+    """
+    config, problems = convert(mapping, place)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[RunConfig, list[Problem]]:
+    """As `from_mapping`, but returns the problems; a key that has one keeps its default."""
+    config = RunConfig()
+    problems: list[Problem] = []
+    for name, value in _leaves(mapping, problems, place):
+        key = keys().get(name)
+        if key is None:
+            problems.append(unknown_key(name, place(name)))
+            continue
+        if key.is_callable:
+            problems.append(python_only(key, place(name)))
+            continue
+        try:
+            converted = _convert(key, value)
+        except ValueError as error:
+            problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
+            continue
+        section, _, field = name.rpartition(".")
+        setattr(getattr(config, section) if section else config, field, converted)
+    return config, problems
+
+
+def unknown_key(name: str, place: str, close: Sequence[str] | None = None, value: str = "VALUE") -> Problem:
+    """The problem of a key that does not exist; `close` are the names that may be meant, best first."""
+    close = nearest(name, text_keys()) if close is None else close
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return Problem("PP-E101", f"there is no key {name}{hint}", f"{close[0]}={value}" if close else "ppctl explain", place)
+
+
+def not_a_section(name: str, place: str) -> Problem:
+    """The problem of a whole section that is given one value."""
+    message = f"{name} is a section, not a value: set its keys, as {name}.KEY=VALUE"
+    return Problem("PP-E102", message, f"ppctl explain {name}", place)
+
+
+def python_only(key: Key, place: str) -> Problem:
+    """The problem of a key whose value is a Python object."""
+    message = f"{key.name} takes a Python object, which only a program that calls the API can give; leave it out"
+    return Problem("PP-E113", message, place=place)
+
+
+def _leaves(
+    mapping: Mapping[str, Any], problems: list[Problem], place: Callable[[str], str]
+) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in mapping.items():
+        if name not in sections():
+            found.append((str(name), value))
+        elif isinstance(value, Mapping):
+            found += [(f"{name}.{field}", inner) for field, inner in value.items()]
+        elif value is not None:
+            problems.append(not_a_section(str(name), place(str(name))))
+    return found
+
+
+def _convert(key: Key, value: Any) -> Any:
+    """`value` as the key's type. Raises ValueError saying what the key takes."""
+    if key.name == "published":
+        return _published(value)
+    if key.is_dtype:
+        return dtype_name(value)
+    if key.type is Any:
+        return _plain(value)
+    for member in members(key.type):
+        try:
+            return _as(member, value)
+        except (ValueError, TypeError):
+            continue
+    raise ValueError(f"takes {type_text(key.type)}, not {value!r}")
+
+
+def _as(kind: Any, value: Any) -> Any:
+    if kind is type(None):
+        if value is None:
+            return None
+    elif get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif get_origin(kind) is list and isinstance(value, list | tuple):
+        return [_as(get_args(kind)[0], item) for item in value]
+    elif get_origin(kind) is dict and isinstance(value, Mapping):
+        return {str(k): _text(v) for k, v in value.items()}
+    elif kind in _SCALARS:
+        return _SCALARS[kind](value)
+    raise ValueError(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError(value)
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    if isinstance(value, str):
+        value = float(value) if not value.lstrip("+-").isdecimal() else int(value)
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError(value)
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    raise ValueError(value)
+
+
+_SCALARS: dict[Any, Callable[[Any], Any]] = {int: _int, float: _float, bool: _bool, str: _text}
+
+
+def _published(value: Any) -> list[dict[str, str]]:
+    rows = value if isinstance(value, list) else [value]
+    if not all(isinstance(row, Mapping) and set(row) == PUBLISHED for row in rows):
+        raise ValueError("takes a list of rows, each with what, published, here and why")
+    return [{field: _text(row[field]) for field in ("what", "published", "here", "why")} for row in rows]

@@ -1,0 +1,239 @@
+"""Megatron's `ModelParallelConfig`: every documented field, its documented default, and the rules between fields.
+
+Knows names, defaults and rules. Must not know torch (dtype fields hold a `torch.dtype` or its name), files, or which
+fields this release honours: that is `support.py`. `problems` states the rules once; `__post_init__` raises from it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.errors import ConfigError, Problem
+
+CODE = "PP-E117"
+
+DTYPES = {
+    "float32": ("float32", "fp32", "float", "single"),
+    "bfloat16": ("bfloat16", "bf16"),
+    "float16": ("float16", "fp16", "half"),
+}
+"""Canonical dtype name -> the spellings that mean it."""
+
+
+class ModelParallelConfigError(ConfigError, ValueError):
+    """Fields of a ModelParallelConfig that contradict each other."""
+
+
+def dtype_name(value: Any) -> str | None:
+    """The canonical name of a dtype given as `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
+
+    Raises ValueError for anything else, naming what is accepted.
+    """
+    if value is None:
+        return None
+    text = str(value).removeprefix("torch.").lower()
+    for name, spellings in DTYPES.items():
+        if text in spellings:
+            return name
+    raise ValueError(f"{value!r} is no dtype of a model: use {', '.join(DTYPES)}")
+
+
+@dataclass(slots=True)
+class ModelParallelConfig:
+    """How a model is split over ranks and how its pipeline communicates. Raises ValueError where fields contradict."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (tp)."""
+    pipeline_model_parallel_comm_backend: str | None = None
+    """Backend of the pipeline's process groups; none takes the device's own (nccl or gloo)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that the layers are spread over (pp)."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Stages (chunks) per pp_rank (vpp); none derives it from the layout, else 1."""
+    sequence_parallel: bool = False
+    """Split norms and dropout along the sequence over the tensor-parallel ranks. Needs tp > 1."""
+    context_parallel_size: int = 1
+    """Ranks that share one sequence, each with a slice of it (cp)."""
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    """Group sizes of a multi-level context parallelism, innermost first; their product is cp."""
+    expert_model_parallel_size: int = 1
+    """Ranks that the experts of an MoE layer are spread over (ep)."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share one expert's matrices (etp); none means the tensor-parallel size."""
+    moe_extended_tp: bool = False
+    """Superseded by expert_tensor_parallel_size; Megatron ignores it as well."""
+    perform_initialization: bool = True
+    """Give the weights their initial values; false where a checkpoint will overwrite them anyway."""
+    use_cpu_initialization: bool = False
+    """Draw initial weights on the CPU. ppctl's weights never depend on the device or on the split, so it is not needed."""
+    fp16: bool = False
+    """Mixed precision in float16, with loss scaling."""
+    bf16: bool = False
+    """Mixed precision in bfloat16: bf16 weights, fp32 gradients and master weights."""
+    params_dtype: Any = None
+    """dtype of the weights (`torch.bfloat16` or "bfloat16"); none means bfloat16 with bf16, else float32."""
+    timers: Callable[..., Any] | None = None
+    """Object called for the timers of a training loop. Python only."""
+    finalize_model_grads_func: Callable[..., Any] | None = None
+    """Called after the last backward to finish gradients across ranks. Python only."""
+    grad_scale_func: Callable[..., Any] | None = None
+    """Maps the loss to the scaled loss before the backward; none scales nothing. Python only."""
+    no_sync_func: Callable[..., Any] | None = None
+    """Makes a context in which the data-parallel wrapper does not communicate. Python only."""
+    grad_sync_func: Callable[..., Any] | None = None
+    """Starts the reduction of the gradients of the parameters that it is given. Python only."""
+    param_sync_func: Callable[..., Any] | None = None
+    """Starts the gathering of the parameters that it is given. Python only."""
+    deterministic_mode: bool = False
+    """Choose deterministic kernels only."""
+    enable_autocast: bool = False
+    """Run the forward step inside torch.autocast."""
+    autocast_dtype: Any = None
+    """dtype of that autocast; none takes pipeline_dtype, else params_dtype."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """Microbatches of the warm-up window whose layers are recomputed only in part; none leaves it to the model."""
+    gradient_accumulation_fusion: bool = False
+    """Add weight gradients into their accumulator inside the matrix product. Needs a CUDA extension of APEX."""
+    async_tensor_model_parallel_allreduce: bool = False
+    """Deprecated; Megatron ignores it as well."""
+    use_te_rng_tracker: bool = False
+    """Use Transformer Engine's random state tracker."""
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel collectives with linear layers (Transformer Engine's userbuffers)."""
+    tp_comm_bulk_wgrad: bool = True
+    """With tp_comm_overlap: gather inputs while the input gradient is computed."""
+    tp_comm_bulk_dgrad: bool = True
+    """With tp_comm_overlap: scatter gradients while the weight gradient is computed."""
+    tp_comm_overlap_ag: bool = True
+    """With tp_comm_overlap: pipeline the all-gather with its matrix product."""
+    tp_comm_overlap_rs: bool = True
+    """With tp_comm_overlap: pipeline the reduce-scatter with its matrix product."""
+    tp_comm_overlap_rs_dgrad: bool = False
+    """With tp_comm_overlap: pipeline the reduce-scatter with the input-gradient product."""
+    tp_comm_split_ag: bool = True
+    """Deprecated form of tp_comm_overlap_ag."""
+    tp_comm_atomic_ag: bool = False
+    """Deprecated atomic form of the pipelined all-gather."""
+    tp_comm_split_rs: bool = True
+    """Deprecated form of tp_comm_overlap_rs."""
+    tp_comm_atomic_rs: bool = False
+    """Deprecated atomic form of the pipelined reduce-scatter."""
+    cross_entropy_loss_fusion: bool = False
+    """Use a fused cross entropy."""
+    cross_entropy_fusion_impl: str = "native"
+    """Which fused cross entropy: `native` or `te` (Transformer Engine)."""
+    tp_comm_overlap_disable_qkv: bool = False
+    """With tp_comm_overlap: leave the QKV projection out of it."""
+    tp_comm_overlap_disable_fc1: bool = False
+    """With tp_comm_overlap: leave the first feed-forward matrix out of it."""
+    tp_comm_bootstrap_backend: str = "nccl"
+    """With tp_comm_overlap: who exchanges its buffers at start-up: `nccl`, `mpi` or `gloo`."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Hide the experts' all-to-all behind another microbatch's compute."""
+    delay_wgrad_compute: bool = False
+    """Put off weight gradients so that they can hide communication."""
+    pipeline_dtype: Any = None
+    """dtype of the tensors sent between stages; with pp > 1 it has to be known (runs take params_dtype)."""
+    variable_seq_lengths: bool = False
+    """Sequence length differs between microbatches: exchange shapes before every message."""
+    overlap_p2p_comm: bool = False
+    """Messages between stages travel while a stage computes. Excludes batch_p2p_comm."""
+    batch_p2p_comm: bool = True
+    """Fuse neighbouring sends and receives with batch_isend_irecv. Excludes overlap_p2p_comm."""
+    batch_p2p_sync: bool = True
+    """Synchronise the device after each fused exchange (a workaround for old versions of torch)."""
+    use_ring_exchange_p2p: bool = False
+    """Use the ring_exchange kernel of a custom build of torch."""
+    deallocate_pipeline_outputs: bool = False
+    """Free a stage's output once it is sent; the backward keeps what it needs."""
+    defer_embedding_wgrad_compute: bool = False
+    """Move the output layer's weight gradients into the pipeline's flush."""
+    wgrad_deferral_limit: int = 0
+    """How many microbatches' weight gradients are so moved; 0 means all."""
+    overlap_p2p_comm_warmup_flush: bool = False
+    """Overlap messages in warm-up and flush, too. Needs overlap_p2p_comm without batch_p2p_comm."""
+    microbatch_group_size_per_vp_stage: int | None = None
+    """Microbatches that a chunk runs in a row under interleaving; none means the pipeline size."""
+    cpu_offloading: bool = False
+    """Move activations to host memory."""
+    cpu_offloading_num_layers: int = 0
+    """Layers whose activations are moved."""
+    _cpu_offloading_context: AbstractContextManager[Any] | None = None
+    """Internal."""
+    cpu_offloading_activations: bool = True
+    """With cpu_offloading: move activations."""
+    cpu_offloading_weights: bool = False
+    """With cpu_offloading: move weights."""
+    cpu_offloading_double_buffering: bool = False
+    """With cpu_offloading: two buffers when activations are fetched back."""
+    barrier_with_L1_time: bool = True
+    """Put a barrier around timers of level 1."""
+
+    def __post_init__(self) -> None:
+        """Check the rules, then fill what follows from other fields, as Megatron does."""
+        found = problems(self)
+        if found:
+            raise ModelParallelConfigError(found)
+        for text in cautions(self):
+            warnings.warn(text, stacklevel=3)
+        if self.expert_tensor_parallel_size is None:
+            self.expert_tensor_parallel_size = self.tensor_model_parallel_size
+        if self.autocast_dtype is None:
+            self.autocast_dtype = self.pipeline_dtype or self.params_dtype or "float32"
+        if self.microbatch_group_size_per_vp_stage is None:
+            self.microbatch_group_size_per_vp_stage = self.pipeline_model_parallel_size
+
+
+def problems(config: ModelParallelConfig) -> list[Problem]:
+    """Every rule between fields that `config` breaks (source: Megatron-core's documented constraints)."""
+    return [Problem(CODE, message, remedy) for message, remedy in _broken_rules(config)]
+
+
+def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
+    """(message, remedy) of each broken rule."""
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if config.sequence_parallel and tp <= 1:
+        yield (
+            f"sequence_parallel splits over the tensor-parallel ranks, and tensor_model_parallel_size is {tp}",
+            "parallel.sequence_parallel=false",
+        )
+    if pp > 1 and config.pipeline_dtype is None:
+        yield (
+            f"pipeline_model_parallel_size is {pp} and pipeline_dtype is unset: stages must agree on the dtype they send",
+            "parallel.pipeline_dtype=float32",
+        )
+    if config.overlap_p2p_comm_warmup_flush and (not config.overlap_p2p_comm or config.batch_p2p_comm):
+        yield (
+            "overlap_p2p_comm_warmup_flush needs overlap_p2p_comm true and batch_p2p_comm false, "
+            f"here {config.overlap_p2p_comm} and {config.batch_p2p_comm}",
+            "parallel.overlap_p2p_comm=true parallel.batch_p2p_comm=false",
+        )
+    if config.defer_embedding_wgrad_compute:
+        yield from _broken_deferral(config)
+
+
+def _broken_deferral(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
+    remedy = "parallel.defer_embedding_wgrad_compute=false"
+    if config.pipeline_model_parallel_size == 1:
+        yield "defer_embedding_wgrad_compute moves work into the pipeline's flush, and there is one pipeline rank", remedy
+    if not config.gradient_accumulation_fusion:
+        yield "defer_embedding_wgrad_compute needs gradient_accumulation_fusion", remedy
+    if config.wgrad_deferral_limit < 0:
+        yield (
+            f"wgrad_deferral_limit counts microbatches: at least 0, here {config.wgrad_deferral_limit}",
+            "parallel.wgrad_deferral_limit=0",
+        )
+
+
+def cautions(config: ModelParallelConfig) -> list[str]:
+    """What is legal but likely not meant."""
+    found = []
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
+        found.append("Transformer Engine's fused cross entropy is known to be unstable; `native` is the safe choice")
+    if config.expert_model_parallel_size > 1 and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        found.append("expert and tensor parallelism together need sequence_parallel for training")
+    return found

@@ -1,0 +1,119 @@
+"""NeMo Automodel's `PipelineConfig`, and its arithmetic of stages.
+
+Knows names, defaults and two pure functions. Must not know torch (`dtype` holds a `torch.dtype` or its name), files, or
+which fields this release honours: that is `support.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ppctl.errors import ConfigError, Problem
+
+CODE = "PP-E119"
+
+
+class StageCountError(ConfigError, ValueError):
+    """A number of layers per stage that gives no legal number of stages."""
+
+
+@dataclass(slots=True)
+class PipelineConfig:
+    """Schedule, split and run-time options of a pipeline. Checks nothing itself."""
+
+    pp_schedule: str | None = "1f1b"
+    """Name of the schedule: 1f1b, interleaved1f1b or gpipe, in any case."""
+    pp_schedule_csv: str | None = None
+    """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
+    pp_microbatch_size: int = 1
+    """Sequences per microbatch: the micro batch size."""
+    pp_batch_size: int = 1
+    """Sequences of one schedule call; given, a step may take several calls (gradient accumulation)."""
+    layers_per_stage: int | None = None
+    """Decoder layers per stage; none gives one stage per rank (two under a schedule that needs several)."""
+    round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
+    """Round the number of stages to a multiple of pp, `up` or `down`; none refuses a number that is not one."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Module names of every stage, instead of a split by layers."""
+    patch_inner_model: bool = True
+    """Make a Hugging Face inner model's forward stage-aware."""
+    patch_causal_lm_model: bool = True
+    """Make a Hugging Face causal-LM wrapper's forward stage-aware."""
+    patch_stage_backward_maybe_with_nosync: bool = False
+    """Hold FSDP's gradient synchronisation back until a stage's last backward."""
+    dtype: Any = None
+    """dtype of the messages whose shapes are computed in advance; none takes that of the parameters."""
+    scale_grads_in_schedule: bool = False
+    """Divide gradients by the number of microbatches inside the schedule."""
+    loss_fn: Callable[..., Any] | None = None
+    """The loss of the last stage. Python only."""
+    pp_seq_len: int | None = None
+    """Sequence length for which message shapes are computed in advance; none takes the data's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field name -> value, not copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def calculate_virtual_stages(
+    num_layers: int,
+    layers_per_stage: int | None,
+    pp_size: int,
+    is_single_stage_schedule: bool,
+    round_to_pp_multiple: str | None = None,
+) -> tuple[int, int]:
+    """(number of stages, stages per rank) for a model of `num_layers` cut into pieces of `layers_per_stage`.
+
+    Without `layers_per_stage`: one stage per rank under a single-stage schedule, else two. Otherwise ceil(num_layers /
+    layers_per_stage) stages, rounded `up` or `down` to a multiple of `pp_size` where asked. Raises StageCountError (a
+    ValueError) where that is no multiple, or does not suit the schedule. Source: NeMo Automodel's documented behaviour.
+    """
+    if layers_per_stage is None:
+        per_rank = 1 if is_single_stage_schedule else 2
+        return pp_size * per_rank, per_rank
+    if layers_per_stage < 1:
+        raise _bad(f"layers_per_stage is {layers_per_stage}: a stage holds at least one layer")
+    stages = -(-num_layers // layers_per_stage)
+    given = f"{num_layers} layers in stages of {layers_per_stage} make {stages} stages for {pp_size} pipeline ranks"
+    if stages % pp_size:
+        stages = _rounded(stages, pp_size, round_to_pp_multiple, given)
+    per_rank = stages // pp_size
+    if is_single_stage_schedule and per_rank != 1:
+        raise _bad(f"a single-stage schedule runs 1 stage per rank, not {per_rank}: {given}")
+    if not is_single_stage_schedule and per_rank < 2:
+        raise _bad(f"a multi-stage schedule runs at least 2 stages per rank, not {per_rank}: {given}")
+    return stages, per_rank
+
+
+def _rounded(stages: int, pp_size: int, how: str | None, given: str) -> int:
+    if how == "up":
+        return stages + pp_size - stages % pp_size
+    if how == "down":
+        return stages - stages % pp_size
+    if how is None:
+        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {given}")
+    raise _bad(f"round_to_pp_multiple is {how!r}: 'up', 'down' or nothing")
+
+
+def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...] | None:
+    """The stages of one pipeline rank, in chunk order, under `loop` or `v` placement; None for any other style.
+
+    Loop: pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises StageCountError (a ValueError)
+    where the stages do not divide, or a V has not two per rank.
+    """
+    if num_stages % pp_size:
+        raise _bad(f"{num_stages} stages cannot be shared evenly by {pp_size} pipeline ranks")
+    per_rank = num_stages // pp_size
+    if style == "loop":
+        return tuple(pp_rank + lap * pp_size for lap in range(per_rank))
+    if style != "v":
+        return None
+    if per_rank != 2:
+        raise _bad(f"a V has 2 stages per rank, here {per_rank}")
+    return (pp_rank, num_stages - 1 - pp_rank)
+
+
+def _bad(message: str) -> StageCountError:
+    return StageCountError(Problem(CODE, message, "ppctl plan pp=4 vpp=2"))

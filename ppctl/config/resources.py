@@ -1,0 +1,76 @@
+"""Where conf/ and the recipes are, and which recipes there are.
+
+Knows the checkout, the installed package (`ppctl._conf`, `ppctl._recipes`) and PPCTL_RECIPES_PATH. Must not know Hydra
+or what the files say, beyond a recipe's one-line description. The working directory plays no part.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+RECIPES_PATH = "PPCTL_RECIPES_PATH"
+"""Directories of the user's own recipes, separated as in PATH; searched before the shipped ones."""
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One recipe file."""
+
+    name: str
+    path: Path
+    label: str
+    """The path as it is shown: `recipes/NAME.yaml` for a shipped one, else as found."""
+
+    @property
+    def description(self) -> str:
+        """The first comment line that says something."""
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            text = line.lstrip("#").strip()
+            if line.startswith("#") and text and not text.startswith("@"):
+                return text
+        return ""
+
+
+def _shipped(installed: str, checkout: str) -> Path:
+    packaged = _PACKAGE / installed
+    return packaged if packaged.is_dir() else _PACKAGE.parent / checkout
+
+
+def conf_directory() -> Path:
+    """Hydra's configuration root."""
+    return _shipped("_conf", "conf")
+
+
+def recipes_directory() -> Path:
+    """The shipped recipes."""
+    return _shipped("_recipes", "recipes")
+
+
+def own_recipe_directories() -> list[Path]:
+    """The directories named by PPCTL_RECIPES_PATH, in order."""
+    return [Path(part).expanduser() for part in os.environ.get(RECIPES_PATH, "").split(os.pathsep) if part]
+
+
+def recipes() -> dict[str, Recipe]:
+    """Name -> recipe; the user's own come first and hide shipped ones of the same name."""
+    found: dict[str, Recipe] = {}
+    for directory in own_recipe_directories():
+        for path in sorted(directory.glob("*.yaml")):
+            found.setdefault(path.stem, Recipe(path.stem, path, str(path)))
+    for path in sorted(recipes_directory().glob("*.yaml")):
+        found.setdefault(path.stem, Recipe(path.stem, path, f"recipes/{path.name}"))
+    return found
+
+
+def groups() -> dict[str, list[str]]:
+    """Config group -> its options: the directories of conf/ and `recipe`."""
+    found = {
+        folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+        for folder in sorted(conf_directory().iterdir())
+        if folder.is_dir() and not folder.name.startswith("_")
+    }
+    return found | {"recipe": sorted(recipes())}

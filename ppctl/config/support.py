@@ -1,0 +1,178 @@
+"""What this release honours: one honest state for every field of `parallel` and `pipeline`, and for values elsewhere.
+
+A setting that cannot take effect is refused by name, never ignored. Knows states and reasons. Must not know how a value is
+checked for sense: that is `checks.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config.keys import Key, keys
+from ppctl.errors import Problem
+
+WORKS, PLANS, LATER, NEEDS, IGNORED, PYTHON = "works", "plans", "later", "needs", "ignored", "python"
+
+MEANING = {
+    WORKS: "works in this release",
+    PLANS: "`ppctl plan` works with it; training comes in a later release",
+    LATER: "comes in a later release",
+    NEEDS: "needs a library or build that ppctl does not use",
+    IGNORED: "has no effect in the original either, or nothing to act on here",
+    PYTHON: "takes a Python object; a config cannot set it",
+}
+
+_CODES = {LATER: "PP-E110", NEEDS: "PP-E111", IGNORED: "PP-E112"}
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """How far one key is honoured."""
+
+    state: str
+    note: str = ""
+    accepts: tuple[Any, ...] | None = None
+    """The values that take effect; none means all (WORKS) or the default alone (any other state)."""
+
+    def refuses(self, key: Key, value: Any) -> bool:
+        """Whether `value` is one that this release does not honour."""
+        if self.accepts is not None:
+            return value not in self.accepts
+        return self.state != WORKS and value != key.default
+
+
+def _each(names: str, state: str, note: str = "") -> dict[str, Support]:
+    return {name: Support(state, note) for name in names.split()}
+
+
+_TE = "Transformer Engine's userbuffers"
+
+_PARALLEL = {
+    **_each(
+        "pipeline_model_parallel_size virtual_pipeline_model_parallel_size pipeline_model_parallel_layout "
+        "data_parallel_size microbatch_group_size_per_vp_stage bf16 deallocate_pipeline_outputs",
+        WORKS,
+    ),
+    **_each("tensor_model_parallel_size", PLANS, "tensor parallelism"),
+    **_each("context_parallel_size", PLANS, "context parallelism"),
+    **_each("expert_model_parallel_size expert_tensor_parallel_size", PLANS, "expert parallelism"),
+    "params_dtype": Support(WORKS, accepts=(None, "float32", "bfloat16")),
+    "pipeline_dtype": Support(WORKS, accepts=(None, "float32", "bfloat16")),
+    "overlap_p2p_comm": Support(LATER, "messages always overlap compute", accepts=(True,)),
+    "batch_p2p_comm": Support(LATER, "every edge has channels of its own instead", accepts=(False,)),
+    "batch_p2p_sync": Support(LATER, "it belongs to batch_p2p_comm", accepts=(False,)),
+    **_each("sequence_parallel hierarchical_context_parallel_sizes", LATER),
+    **_each("fp16 enable_autocast autocast_dtype deterministic_mode", LATER),
+    **_each("num_microbatches_with_partial_activation_checkpoints", LATER, "activation recomputation"),
+    **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_p2p_comm_warmup_flush", LATER),
+    **_each("variable_seq_lengths cross_entropy_loss_fusion cross_entropy_fusion_impl", LATER),
+    **_each("perform_initialization pipeline_model_parallel_comm_backend", LATER),
+    **_each("cpu_offloading cpu_offloading_num_layers cpu_offloading_activations", LATER, "activation offloading"),
+    **_each("cpu_offloading_weights cpu_offloading_double_buffering", LATER, "activation offloading"),
+    **_each("gradient_accumulation_fusion", NEEDS, "APEX's fused_weight_gradient_mlp_cuda"),
+    **_each("defer_embedding_wgrad_compute wgrad_deferral_limit", NEEDS, "gradient_accumulation_fusion (APEX)"),
+    **_each("use_te_rng_tracker", NEEDS, "Transformer Engine"),
+    **_each("use_ring_exchange_p2p", NEEDS, "a custom build of torch with ring_exchange"),
+    **_each("tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs", NEEDS, _TE),
+    **_each("tp_comm_overlap_rs_dgrad tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1", NEEDS, _TE),
+    **_each("tp_comm_bootstrap_backend", NEEDS, _TE),
+    **_each("moe_extended_tp", IGNORED, "expert_tensor_parallel_size took its place"),
+    **_each("async_tensor_model_parallel_allreduce", IGNORED, "it is deprecated"),
+    **_each("tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs", IGNORED, "it is deprecated"),
+    **_each("use_cpu_initialization", IGNORED, "initial weights never depend on the device"),
+    **_each("barrier_with_L1_time", IGNORED, "ppctl has no timers of that kind"),
+}
+
+_PIPELINE = {
+    **_each("pp_schedule pp_microbatch_size p2p_capacity", WORKS),
+    **_each("pp_schedule_csv layers_per_stage round_virtual_stages_to_pp_multiple", LATER),
+    **_each("module_fqns_per_model_part pp_seq_len dtype scale_grads_in_schedule", LATER),
+    **_each("pp_batch_size", LATER, "gradient accumulation over several schedule calls"),
+    **_each("extra_warmup", LATER, "a longer warm-up"),
+    **_each("patch_inner_model patch_causal_lm_model", IGNORED, "stages are built, no foreign model is patched"),
+    **_each("patch_stage_backward_maybe_with_nosync", IGNORED, "there is no FSDP wrapper to hold back"),
+}
+
+_ELSEWHERE = {
+    **_each("train.eval_interval train.eval_steps", LATER, "evaluation during training"),
+    **_each("train.compile", LATER, "torch.compile"),
+    **_each("log.profile", LATER, "measured costs per stage"),
+    "data.tokenizer": Support(LATER, "other tokenizers", accepts=("byte",)),
+    "launch.target": Support(LATER, "SLURM submission", accepts=("local", "env")),
+    **_each("model.num_moe_experts", PLANS, "mixture of experts"),
+    **_each("model.multi_latent_attention", PLANS, "multi-head latent attention"),
+    "model.mtp_num_layers": Support(PLANS, "multi-token prediction", accepts=(None, 0)),
+    **_each("model.rotary_scaling_factor", PLANS, "YaRN position scaling"),
+    **_each("model.qk_layernorm", PLANS, "QK norms"),
+    **_each("model.add_qkv_bias", PLANS, "QKV biases"),
+}
+
+
+def _table() -> dict[str, Support]:
+    table = {f"parallel.{name}": support for name, support in _PARALLEL.items()}
+    table |= {f"pipeline.{name}": support for name, support in _PIPELINE.items()}
+    table |= _ELSEWHERE
+    return table | {name: Support(PYTHON) for name, key in keys().items() if key.is_callable}
+
+
+SUPPORT = _table()
+"""Dotted key -> its state; a key that is not here works."""
+
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved_1f1b",
+    "interleaved_1f1b": "interleaved_1f1b",
+    "gpipe": "gpipe",
+}
+"""pipeline.pp_schedule in lower case, without torch's `Schedule` prefix -> the policy's name."""
+
+LATER_SCHEDULES = frozenset({"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"})
+
+_LATER_KEYS = {
+    "scale": "sizes scaled down for a smoke run (+scale=smoke)",
+    "recompute": "activation recomputation",
+    "train.recompute": "activation recomputation",
+    "model.recompute": "activation recomputation",
+    "parallel.recompute": "activation recomputation",
+    "model.recompute_granularity": "activation recomputation",
+    "model.recompute_method": "activation recomputation",
+    "model.recompute_num_layers": "activation recomputation",
+    "slurm": "SLURM submission",
+}
+
+
+def support(key: str) -> Support:
+    """How far `key` is honoured."""
+    return SUPPORT.get(key, Support(WORKS))
+
+
+def schedule_policy(name: str | None) -> str | None:
+    """The policy that `pipeline.pp_schedule` names (`1F1B`, `ScheduleInterleaved1F1B`, ...), or None."""
+    return SCHEDULES.get((name or "").lower().removeprefix("schedule"))
+
+
+def later_key(key: str, place: str) -> Problem | None:
+    """The problem of a key that does not exist yet but will, or None."""
+    what = _LATER_KEYS.get(key)
+    if what is None:
+        return None
+    return Problem("PP-E110", f"{key} comes in a later release: {what}; leave it out", place=place)
+
+
+def refusal(key: Key, value: Any, place: str) -> Problem:
+    """The problem of a value that this release does not honour."""
+    state = support(key.name)
+    what = f" ({state.note})" if state.note else ""
+    reason = {
+        LATER: f"comes in a later release{what}",
+        NEEDS: f"needs {state.note or 'a library'}, which ppctl does not use",
+        IGNORED: f"would have no effect: {state.note}",
+    }.get(state.state, f"is not supported{what}")
+    accepted = state.accepts or (key.default,)
+    remedy = f"{key.name}={_text(accepted[0])}"
+    return Problem(_CODES.get(state.state, "PP-E110"), f"{key.name}={_text(value)} {reason}", remedy, place)
+
+
+def _text(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, list) else str(value)
