@@ -36,7 +36,7 @@ class Batches:
     """The run's batches by step number; nothing is kept between calls, so any step can be asked for at any time.
 
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
-    goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); the position at a
+    goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
