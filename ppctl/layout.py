@@ -13,7 +13,7 @@ from typing import Any
 
 from ppctl.errors import LayoutError, Problem
 from ppctl.layout_reader import read_layout
-from ppctl.layout_rules import Rules, even_counts, find_problems, mend, stages_of
+from ppctl.layout_rules import Rules, even_counts, find_problems, stages_of
 from ppctl.layout_text import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text
 
 __all__ = ["LayerType", "PipelineParallelLayerLayout", "even_layout"]
@@ -24,7 +24,9 @@ class PipelineParallelLayerLayout:
 
     `layout` is a string (`Et*3|(tt|)*29,m|L`) or a list with one list per stage, of `LayerType` members, their names or
     the letters. `pp_rank` binds the object to a rank, the default of the `get_*` methods; `key` is the config key that
-    the user typed, for messages. Raises LayoutError with every problem: of the text with carets, or of the size.
+    the user typed, for messages; `num_layers` and `mtp_num_layers` (None: not known) make suggestions fit the model.
+    Raises LayoutError with every problem of the text or, where that can be read but its stages are no multiple of the
+    pipeline's size, every problem of the layout.
 
     Attributes: `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size` (chunks per rank), `pp_rank`.
     """
@@ -36,12 +38,14 @@ class PipelineParallelLayerLayout:
         *,
         pp_rank: int | None = None,
         key: str = "layout",
+        num_layers: int | None = None,
+        mtp_num_layers: int | None = None,
     ) -> None:
         self.pipeline_model_parallel_size = pp = _checked_pp(pipeline_model_parallel_size, Source(key))
         self._input = copy.deepcopy(layout)
-        self._letters, self._source = read_layout(layout, key, pp)
+        self._letters, self._source = read_layout(layout, key, pp, num_layers, mtp_num_layers)
         if len(self._letters) % pp:
-            raise LayoutError(_indivisible(self._letters, pp, self._source))
+            raise LayoutError(find_problems(Rules(self._letters, pp, num_layers, mtp_num_layers, self._source)))
         self.virtual_pipeline_model_parallel_size = len(self._letters) // pp
         self._offsets = {
             letter: tuple(accumulate((stage.count(letter) for stage in self._letters), initial=0)) for letter in TYPES
@@ -144,12 +148,12 @@ class PipelineParallelLayerLayout:
     @staticmethod
     def get_num_stages_from_str(layout: str) -> int:
         """The number of pp x vpp stages of a layout string."""
-        return len(read_layout(layout, "layout", None)[0])
+        return len(read_layout(layout, "layout")[0])
 
     @staticmethod
     def parse_str_to_list(layout_str: str) -> list[list[LayerType]]:
         """Parse a layout string to one list of layers per stage."""
-        return [[TYPES[letter] for letter in stage] for stage in read_layout(layout_str, "layout", None)[0]]
+        return [[TYPES[letter] for letter in stage] for stage in read_layout(layout_str, "layout")[0]]
 
     def _stage(self, vp_stage: int | None, pp_rank: int | None) -> int:
         pp, vpp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
@@ -201,12 +205,3 @@ def _checked_pp(pp: Any, source: Source) -> int:
         return pp
     message = f"pipeline_model_parallel_size={pp!r} is not a number of ranks: it must be an integer of 1 or more"
     raise LayoutError(Problem("PP-E011", message, source.setting("pp", 1)))
-
-
-def _indivisible(stages: tuple[str, ...], pp: int, source: Source) -> Problem:
-    count = len(stages)
-    message = f"the layout has {count} stage{'' if count == 1 else 's'}, which is not a multiple of pp={pp}"
-    mended = mend(stages, pp)
-    nearest = max((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (-abs(n - pp), n))
-    remedies = [source.override(canonical_text(mended))] if mended else []
-    return Problem("PP-E012", message, "\n".join([*remedies, source.setting("pp", nearest)]), source.place(count - 1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ppctl.errors import LayoutError, Problem
 from ppctl.layout_parser import Mistake, Parsed, parse_text
@@ -19,23 +19,39 @@ _MOST_SHOWN = 20
 _CASES = ("e", "T", "M", "l")
 
 
-def read_layout(layout: Any, key: str, pp: int | None) -> tuple[tuple[str, ...], Source]:
+class _Wanted(NamedTuple):
+    """What a suggestion should fit, as far as the caller knows it."""
+
+    pp: int | None
+    num_layers: int | None
+    mtp_num_layers: int | None
+
+    def nearest(self, stages: Sequence[str]) -> tuple[str, ...]:
+        kept = tuple(stages) or ("",)
+        fitting = mend(kept, self.pp or len(kept), self.num_layers, self.mtp_num_layers)
+        return fitting or mend(kept, self.pp or 1) or mend(kept, 1) or ("EtL",)
+
+
+def read_layout(
+    layout: Any, key: str, pp: int | None = None, num_layers: int | None = None, mtp_num_layers: int | None = None
+) -> tuple[tuple[str, ...], Source]:
     """The stages that a string or a list spells, and where they were written.
 
-    Suggestions are sound for `pp` ranks, or for one chunk per rank where pp is None. Raises LayoutError.
+    Suggestions are sound for `pp` ranks (None: one chunk per rank) and a model of these layers. Raises LayoutError.
     """
+    wanted = _Wanted(pp, num_layers, mtp_num_layers)
     if isinstance(layout, str):
         parsed = parse_text(layout)
         source = Source(key, layout, parsed.columns)
         if parsed.mistakes:
-            remedy = source.override(_suggestion(parsed, pp))
+            remedy = source.override(_suggestion(parsed, wanted))
             raise LayoutError(_told(parsed.mistakes, remedy, source))
         return parsed.stages, source
     source = Source(key)
     problems: list[Problem] = []
     stages = _read_rows(layout, source, problems)
     if problems:
-        remedy = source.override(canonical_text(_mended(stages, pp)))
+        remedy = source.override(canonical_text(wanted.nearest(stages)))
         raise LayoutError(Problem(p.code, p.message, remedy, p.place) for p in problems)
     return stages, source
 
@@ -83,21 +99,16 @@ def _read_layer(item: Any, place: str, problems: list[Problem]) -> str:
             return word
         if word.lower() in LayerType.__members__:
             return LETTERS[LayerType(word.lower())]
-    message = f"{item!r} is not a layer: names are {', '.join(LayerType)}, letters E, t, m and L"
+    message = f"{item!r} is not a layer: names are embedding, decoder, mtp and loss, letters E, t, m and L"
     problems.append(Problem("PP-E010", message, place=place))
     word = str(item).strip()
     close = difflib.get_close_matches(word.lower(), [*LayerType], n=1)
     return LETTERS[LayerType(close[0])] if close else lookalike(word) if word in _CASES else ""
 
 
-def _suggestion(parsed: Parsed, pp: int | None) -> str:
+def _suggestion(parsed: Parsed, wanted: _Wanted) -> str:
     """The repaired text where it is a sound layout, else the nearest sound one."""
     again = parse_text(parsed.repaired)
     stages = parsed.stages if again.mistakes else again.stages
-    mended = _mended(stages, pp)
+    mended = wanted.nearest(stages)
     return parsed.repaired if not again.mistakes and mended == stages else canonical_text(mended)
-
-
-def _mended(stages: Sequence[str], pp: int | None) -> tuple[str, ...]:
-    kept = tuple(stages) or ("",)
-    return mend(kept, pp or len(kept)) or mend(kept, 1) or ("EtL",)

@@ -15,12 +15,12 @@ from ppctl.layout_text import MAX_ITEMS, Source, canonical_text
 
 
 class Rules(NamedTuple):
-    """The case before the judge: the stages, the pipeline, the model's layers, and where the layout was written."""
+    """The case before the judge: stages, pipeline, the model's layers (None: not known), and where it was written."""
 
     stages: tuple[str, ...]
     pp: int
-    num_layers: int
-    mtp_num_layers: int
+    num_layers: int | None
+    mtp_num_layers: int | None
     source: Source
 
     def find(self, letter: str) -> Iterator[tuple[int, int]]:
@@ -39,6 +39,15 @@ def find_problems(rules: Rules) -> list[Problem]:
         for check in _CHECKS
         for found in check(rules)
     ]
+
+
+def _stage_count(rules: Rules) -> Iterator[Problem]:
+    count = len(rules.stages)
+    if count % rules.pp:
+        message = f"the layout has {count} stage{'' if count == 1 else 's'}, which is not a multiple of pp={rules.pp}"
+        divisors = [size for size in range(1, count + 1) if count % size == 0]
+        nearest = max(divisors, key=lambda size: (-abs(size - rules.pp), size))
+        yield Problem("PP-E012", message, rules.source.setting("pp", nearest), rules.source.place(count - 1))
 
 
 def _embedding(rules: Rules) -> Iterator[Problem]:
@@ -72,7 +81,7 @@ def _loss(rules: Rules) -> Iterator[Problem]:
 
 def _decoders(rules: Rules) -> Iterator[Problem]:
     found = list(rules.find("t"))
-    if len(found) != rules.num_layers:
+    if rules.num_layers is not None and len(found) != rules.num_layers:
         message = f"the layout holds {_layers(len(found), 't')}, the model has num_layers={rules.num_layers}"
         remedy = rules.source.setting("model.num_layers", len(found))
         yield Problem("PP-E015", message, remedy, _count_place(rules, found, rules.num_layers))
@@ -80,7 +89,7 @@ def _decoders(rules: Rules) -> Iterator[Problem]:
 
 def _mtp(rules: Rules) -> Iterator[Problem]:
     found = list(rules.find("m"))
-    if len(found) != rules.mtp_num_layers:
+    if rules.mtp_num_layers is not None and len(found) != rules.mtp_num_layers:
         message = f"the layout holds {_layers(len(found), 'm')}, the model has mtp_num_layers={rules.mtp_num_layers}"
         remedy = rules.source.setting("model.mtp_num_layers", len(found))
         yield Problem("PP-E016", message, remedy, _count_place(rules, found, rules.mtp_num_layers))
@@ -98,7 +107,7 @@ def _mtp_stage(rules: Rules) -> Iterator[Problem]:
     stages = [stage for stage, letters in enumerate(rules.stages) if "m" in letters]
     first_of_last_chunk = len(rules.stages) - rules.pp
     early = [stage for stage in stages if stage < first_of_last_chunk]
-    if early:
+    if early and len(rules.stages) % rules.pp == 0:
         last = len(rules.stages) - 1
         allowed = f"stage {last}" if rules.pp == 1 else f"stages {first_of_last_chunk} to {last}"
         message = f"MTP layers (m) belong in a rank's last chunk, {allowed} at pp={rules.pp}; stage {early[0]} has one"
@@ -115,6 +124,7 @@ def _encoders(rules: Rules) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Rules], Iterator[Problem]], ...] = (
+    _stage_count,
     _embedding,
     _loss,
     _decoders,

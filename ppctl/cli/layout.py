@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw the layout. Exit code 0, or 2 with all problems on stderr."""
     try:
-        layout = PipelineParallelLayerLayout(args.layout, args.pp, key=KEY)
+        layout = PipelineParallelLayerLayout(
+            args.layout, args.pp, key=KEY, num_layers=args.num_layers, mtp_num_layers=args.mtp_num_layers
+        )
     except LayoutError as error:
         return _report(error.problems, _described(None, args.pp, error.problems) if args.json else "")
     kinds = layout.flatten_layout
