@@ -108,9 +108,10 @@ def _unknown_command(name: str) -> Problem:
     if name in LATER:
         return Problem("PP-E116", f"`ppctl {name}` comes in a later release", "ppctl --help", "command line")
     close = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    remedy = f"ppctl {close[0]}" if close else "ppctl --help"
-    return Problem("PP-E116", f"there is no command {name}{hint} there are {', '.join(COMMANDS)}", remedy, "command line")
+    hint = f"did you mean {close[0]}? " if close else ""
+    remedy = f"ppctl {close[0]} --help" if close else "ppctl --help"
+    message = f"there is no command {name}; {hint}there are {', '.join(COMMANDS)}"
+    return Problem("PP-E116", message, remedy, "command line")
 
 
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
@@ -125,15 +126,27 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
 
     own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
     found = normalise(tokens, own, name)
-    if found.problems:
-        raise ConfigError([*found.problems, *_problems_of(found.overrides)])
-    args = parser.parse_args(found.rest)
-    args.overrides = found.overrides
+    args, strays = parser.parse_known_args(found.rest)
+    problems = [*found.problems, *(_stray(token) for token in strays)]
     if args.recipes_dir:
         # The environment reaches whatever this command starts, and every later look at the recipes.
-        before = os.environ.get("PPCTL_RECIPES_PATH")
-        os.environ["PPCTL_RECIPES_PATH"] = os.pathsep.join(filter(None, [*args.recipes_dir, before]))
+        before = os.environ.get("PPCTL_RECIPES_PATH", "")
+        os.environ["PPCTL_RECIPES_PATH"] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
+    if problems:
+        raise ConfigError([*problems, *_problems_of(found.overrides)])
+    args.overrides = found.overrides
     return args
+
+
+def _stray(token: str) -> Problem:
+    """The problem of a word where an override belongs."""
+    from ppctl.config.keys import nearest
+    from ppctl.config.resources import recipes
+
+    close = nearest(token, recipes())
+    return Problem(
+        "PP-E105", f"{token} is no override: KEY=VALUE", f"+recipe={close[0]}" if close else "ppctl --help", "command line"
+    )
 
 
 def _parser(name: str, module: Any) -> argparse.ArgumentParser:

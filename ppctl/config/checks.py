@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ppctl.config.keys import did_you_mean, text_keys
+from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.model_parallel_config import problems as parallel_problems
-from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
+from ppctl.config.schema import ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from ppctl.config.support import (
     LATER_SCHEDULES,
     PLANS,
@@ -106,7 +107,11 @@ def _findings(config: RunConfig) -> Iterator[Finding]:
     yield from _heads(config.model)
     yield from _experts(config.model)
     yield from _optim(config.optim, config.train.steps)
+    yield from _dtypes(config.parallel)
     yield from _schedule(config)
+    if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
+        keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
+        yield keys, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
     model, data = config.model, config.data
     if data.seq_length > model.max_position_embeddings:
         yield (
@@ -188,42 +193,6 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
     if chosen and chosen > (groups or 1):
         keys = ("model.moe_router_group_topk", "model.moe_router_num_groups")
         yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
-    try:
-        moe_layers(model)
-    except ValueError as error:
-        yield ("model.moe_layer_freq",), str(error), "model.moe_layer_freq=1"
-
-
-def moe_layers(model: ModelConfig) -> tuple[bool, ...]:
-    """Of every decoder layer, whether it is MoE. Raises ValueError for a `moe_layer_freq` that does not say so.
-
-    An int N makes layers 0, N, 2N, ... MoE (Megatron's rule); a list or an expression such as "[0]*3+[1]*58" names each.
-    """
-    if model.num_moe_experts is None:
-        return (False,) * model.num_layers
-    freq = model.moe_layer_freq
-    if isinstance(freq, str) and freq.strip().isdecimal():
-        freq = int(freq)
-    if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
-        return tuple(layer % freq == 0 for layer in range(model.num_layers))
-    pattern = _pattern(freq)
-    if len(pattern) != model.num_layers:
-        raise ValueError(f"model.moe_layer_freq names {len(pattern)} layers, and the model has {model.num_layers}")
-    return tuple(bool(bit) for bit in pattern)
-
-
-def _pattern(freq: Any) -> list[int]:
-    if isinstance(freq, str):
-        bits: list[int] = []
-        for term in freq.replace(" ", "").split("+"):
-            match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*([0-9]{1,4}))?", term, re.ASCII)
-            if match is None:
-                raise ValueError(f"model.moe_layer_freq={freq} is no pattern: use a number, or as [0]*3+[1]*58")
-            bits += [int(bit) for bit in match[1].split(",")] * int(match[2] or 1)
-        return bits
-    if isinstance(freq, list) and all(bit in (0, 1) for bit in freq):
-        return freq
-    raise ValueError(f"model.moe_layer_freq={freq!r} is no pattern: use a number, or as [0]*3+[1]*58")
 
 
 def _optim(optim: OptimConfig, steps: int) -> Iterator[Finding]:
@@ -235,6 +204,17 @@ def _optim(optim: OptimConfig, steps: int) -> Iterator[Finding]:
     if optim.warmup_steps > steps > 0:
         keys = ("optim.warmup_steps", "train.steps")
         yield keys, f"a warm-up of {optim.warmup_steps} steps does not end in a run of {steps}", f"optim.warmup_steps={steps}"
+
+
+def _dtypes(parallel: ParallelConfig) -> Iterator[Finding]:
+    """bf16 decides: the weights' and the messages' dtype may repeat it, not contradict it."""
+    dtype = "bfloat16" if parallel.bf16 else "float32"
+    for name in ("params_dtype", "pipeline_dtype"):
+        given = dtype_name(getattr(parallel, name))
+        if given in ("float32", "bfloat16") and given != dtype:
+            keys = (f"parallel.{name}", "parallel.bf16")
+            message = f"with parallel.bf16={str(parallel.bf16).lower()} weights and messages are {dtype}"
+            yield keys, message, f"parallel.bf16={str(given == 'bfloat16').lower()}"
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:

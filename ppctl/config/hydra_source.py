@@ -6,7 +6,6 @@ over conf/ and the recipe directories. Must not know the schema. Importing it im
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,9 +119,8 @@ def parse(text: str) -> Override:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
         reason = (str(error) or str(error.__cause__)).splitlines()[0]
-        key, _, value = text.partition("=")
         message = f"{text} cannot be read: {reason}; quote a value that holds brackets, commas or blanks"
-        raise ConfigError(Problem("PP-E105", message, shlex.quote(f"{key}='{value}'"), "command line")) from None
+        raise ConfigError(Problem("PP-E105", message, place="command line")) from None
 
 
 def load(choices: Mapping[str, str]) -> list[Layer]:

@@ -104,8 +104,6 @@ _ELSEWHERE = {
     **_each("model.multi_latent_attention", PLANS, "multi-head latent attention"),
     "model.mtp_num_layers": Support(PLANS, "multi-token prediction", accepts=(None, 0)),
     **_each("model.rotary_scaling_factor", PLANS, "YaRN position scaling"),
-    **_each("model.qk_layernorm", PLANS, "QK norms"),
-    **_each("model.add_qkv_bias", PLANS, "QKV biases"),
 }
 
 

@@ -1,0 +1,67 @@
+"""`ppctl recipes list | show NAME | copy NAME [DIR]`: the recipes that ship, and the user's own.
+
+Knows files. Must not know what a recipe says. Imports no torch, no Hydra and no rich.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from ppctl.config.keys import did_you_mean, nearest
+from ppctl.config.resources import RECIPES_PATH, Recipe, recipes
+from ppctl.errors import ConfigError, Problem
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's actions."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="name and one line of every recipe (the default)")
+    show = actions.add_parser("show", help="print a recipe")
+    copy = actions.add_parser("copy", help="copy a recipe to edit it; never overwrites")
+    for parser_of_action in (show, copy):
+        parser_of_action.add_argument("name", metavar="NAME")
+    copy.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action; without one, list."""
+    if args.action == "show":
+        print(find(args.name).path.read_text(encoding="utf-8"), end="")
+    elif args.action == "copy":
+        print(copy_to(find(args.name), Path(args.directory)))
+    else:
+        found = recipes()
+        width = max(map(len, found))
+        for name, recipe in sorted(found.items()):
+            print(f"{name:<{width}}  {recipe.description}")
+    return 0
+
+
+def find(name: str) -> Recipe:
+    """The recipe of that name. Raises ConfigError naming the nearest and all."""
+    found = recipes()
+    if name in found:
+        return found[name]
+    close = nearest(name, found)
+    message = f"there is no recipe {name}{did_you_mean(name, found)} there are {', '.join(sorted(found))}"
+    remedy = f"ppctl recipes show {close[0]}" if close else "ppctl recipes list"
+    raise ConfigError(Problem("PP-E104", message, remedy, "command line"))
+
+
+def copy_to(recipe: Recipe, directory: Path) -> str:
+    """Copy the file and say how to use the copy. Raises ConfigError where that would overwrite, or cannot be written."""
+    target = directory / recipe.path.name
+    if target.exists():
+        free = next(f for n in range(2, 1000) if not (f := directory / f"{recipe.name}-{n}").exists())
+        message = f"{target} exists, and a copy never overwrites"
+        raise ConfigError(Problem("PP-E126", message, f"ppctl recipes copy {recipe.name} {free}", "command line"))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(recipe.path, target)
+    except OSError as error:
+        raise ConfigError(Problem("PP-E126", f"{target} cannot be written: {error.strerror}", place="command line")) from None
+    where = os.path.relpath(directory)
+    return f"{target}\nuse it with: {RECIPES_PATH}={where} ppctl plan +recipe={recipe.name}"

@@ -1,0 +1,148 @@
+"""A configuration on its way: a tree of values, where each came from, and what was found wrong so far.
+
+Knows how stronger values cover weaker ones, and the three adjustments that are made once all are there: interpolations
+resolved, a layout that the command line has outdated set aside, two names of one value made equal. Must not know Hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ppctl.config.argv import ALIASES, LAYOUT, PLACE
+from ppctl.config.keys import sections, text_keys
+from ppctl.errors import Problem
+
+LAYOUT_SIZES = (
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "model.num_layers",
+    "model.mtp_num_layers",
+)
+"""The keys that a layout is written for."""
+
+MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
+"""Two names of one value."""
+
+DEFAULT = "default"
+
+
+@dataclass(slots=True)
+class Draft:
+    """Nested values by section, and their history."""
+
+    tree: dict[str, Any]
+    provenance: dict[str, str]
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def place(self, key: str) -> str:
+        """Where `key` got its value, for a problem."""
+        return f"{key} ({self.provenance.get(key, DEFAULT)})"
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key."""
+        value: Any = self.tree
+        for part in key.split("."):
+            value = value[part]
+        return value
+
+    def set(self, key: str, value: Any) -> None:
+        """Cover what was there; a mapping is added to a mapping."""
+        *path, last = key.split(".")
+        branch = self.tree
+        for part in path:
+            if not isinstance(branch.get(part), dict):
+                branch[part] = {}
+            branch = branch[part]
+        old = branch.get(last)
+        branch[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that a layout depends on, as they stand."""
+        return {key: self.get(key) for key in LAYOUT_SIZES}
+
+    def resolve(self) -> None:
+        """Resolve `${...}`, one leaf at a time so that every failure is told."""
+        leaves = [name for name, value in flat(self.tree, "") if "${" in str(value)]
+        if not leaves:
+            return
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        tree = OmegaConf.create(self.tree)
+        for name in leaves:
+            try:
+                value = OmegaConf.select(tree, name)
+                plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except OmegaConfBaseException as error:
+                reason = str(error).splitlines()[0]
+                self.problems.append(Problem("PP-E114", f"{name}: {reason}", place=self.place(name)))
+                plain = text_keys()[name].default if name in text_keys() else None
+            self.set(name, plain)
+
+    def set_layout_aside(self, before: Mapping[str, Any], given: set[str]) -> None:
+        """The command line is stronger than a recipe: a layout made for other sizes gives way, unless typed as well.
+
+        `before` are the sizes that the layout was written for; `given` the keys of the command line.
+        """
+        layout = self.get(LAYOUT)
+        changed = [key for key in LAYOUT_SIZES if self.get(key) != before[key]]
+        if LAYOUT in given or layout in (None, "auto") or not changed:
+            return
+        short = {key: alias for alias, key in ALIASES.items()}
+        names = " and ".join(short.get(key, key) for key in changed)
+        source = self.provenance.get(LAYOUT, DEFAULT)
+        self.notes.append(f"layout {layout} ({source}) set aside because {names} was given on the command line")
+        self.set(LAYOUT, None)
+        self.provenance[LAYOUT] = f"derived: layout set aside because {names} was given on the command line"
+
+    def read_layout_file(self) -> None:
+        """`@file`: a layout string (or a YAML list of stages), relative to the working directory."""
+        value = self.get(LAYOUT)
+        if not (isinstance(value, str) and value.startswith("@")):
+            return
+        try:
+            text = Path(value[1:]).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            message = f"the layout file {value[1:]} cannot be read: {reason}"
+            self.problems.append(Problem("PP-E123", message, "layout=null  (the even split)", self.place(LAYOUT)))
+            self.set(LAYOUT, None)
+            return
+        self.provenance[LAYOUT] += f" (file {value[1:]})"
+        if text[:1] in ("[", "-"):
+            import yaml
+
+            self.set(LAYOUT, yaml.safe_load(text))
+        else:
+            self.set(LAYOUT, text)
+
+    def unite_micro_batch(self) -> None:
+        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: the stronger one's.
+
+        Given with equal strength, they stay as they are, and `checks.py` tells where they differ.
+        """
+        ranks = [_strength(self.provenance.get(key, DEFAULT)) for key in MICRO_BATCH]
+        if ranks[0] == ranks[1]:
+            return
+        stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
+        self.set(weaker, self.get(stronger))
+        self.provenance[weaker] = f"derived: {stronger}"
+
+
+def _strength(source: str) -> int:
+    """Order of sources: derived and default, files, command line."""
+    return 0 if source == DEFAULT or source.startswith("derived") else 2 if source.startswith(PLACE) else 1
+
+
+def flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted name -> value, down to the schema's leaves (below a section, everything is a leaf's name)."""
+    for name, value in tree.items():
+        full = f"{prefix}{name}"
+        if isinstance(value, Mapping) and full in sections():
+            yield from flat(value, f"{full}.")
+        elif not (value is None and full in sections()):
+            yield full, value
