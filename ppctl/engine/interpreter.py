@@ -93,24 +93,16 @@ class Engine:
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
         self._enter = _say_nothing if heartbeat is None else heartbeat.enter
         self._index = 0
-        self._handlers: Mapping[Op, Callable[[Action], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.SEND_F: self._send_forward,
-            Op.RECV_F: self._receive_forward,
-            Op.SEND_B: self._send_backward,
-            Op.RECV_B: self._receive_backward,
-            Op.REDUCE_GRAD: self._reduce_gradients,
-        }
 
     def run(self) -> None:
         """Execute the list once. Raises EngineError, which names the action, with the original error as its cause."""
-        handlers, enter = self._handlers, self._enter
+        handlers, enter = _HANDLERS, self._enter
         self.recorder.begin_step()
         try:
-            for self._index, action in enumerate(self.actions):  # noqa: B020 - the handlers read the index
-                enter(self._index)
-                handlers[action.op](action)
+            for index, action in enumerate(self.actions):
+                self._index = index
+                enter(index)
+                handlers[action.op](self, action)
             for lane in self._outgoing.values():
                 lane.flush()
         except Exception as error:
@@ -156,7 +148,7 @@ class Engine:
         for number, stage in self._stages.items():
             following = self._stages.get(number + 1)
             if following is not None:
-                stage.next_here, following.previous_here = following, stage
+                stage.inbox_of_next, following.gradient_inbox_of_previous = following.inbox, stage.gradient_inbox
 
     def _connect(self, schedule: Schedule, communicator: P2PCommunicator) -> None:
         """Look up, once per kind of message, its lane and where its buffers come from."""
@@ -170,6 +162,18 @@ class Engine:
                 stage = self._stages[number]
                 spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
                 self._incoming[op, number] = (lane, communicator.pool.shelf(spec))
+
+
+# Unbound, so that an engine, which lives for one step, is not a cycle that waits for the garbage collector.
+_HANDLERS: Mapping[Op, Callable[[Engine, Action], None]] = {
+    Op.F: Engine._forward,
+    Op.B: Engine._backward,
+    Op.SEND_F: Engine._send_forward,
+    Op.RECV_F: Engine._receive_forward,
+    Op.SEND_B: Engine._send_backward,
+    Op.RECV_B: Engine._receive_backward,
+    Op.REDUCE_GRAD: Engine._reduce_gradients,
+}
 
 
 def _say_nothing(index: int) -> None:

@@ -61,12 +61,12 @@ class Stage:
         self.is_last = is_last
         self.training = training
         self._keep_outputs = is_last or not deallocate_outputs
-        self.next_here: Stage | None = None
-        self.previous_here: Stage | None = None
         self.inbox: dict[int, Arrival] = {}
         self.gradient_inbox: dict[int, Arrival] = {}
         self.outbox: dict[int, Message] = {}
         self.gradient_outbox: dict[int, Message] = {}
+        self.inbox_of_next: dict[int, Arrival] | None = None
+        self.gradient_inbox_of_previous: dict[int, Arrival] | None = None
         self._live: dict[int, Live] = {}
 
     @property
@@ -108,8 +108,8 @@ class Stage:
             arrival.release()
 
     def _hand_on(self, mb: int, outputs: Message) -> None:
-        if self.next_here is not None:
-            self.next_here.inbox[mb] = Arrival(tuple(t.detach() for t in outputs))
+        if self.inbox_of_next is not None:
+            self.inbox_of_next[mb] = Arrival(tuple(t.detach() for t in outputs))
         elif not self.is_last:
             # Detached: a send that is still under way must not hold the graph.
             self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
@@ -141,8 +141,8 @@ class Stage:
                     "let the stage's output depend on its input (a detach or a no_grad inside is the usual cause)",
                 )
             )
-        if self.previous_here is not None:
-            self.previous_here.gradient_inbox[mb] = Arrival(message)
+        if self.gradient_inbox_of_previous is not None:
+            self.gradient_inbox_of_previous[mb] = Arrival(message)
         else:
             self.gradient_outbox[mb] = message
 

@@ -5,19 +5,26 @@ Stage s turns a [batch, width(s)] activation into [batch, width(s + 1)]. Every s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.plan import TensorSpec
 from ppctl.schedule.action import Schedule
 from ppctl.schedules import StageProgram, run_schedule
 
 BATCH = 3
 CONFIG = SimpleNamespace(batch_p2p_comm=False, pipeline_dtype=torch.float32)
+
+
+class TensorSpec(NamedTuple):
+    """As a plan's: shape, and the dtype by name."""
+
+    shape: tuple
+    dtype: str
 
 
 def width(stage):
@@ -101,8 +108,37 @@ def programs_of(schedule: Schedule, pp_rank, stages, losses):
     return [program(stage) for stage in schedule.placement.stages_of(pp_rank)]
 
 
-def make_communicator():
-    return P2PCommunicator(dist.group.WORLD, CONFIG) if dist.get_world_size() > 1 else None
+def make_communicator(schedule=None):
+    """The world as one pipeline; a schedule brings its own channels (a V has others than a loop)."""
+    if dist.get_world_size() == 1:
+        return None
+    return P2PCommunicator(dist.group.WORLD, CONFIG, channels=schedule and schedule.capacities)
+
+
+def watch_outputs(program, graphs):
+    """The program, noting for every output whether it has a graph."""
+
+    def forward(mb, inputs):
+        outputs = program.forward(mb, inputs)
+        graphs.extend(t.grad_fn is not None for t in outputs)
+        return outputs
+
+    return replace(program, forward=forward)
+
+
+class Trail:
+    """A heartbeat that remembers."""
+
+    def __init__(self, actions):
+        self.actions = actions
+        self.entered = []
+
+    def enter(self, index):
+        self.entered.append(index)
+
+    def count(self, op, stage):
+        """How many actions of a kind have begun."""
+        return sum(self.actions[i].op is op and self.actions[i].stage == stage for i in self.entered)
 
 
 def run_case(schedule, communicator, **options):

@@ -1,0 +1,176 @@
+"""What lives, counted from outside the engine: activations in flight, bytes, buffers."""
+
+import weakref
+
+import pipeline
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import in_flight
+from ppctl.schedules import StageProgram
+
+
+class Packed:
+    """A tensor that autograd saved; when it dies, nobody needs it any more."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Census:
+    """Which (stage, microbatch) have saved tensors alive, and the most there ever were at once."""
+
+    def __init__(self):
+        self.alive = {}
+        self.peak = 0
+
+    def watch(self, program):
+        def forward(mb, inputs):
+            key = (program.stage, mb)
+
+            def pack(tensor):
+                packed = Packed(tensor)
+                self.alive[key] = self.alive.get(key, 0) + 1
+                self.peak = max(self.peak, len(self.alive))
+                weakref.finalize(packed, self.forget, key)
+                return packed
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+                return program.forward(mb, inputs)
+
+        return StageProgram(program.stage, forward, program.receives, program.sends)
+
+    def forget(self, key):
+        self.alive[key] -= 1
+        if not self.alive[key]:
+            del self.alive[key]
+
+
+def count_in_flight(cases):
+    communicator = pipeline.make_communicator()
+    peaks = []
+    for name, pp, vpp, m in cases:
+        schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))
+        stages = {s: pipeline.build(s) for s in schedule.placement.stages_of(dist.get_rank())}
+        census = Census()
+        programs = [census.watch(p) for p in pipeline.programs_of(schedule, dist.get_rank(), stages, {})]
+        pipeline.run_schedule(schedule, programs, communicator)
+        peaks.append(census.peak)
+        assert not census.alive, "a graph outlived its backward"
+    return peaks
+
+
+IN_FLIGHT = {
+    1: [("1f1b", 1, 1, 3), ("gpipe", 1, 2, 3), ("interleaved_1f1b", 1, 3, 4)],
+    2: [("1f1b", 2, 1, 5), ("gpipe", 2, 1, 5), ("interleaved_1f1b", 2, 2, 6), ("interleaved_1f1b", 2, 3, 4)],
+    4: [("1f1b", 4, 1, 9), ("1f1b", 4, 1, 2), ("gpipe", 4, 2, 5), ("interleaved_1f1b", 4, 2, 8)],
+}
+
+
+@pytest.mark.parametrize("pp", IN_FLIGHT)
+def test_activations_in_flight_are_the_planned_ones_on_every_rank(pp):
+    measured = run_ranks(count_in_flight, pp, IN_FLIGHT[pp])
+    planned = [in_flight(lower(make_schedule(n, pp=p, vpp=v, num_microbatches=m))) for n, p, v, m in IN_FLIGHT[pp]]
+    assert list(zip(*measured, strict=True)) == planned
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that ever were alive in storages made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self):
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+
+def peak_bytes(name, pp, vpp, counts):
+    """Peak bytes of a step for each number of microbatches, on this rank."""
+    peaks = []
+    for m in counts:
+        schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))
+        communicator = pipeline.make_communicator()
+        with LiveBytes() as live:
+            pipeline.run_case(schedule, communicator)
+        peaks.append(live.peak)
+    return peaks
+
+
+@pytest.mark.parametrize(("name", "pp", "vpp"), [("1f1b", 2, 1), ("1f1b", 4, 1), ("interleaved_1f1b", 2, 2)])
+def test_peak_bytes_do_not_grow_with_the_number_of_microbatches(name, pp, vpp):
+    for rank, (short, long) in enumerate(run_ranks(peak_bytes, pp, name, pp, vpp, (2 * pp, 4 * pp))):
+        losses = 2 * pp * 4 if rank == pp - 1 else 0  # the test keeps every loss
+        assert 0 <= long - short <= losses, f"rank {rank}"
+
+
+def several_steps(name, pp, vpp, m, steps):
+    """After each step: buffers ever made, and bytes still alive."""
+    schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))
+    communicator = pipeline.make_communicator()
+    seen = []
+    with LiveBytes() as live:
+        for _ in range(steps):
+            pipeline.run_case(schedule, communicator)
+            seen.append((communicator.pool.allocated, live.now()))
+    return seen
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved_1f1b", 2)])
+def test_nothing_grows_over_steps(name, vpp):
+    for seen in run_ranks(several_steps, 2, name, 2, vpp, 6, 4):
+        assert seen == [seen[0]] * 4
+        assert 0 < seen[0][0] < 6 * vpp, "buffers are reused within a step"
+
+
+def views_only():
+    """The middle stage returns a view of its input, so that its input's gradient is a view of what it received."""
+    schedule = lower(make_schedule("1f1b", pp=3, num_microbatches=8))
+    rank = dist.get_rank()
+    weights = {stage: pipeline.build(stage) for stage in (0, 2)}
+    half = (pipeline.TensorSpec((pipeline.BATCH, 6), "float32"),)
+    turned = (pipeline.TensorSpec((6, pipeline.BATCH), "float32"),)
+
+    def first(mb, inputs):
+        return ((pipeline.data(mb) @ weights[0]["first"])[:, :6].contiguous(),)
+
+    def middle(mb, inputs):
+        return (inputs[0].view(6, pipeline.BATCH),)
+
+    def last(mb, inputs):
+        return ((inputs[0].view(pipeline.BATCH, 6)[:, :4].square().sum() * (mb + 1)),)
+
+    programs = [
+        StageProgram(0, first, (), half),
+        StageProgram(1, middle, half, turned),
+        StageProgram(2, last, turned, ()),
+    ]
+    if rank is None:
+        return programs
+    pipeline.run_schedule(schedule, [programs[rank]], pipeline.make_communicator())
+    expected = pipeline.build(0)
+    for mb in range(8):
+        x = (pipeline.data(mb) @ expected["first"])[:, :6]
+        (x[:, :4].square().sum() * (mb + 1)).backward()
+    return rank != 0 or torch.equal(weights[0]["first"].grad, expected["first"].grad)
+
+
+def test_a_buffer_that_became_a_gradient_is_not_received_into():
+    assert all(run_ranks(views_only, 3))
