@@ -45,7 +45,7 @@ class GradNorm:
         return float(self.total)
 
     def culprits(self) -> tuple[Held, ...]:
-        """The parameters whose own gradient is not finite; the first is the earliest in the model."""
+        """The parameters whose own norm is not finite, earliest first; none if only the total overflows."""
         finite = [math.isfinite(norm) for norm in self.norms.tolist()]
         return tuple(held for held, fine in zip(self.parameters, finite, strict=True) if not fine)
 

@@ -25,7 +25,7 @@ def lr_at(step: int, optim: OptimConfig, steps: int) -> float:
     warmup_steps) / (steps - warmup_steps), min_lr + (lr - min_lr) x (1 + cos(pi p)) / 2; from step `steps` on, min_lr.
     """
     if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
+        return optim.lr * ((step + 1) / optim.warmup_steps)
     if step >= steps:
         return optim.min_lr
     progress = (step - optim.warmup_steps) / (steps - optim.warmup_steps)

@@ -1,0 +1,97 @@
+"""A cut model trains bitwise as the reference does: ties, norm, clipping and AdamW together, without the engine."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from by_hand import HandPipeline, train_by_hand
+from cuts import random_batches, tiny
+from oracle.reference import train_reference
+from ranks import run_ranks
+
+from ppctl.config.schema import OptimConfig
+from ppctl.parallel.equality import unequal_uses
+from ppctl.parallel.ties import TiedGradients, TiedUse
+
+OPTIM = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("layout", "pp"),
+    [
+        pytest.param("EttttL", 1, id="one stage"),
+        pytest.param("E|t|tt||t|L", 1, id="one rank, six stages"),
+        pytest.param("Ett|ttL", 2, id="two ranks"),
+        pytest.param("E|tt|tt|L", 2, id="E alone and L alone"),
+        pytest.param("Et|tt|tL", 2, id="both uses on one rank"),
+        pytest.param("E|tttt||L", 4, id="a rank without parameters"),
+    ],
+)
+def test_losses_norms_and_weights_are_bitwise_those_of_the_reference(layout, pp, tied):
+    model = tiny(share_embeddings_and_output_weights=tied)
+    batches = random_batches(model, steps=4, microbatches=3)
+    losses, norms, weights = train_reference(model, OPTIM, 11, batches)
+    ranks = run_ranks(train_by_hand, pp, layout, pp, model, OPTIM, 11, batches)
+    assert [sum(by_rank) for by_rank in zip(*(r[0] for r in ranks), strict=True)] == losses
+    assert all(r[1] == norms for r in ranks)
+    got = {name: weight for r in ranks for name, weight in r[2].items()}
+    assert got.keys() == weights.keys()
+    for name in weights:
+        assert torch.equal(got[name], weights[name]), name
+    if tied:
+        assert torch.equal(got["output.weight"], got["tok_embeddings.weight"])
+
+
+def sum_uses(uses):
+    """Each use's gradient is a vector whose sum depends on the order of its terms; returns the sums held here."""
+    rank = dist.get_rank()
+    masters = {}
+    for i, (holder, name) in enumerate(uses):
+        if holder == rank:
+            masters[name] = torch.nn.Parameter(torch.zeros(1000))
+            masters[name].grad = gradient_of(i)
+    ties = TiedGradients([TiedUse(*use) for use in uses], masters, rank)
+    ties.sum()
+    return {name: p.grad for name, p in masters.items()}
+
+
+def gradient_of(use):
+    return torch.randn(1000, generator=torch.Generator().manual_seed(use)) * 10.0 ** (3 - use)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        pytest.param([(0, "a"), (2, "b"), (1, "c")], id="three ranks"),
+        pytest.param([(0, "a"), (1, "b"), (1, "c")], id="two of three on the last rank"),
+        pytest.param([(1, "a"), (0, "b"), (1, "c")], id="the middle one elsewhere"),
+        pytest.param([(2, "a"), (2, "b"), (2, "c")], id="all on one rank"),
+    ],
+)
+def test_three_uses_are_summed_in_their_order_wherever_they_live(uses):
+    expected = (gradient_of(0) + gradient_of(1)) + gradient_of(2)
+    assert not torch.equal(expected, gradient_of(0) + (gradient_of(1) + gradient_of(2)))
+    sums = {name: total for rank in run_ranks(sum_uses, 3, uses) for name, total in rank.items()}
+    assert set(sums) == {"a", "b", "c"}
+    for name, total in sums.items():
+        assert torch.equal(total, expected), name
+
+
+def uses_differ_after(layout, model, optim, batches, meddle):
+    """Train a little; whether the tied uses differ, before and after one bit of the last use is changed."""
+    pipeline = HandPipeline(layout, 2, model, optim, seed=2)
+    for number, batch in enumerate(batches):
+        pipeline.step(number, batch, len(batches))
+    before = unequal_uses(pipeline.ties.own.values(), pipeline.ties.group)
+    if meddle and "output.weight" in pipeline.ties.own:
+        pipeline.ties.own["output.weight"].data[5, 3] += 1e-6
+    return before, unequal_uses(pipeline.ties.own.values(), pipeline.ties.group)
+
+
+@pytest.mark.parametrize("layout", ["Ett|ttL", "Et|tt|tL"], ids=["two ranks", "one rank"])
+@pytest.mark.parametrize("meddle", [False, True])
+def test_uses_stay_bit_equal_and_a_drift_of_one_element_is_seen_by_every_holder(layout, meddle):
+    model = tiny(share_embeddings_and_output_weights=True)
+    answers = run_ranks(uses_differ_after, 2, layout, model, OPTIM, random_batches(model, 20, 1), meddle)
+    holders = answers if layout == "Ett|ttL" else answers[:1]
+    assert holders == [(False, meddle)] * len(holders)

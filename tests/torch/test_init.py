@@ -1,0 +1,122 @@
+"""Initial weights are a function of the seed and the canonical name, and of nothing else."""
+
+import hashlib
+import math
+import random
+
+import pytest
+import torch
+from cuts import cut, tiny
+
+from ppctl.model.initialize import initial_value, normal
+from ppctl.model.stage import build_stage, canonical_names, meta_stage
+
+CUTS = [("EttttL", 1), ("Ett|ttL", 2), ("E|t|t|t|t|L", 2), ("Et|t||ttL", 4), ("E|tt||t|t|L", 3)]
+
+
+def parameters(layout, pp, model, seed=3, dtype=torch.float32, order=None):
+    specs = cut(layout, pp)
+    if order is not None:
+        random.Random(order).shuffle(specs)
+    stages = [build_stage(spec, model, seed=seed, dtype=dtype, device="cpu") for spec in specs]
+    return {name: p.detach() for stage in stages for name, p in stage.canonical_parameters().items()}
+
+
+def sha256(weights):
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_state_dict_is_the_same_for_every_cut_and_order_of_construction(tied):
+    model = tiny(share_embeddings_and_output_weights=tied)
+    assert len({sha256(parameters(*case, model, order=order)) for case in CUTS for order in (None, 1)}) == 1
+
+
+def test_global_random_state_is_neither_read_nor_moved():
+    before = torch.random.get_rng_state()
+    first = sha256(parameters("EttttL", 1, tiny()))
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(99)
+    assert sha256(parameters("EttttL", 1, tiny())) == first
+
+
+def test_another_seed_or_name_is_another_draw():
+    draws = [normal(seed, name, (64,), 1.0) for seed in (0, 1, 10) for name in ("layers.1.w", "layers.11.w", "0.w")]
+    assert len({draw.numpy().tobytes() for draw in draws}) == len(draws)
+
+
+def test_no_two_matrices_of_a_model_start_equal():
+    weights = parameters("EttttL", 1, tiny())
+    matrices = [w.numpy().tobytes() for w in weights.values() if w.dim() > 1]
+    assert len(set(matrices)) == len(matrices)
+
+
+def test_the_draw_is_frozen():
+    """A change here means that seeds no longer name the weights that they named: say so in the changelog."""
+    draw = normal(1234, "layers.37.attention.wq.weight", (2, 2), 0.02)
+    assert [float(x).hex() for x in draw.flatten()] == [
+        "0x1.6e0d660000000p-11",
+        "-0x1.305e160000000p-8",
+        "0x1.1a8e080000000p-8",
+        "-0x1.2cef560000000p-5",
+    ]
+
+
+def test_deviations_follow_init_method_std_and_residual_outputs_the_number_of_layers():
+    model = tiny(hidden_size=256, ffn_hidden_size=512, num_layers=8, init_method_std=0.03)
+    for name in canonical_names(model, ("embedding", "decoder.5", "loss")):
+        shape = dict(meta_stage(("embedding", "decoder.5", "loss"), model).named_parameters())[name].shape
+        value = initial_value(name, tuple(shape), model, seed=1)
+        if len(shape) == 1:
+            assert torch.equal(value, torch.ones(shape)), name
+            continue
+        residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        expected = 0.03 / math.sqrt(16) if residual else 0.03
+        error = 5 / math.sqrt(value.numel())  # five standard errors
+        assert value.std().item() == pytest.approx(expected, rel=error), name
+        assert abs(value.mean().item()) < expected * error, name
+
+
+def test_biases_start_at_zero_and_norms_at_one():
+    weights = parameters("EttttL", 1, tiny(add_qkv_bias=True, qk_layernorm=True))
+    for name, weight in weights.items():
+        if name.endswith(".bias"):
+            assert not weight.any(), name
+        elif "norm" in name:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+    assert sum(name.endswith(".bias") for name in weights) == 12
+    assert sum("norm" in name for name in weights) == 4 * 4 + 1
+
+
+def test_bfloat16_weights_are_the_float32_draw_rounded():
+    full = parameters("EttttL", 1, tiny())
+    for name, weight in parameters("EttttL", 1, tiny(), dtype=torch.bfloat16).items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, full[name].bfloat16()), name
+
+
+def test_tied_uses_start_equal_and_untied_ones_do_not():
+    tied = parameters("Ett|ttL", 2, tiny(share_embeddings_and_output_weights=True))
+    untied = parameters("Ett|ttL", 2, tiny())
+    assert torch.equal(tied["output.weight"], tied["tok_embeddings.weight"])
+    assert not torch.equal(untied["output.weight"], untied["tok_embeddings.weight"])
+    assert torch.equal(tied["tok_embeddings.weight"], untied["tok_embeddings.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # E 52x24, a layer 24x24 (wq) + 2x12x24 + 24x24 (wo) + 3x40x24 + 2x24, L 24 + 52x24
+        ({}, 52 * 24 + 4 * (24 * 24 * 2 + 2 * 12 * 24 + 3 * 40 * 24 + 48) + 24 + 52 * 24),
+        ({"share_embeddings_and_output_weights": True}, 52 * 24 + 4 * (1152 + 576 + 2880 + 48) + 24 + 52 * 24),
+        ({"num_query_groups": None}, 52 * 24 + 4 * (24 * 24 * 4 + 2880 + 48) + 24 + 52 * 24),
+        ({"kv_channels": 10}, 52 * 24 + 4 * (2 * 24 * 40 + 2 * 24 * 20 + 2880 + 48) + 24 + 52 * 24),
+        ({"add_qkv_bias": True}, 52 * 24 + 4 * (1152 + 576 + 2880 + 48 + 24 + 2 * 12) + 24 + 52 * 24),
+        ({"qk_layernorm": True}, 52 * 24 + 4 * (1152 + 576 + 2880 + 48 + 2 * 6) + 24 + 52 * 24),
+    ],
+)
+def test_parameters_count_as_the_closed_form_says(changes, expected):
+    specs = cut("E|tt||tt|L", 1)
+    assert sum(p.numel() for spec in specs for p in meta_stage(spec.layers, tiny(**changes)).parameters()) == expected
