@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
+from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
-from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import make_schedule
 from ppctl.schedules import StageProgram, run_schedule
 from ppctl.train.session import Session
 
@@ -25,8 +24,7 @@ class Generator:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        sizes = session.plan.sizes
-        self.schedule = lower(make_schedule("forward_only", pp=sizes.pp, vpp=sizes.vpp, num_microbatches=1))
+        self.schedule = session.plan.forward_only(num_microbatches=1)
         self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
         length, samples = session.config.data.seq_length, session.config.train.micro_batch_size
         # The edges were planned for this shape; every row holds the same window.
@@ -62,3 +60,26 @@ class Generator:
             return (output,)
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+
+
+SAMPLE_LENGTH = 200
+_PROMPT_LENGTH = 32
+
+
+def write_sample(session: Session) -> dict[str, str] | None:
+    """What the model makes of the corpus's first characters: `{prompt, text}` with 200 tokens; None off rank 0.
+
+    A collective of the first data-parallel replica; the others return at once.
+    """
+    if session.own.dp_rank != 0:
+        return None
+    tokenizer = ByteTokenizer()
+    prompt = torch.zeros(_PROMPT_LENGTH, dtype=torch.int64)
+    if session.corpus is not None:
+        start = session.corpus.tokens[:_PROMPT_LENGTH]
+        prompt[: len(start)] = torch.from_numpy(start.astype("int64"))
+    if session.plan.sizes.pp > 1:
+        dist.broadcast(prompt, dist.get_global_rank(session.pp_group, 0), group=session.pp_group)
+    tokens = prompt.tolist()
+    text = tokenizer.decode(Generator(session).continue_prompt(tokens, SAMPLE_LENGTH))
+    return {"prompt": tokenizer.decode(tokens), "text": text}

@@ -1,0 +1,67 @@
+"""The run: step after step until the last one or a request to stop, with checkpoints between.
+
+Knows when to save and when to leave. Must not know how a step is computed, nor paths: it is handed the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppctl.train.metrics import Writer
+from ppctl.train.session import Session
+from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.step import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the loop ended."""
+
+    step: int
+    """Completed optimizer steps."""
+    stopped: bool
+    """Whether a signal ended it before the last step."""
+    loss: float | None
+    """Of the last step that this process ran; None if there was none left to run."""
+    checkpoint: Path | None
+
+
+def train(
+    session: Session,
+    checkpoints: Path,
+    *,
+    resume: Path | None,
+    write: Writer | None,
+    stop_requested: Callable[[], bool],
+    enter_step: Callable[[int], None],
+) -> Outcome:
+    """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
+
+    `write` takes each step's record (rank 0 only); `enter_step` is told each step before it starts.
+    """
+    config = session.config
+    first, consumed = 0, 0
+    if resume is not None:
+        state = load_checkpoint(session, resume)
+        first, consumed = state["step"], state["consumed_samples"]
+    trainer = Trainer(session, session.batches(first, consumed), stop_requested)
+
+    def position(done: int) -> int:
+        return consumed + (done - first) * config.train.global_batch_size
+
+    saved, loss = resume, None
+    for step in range(first, config.train.steps):
+        enter_step(step)
+        result = trainer.step(step)
+        loss, done = result.record["loss"], step + 1
+        if write is not None:
+            write(result.record | {"consumed_samples": position(done)})
+        last = done == config.train.steps
+        due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
+        if last or due or result.stop:
+            saved = save_checkpoint(session, checkpoints, done, position(done))
+        if result.stop and not last:
+            return Outcome(done, True, loss, saved)
+    return Outcome(max(first, config.train.steps), False, loss, saved)

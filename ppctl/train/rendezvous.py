@@ -1,0 +1,124 @@
+"""How ranks find each other and come to hold the same run.
+
+Knows the rank variables, the rendezvous store and what is published in it. Must not know how a config was composed.
+Ranks of ppctl's launcher read the run directory themselves; ranks that others started get config and plan from rank 0
+through the store, so that only logs and checkpoints need a shared file system. Both compare digests before any message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem
+from ppctl.plan import Plan
+from ppctl.rundir import RunDir
+
+START_UP = timedelta(minutes=10)
+"""How long ranks wait for each other to appear."""
+_KEY = "ppctl/run"
+_READ = "ppctl/read"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who this process is, as whoever started it says."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Read RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE. Raises ConfigError naming what is missing."""
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                Problem(
+                    "PP-E740",
+                    f"a worker is started by a launcher, which sets {', '.join(missing)}",
+                    "ppctl train +recipe=quickstart",
+                )
+            )
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return cls(rank, int(os.environ.get("LOCAL_RANK", rank % local_world)), world, local_world)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The run that all ranks agree on."""
+
+    run: RunDir
+    config: RunConfig
+    plan: Plan
+
+
+def meet(ranks: Ranks) -> dist.Store:
+    """The store that all ranks share (MASTER_ADDR, MASTER_PORT)."""
+    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_UP))
+    return store
+
+
+def read_job(directory: Path) -> Job:
+    """The job as its run directory has it."""
+    run = RunDir(directory)
+    return Job(run, run.read_config(), run.read_plan())
+
+
+def publish_job(store: dist.Store, job: Job) -> None:
+    """Hand the job to the ranks that `receive_job`."""
+    parts = {"directory": str(job.run.path), "config": to_mapping(job.config), "plan": job.plan.to_json()}
+    store.set(_KEY, json.dumps(parts))
+
+
+def receive_job(store: dist.Store) -> Job | int:
+    """The job that rank 0 published, or the exit code with which it refused one."""
+    parts: dict[str, Any] = json.loads(store.get(_KEY))
+    if "refused" in parts:
+        store.add(_READ, 1)
+        return int(parts["refused"])
+    return Job(RunDir(Path(parts["directory"])), from_mapping(parts["config"]), Plan.from_json(parts["plan"]))
+
+
+def refuse_job(store: dist.Store, code: int, ranks: Ranks, patience_s: float = 30.0) -> None:
+    """Let every other rank leave with `code`. Rank 0 may hold the store, and stays until they have read it."""
+    store.set(_KEY, json.dumps({"refused": code}))
+    deadline = time.monotonic() + patience_s
+    while store.add(_READ, 0) < ranks.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def join_world(store: dist.Store, ranks: Ranks, device: torch.device) -> None:
+    """Make the default process group: gloo for what is said between hosts' CPUs, NCCL beside it on CUDA."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=START_UP)
+
+
+def compare_digests(job: Job) -> None:
+    """Raise ConfigError on every rank if ranks hold different configs or plans. The first message of a run."""
+    text = json.dumps(to_mapping(job.config), sort_keys=True) + job.plan.digest
+    own = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    different = [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
+    if different:
+        raise ConfigError(
+            Problem(
+                "PP-E742",
+                f"ranks {', '.join(map(str, different))} hold another config or plan than rank 0",
+                "start every rank with the same version of ppctl, and let only one launch write the run directory",
+            )
+        )

@@ -1,0 +1,223 @@
+"""What one rank does, top to bottom.
+
+    python -m ppctl.worker --run DIR      started by ppctl's launcher: the run directory holds config and plan
+    python -m ppctl.worker --publish DIR  rank 0 of ranks that others started: hands config and plan to the others
+    python -m ppctl.worker --join         every other such rank
+    python -m ppctl.worker --refuse CODE  rank 0 found a mistake and has printed it: all ranks leave with CODE
+
+Knows the order of things. Must not know Hydra or how a config was composed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ppctl.config.mapping import to_mapping
+from ppctl.engine.interpreter import EngineError
+from ppctl.errors import PpctlError
+from ppctl.heartbeat import Heartbeat, Publisher
+from ppctl.rundir import RunDir
+from ppctl.train.generate import write_sample
+from ppctl.train.loop import Outcome, train
+from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
+from ppctl.train.rendezvous import (
+    Job,
+    Ranks,
+    compare_digests,
+    join_world,
+    meet,
+    publish_job,
+    read_job,
+    receive_job,
+    refuse_job,
+)
+from ppctl.train.session import Session, build_session, gather_costs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank; returns its exit code. A failure is told in the run directory before anything else."""
+    arguments = _parse(argv)
+    stop = StopRequest()
+    ranks = Ranks.from_environment()
+    run = None if arguments.run is None else RunDir(arguments.run)
+    try:
+        store = meet(ranks)
+        job = _find_job(arguments, ranks, store)
+        if isinstance(job, int):
+            return job
+        run = job.run
+        return _work(job, ranks, store, stop, by_others=arguments.run is None)
+    except Exception as error:
+        return _fail(error, run, ranks)
+
+
+class StopRequest:
+    """Whether TERM or USR1 has asked this rank to save and leave; the ranks agree at a step boundary."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._ask)
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+
+    def __call__(self) -> bool:
+        """Whether it was asked for."""
+        return self.asked
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ppctl.worker", description="One rank; started by a launcher.")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--run", type=Path, metavar="DIR")
+    how.add_argument("--publish", type=Path, metavar="DIR")
+    how.add_argument("--join", action="store_true")
+    how.add_argument("--refuse", type=int, metavar="CODE")
+    return parser.parse_args(argv)
+
+
+def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: dist.Store) -> Job | int:
+    """The job, or the code to leave with."""
+    if arguments.refuse is not None:
+        refuse_job(store, arguments.refuse, ranks)
+        return int(arguments.refuse)
+    if arguments.join:
+        return receive_job(store)
+    job = read_job(arguments.run or arguments.publish)
+    if arguments.publish is not None:
+        publish_job(store, job)
+    return job
+
+
+def _work(job: Job, ranks: Ranks, store: dist.Store, stop: StopRequest, *, by_others: bool) -> int:
+    device = _device(job.config.launch.device, ranks)
+    heartbeat = Heartbeat.open(job.run.id, ranks.rank)
+    publisher = _publisher(job.run, ranks)
+    join_world(store, ranks, device)
+    compare_digests(job)
+    session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
+    leads = ranks.rank == 0
+    if leads and by_others:
+        job.run.write_status("running", step=0)
+    heartbeat.set_state("training")
+
+    def enter_step(step: int) -> None:
+        heartbeat.step = step
+
+    resume = job.config.checkpoint.resume
+    outcome = train(
+        session,
+        job.run.checkpoints,
+        resume=None if resume is None else Path(resume),
+        write=_writer(job) if leads else None,
+        stop_requested=stop,
+        enter_step=enter_step,
+    )
+    _conclude(job, session, outcome, leads=leads, by_others=by_others)
+    heartbeat.set_state("done")
+    if publisher is not None:
+        publisher.stop()
+    dist.destroy_process_group()
+    heartbeat.close()
+    return 0
+
+
+def _device(name: str, ranks: Ranks) -> torch.device:
+    if name == "cpu" or (name == "any" and torch.cuda.device_count() < ranks.local_world_size):
+        return torch.device("cpu")
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _publisher(run: RunDir, ranks: Ranks) -> Publisher | None:
+    """One rank a node publishes the records of all its ranks."""
+    if ranks.local_rank != 0:
+        return None
+    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), run.write_heartbeats)
+    publisher.start()
+    return publisher
+
+
+def _writer(job: Job) -> Writer:
+    log, others = job.config.log, []
+    directory = str(job.run.trace)
+    if log.tensorboard:
+        others.append(tensorboard_writer(directory))
+    if log.wandb:
+        job.run.trace.mkdir(exist_ok=True)
+        others.append(wandb_writer(directory, log.name, job.run.id, to_mapping(job.config)))
+    return writers(job.run.add_metrics, others, screen=True, steps=job.config.train.steps)
+
+
+def _conclude(job: Job, session: Session, outcome: Outcome, *, leads: bool, by_others: bool) -> None:
+    """Write what the run came to: the result, measured costs, and a sample where it ran to its end."""
+    state = "stopped" if outcome.stopped else "finished"
+    sample = None if outcome.stopped else write_sample(session)
+    costs = gather_costs(session)
+    if not leads:
+        return
+    if costs is not None:
+        job.run.write_profile(costs)
+    job.run.write_result(
+        {
+            "state": state,
+            "step": outcome.step,
+            "loss": outcome.loss,
+            "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
+            "sample": sample,
+        }
+    )
+    job.run.write_status(state, step=outcome.step)
+    if by_others:
+        print(json.dumps({"run": str(job.run.path), "state": state, "checkpoint": str(outcome.checkpoint)}), flush=True)
+
+
+def _fail(error: Exception, run: RunDir | None, ranks: Ranks) -> int:
+    """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
+    code = error.exit_code if isinstance(error, PpctlError) else 1
+    if run is not None:
+        with suppress(OSError):
+            run.write_error(ranks.rank, _error_record(error, ranks, code))
+    traceback.print_exception(error)
+    return code
+
+
+def _error_record(error: Exception, ranks: Ranks, exit_code: int) -> dict[str, Any]:
+    engine = error if isinstance(error, EngineError) else None
+    cause = error.__cause__ if engine is not None and error.__cause__ is not None else error
+    problem = cause.problems[0] if isinstance(cause, PpctlError) else None
+    return {
+        "rank": ranks.rank,
+        "stage": None if engine is None else engine.action.stage,
+        "action": None if engine is None else str(engine.action),
+        "time": time.time(),
+        "code": None if problem is None else problem.code,
+        "type": type(cause).__name__,
+        "message": str(cause) if problem is None else problem.message,
+        "remedy": "" if problem is None else problem.remedy,
+        "traceback": "".join(traceback.format_exception(error)),
+        "exit_code": exit_code,
+    }
+
+
+if __name__ == "__main__":
+    # Not sys.exit: after a failure, threads of the process groups may never end.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
