@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import repeat
 from typing import NamedTuple
 
 from ppctl.errors import Problem, ScheduleError
@@ -31,11 +32,13 @@ class Op(StrEnum):
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 MESSAGES = SENDS | RECEIVES
 
 _ACTION = re.compile(r"([0-9]+)(REDUCE_GRAD|(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]+))", re.ASCII)
+_CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
 
 
 class Action(NamedTuple):
@@ -69,6 +72,14 @@ class Action(NamedTuple):
         return cls(Op(op.rstrip("0123456789")), int(stage), int(mb))
 
 
+_new_action = partial(tuple.__new__, Action)
+
+
+def lane(op: Op, stage: int, num_microbatches: int) -> list[Action]:
+    """One operation of one stage for every microbatch in order. Built at C speed: schedules hold many actions."""
+    return list(map(_new_action, zip(repeat(op), repeat(stage), range(num_microbatches), strict=False)))
+
+
 class Channel(NamedTuple):
     """A one-way lane between two pp_ranks: `direction` is "F" for activations, "B" for gradients. Messages keep order."""
 
@@ -78,6 +89,16 @@ class Channel(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.source}->{self.target} {self.direction}"
+
+    @classmethod
+    def parse(cls, text: str) -> Channel:
+        """Parse what `str` prints. Raises ScheduleError."""
+        match = _CHANNEL.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                Problem("PP-E301", f"{text!r} is not a channel: two pp_ranks and a direction, as in 0->1 F")
+            )
+        return cls(int(match[1]), int(match[2]), match[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +166,69 @@ class Schedule:
         return len(self.actions) == 1 or any(a.op in MESSAGES for row in self.actions for a in row)
 
     def to_csv(self) -> str:
-        """One line per pp_rank, cells in torch's spelling."""
+        """One line per pp_rank, cells in torch's spelling. Capacities are not part of it."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.actions)
+
+    @classmethod
+    def from_csv(
+        cls,
+        text: str,
+        *,
+        name: str = "csv",
+        placement: Placement | None = None,
+        num_microbatches: int | None = None,
+        capacities: Mapping[Channel, int] | None = None,
+    ) -> Schedule:
+        """Read one line per pp_rank, in torch's spelling; an empty cell is an idle time slot and means nothing.
+
+        Without `placement` the rows say which rank owns which stage (loop or V); without `num_microbatches` the
+        largest one counts. Raises ScheduleError with every bad cell. The schedule is not verified.
+        """
+        rows, problems = _read_cells(text)
+        if problems:
+            raise ScheduleError(problems)
+        while rows and not rows[-1] and (placement is None or len(rows) > placement.pp):
+            rows.pop()
+        if placement is None:
+            placement = _placement_of(rows)
+        elif len(rows) != placement.pp:
+            raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows for pp {placement.pp}: one row per pp_rank"))
+        if num_microbatches is None:
+            num_microbatches = 1 + max((action.mb for row in rows for action in row), default=0)
+        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {})
+
+
+def _read_cells(text: str) -> tuple[list[list[Action]], list[Problem]]:
+    """The actions of every line, and a problem for every cell that is not exactly one action."""
+    rows: list[list[Action]] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        row: list[Action] = []
+        for column, cell in enumerate(line.split(","), 1):
+            try:
+                if spelling := cell.strip():
+                    row.append(Action.parse(spelling))
+            except ScheduleError as error:
+                place = f"row {number} (pp_rank {number - 1}), column {column}"
+                problems.append(Problem("PP-E302", f"{place}: {error.problems[0].message}", place=place))
+        rows.append(row)
+    return rows, problems
+
+
+def _placement_of(rows: list[list[Action]]) -> Placement:
+    """The placement under which every row holds only its own stages."""
+    owners = {action.stage: pp_rank for pp_rank, row in enumerate(rows) for action in row}
+    if not owners:
+        raise ScheduleError(
+            Problem("PP-E303", "the schedule has no actions", "write one row per pp_rank, as in 0F0,0B0")
+        )
+    for kind in ("loop", "v"):
+        placement = Placement(kind, len(rows), max(owners) + 1)
+        if all(placement.rank_of(stage) == r for r, row in enumerate(rows) for stage in {a.stage for a in row}):
+            return placement
+    where = ", ".join(f"{stage} in row {pp_rank + 1}" for stage, pp_rank in sorted(owners.items()))
+    message = f"the stages are placed neither as a loop (s % pp) nor as a V over {len(rows)} rows: {where}"
+    raise ScheduleError(Problem("PP-E303", message))
 
 
 def receive_slots(capacity: int) -> int:

@@ -1,0 +1,218 @@
+"""How action lists run: every rank in its own order, messages in order per channel, sends that meet their receives.
+
+The one execution rule: `simulate` reads its clocks, `verify` its stuck ranks, the capacity pass the slack of its messages.
+The outcome does not depend on which rank is advanced first (a rank waits for one thing at a time and nothing is shared),
+so each runs as far as it can and is woken by what it waits for: linear in the number of actions.
+
+Must not know where a schedule or its costs come from. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from sys import maxsize
+from typing import NamedTuple
+
+from ppctl.schedule.action import Action, Channel, Op, Schedule, send_slots
+
+TIMED = (Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD)
+"""The operations that take a rank's time; messages take a channel's."""
+
+_Ready = list[float | None]
+"""Per microbatch: when a stage's input, or the gradient of its output, is there; None until that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What came of running the lists. `starts` and `ends` (seconds) hold one entry per action that is no message, per
+    rank in list order; `stuck` maps every rank that did not finish to the index of the action it waits at."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    stuck: dict[int, int]
+
+
+class _Line:
+    """The running state of one channel. A message starts when it is sent, its receive is posted and the one before it is
+    through; it then takes `seconds`."""
+
+    __slots__ = ("awake", "delivered", "free_sends", "posted", "seconds", "sent", "waiters")
+
+    def __init__(self, seconds: float, free_sends: int, awake: list[int]) -> None:
+        self.seconds = seconds
+        self.free_sends = free_sends
+        self.sent: list[float] = []
+        self.posted: list[tuple[float, _Ready, int]] = []
+        self.delivered: list[float] = []
+        self.waiters: list[int] = []
+        self.awake = awake
+
+    def send(self, clock: float) -> int:
+        """Start a send. Returns how many of the line's messages must be through before the sender goes on."""
+        self.sent.append(clock)
+        if len(self.posted) >= len(self.sent):
+            self._deliver()
+        return len(self.sent) - self.free_sends
+
+    def post(self, clock: float, ready: _Ready, mb: int) -> None:
+        """Post a receive whose message is for `ready[mb]`."""
+        self.posted.append((clock, ready, mb))
+        if len(self.sent) >= len(self.posted):
+            self._deliver()
+
+    def carry(self, clock: float, ready: _Ready, mb: int) -> None:
+        """Send a message whose receive is always posted: how the edges of a schedule without messages behave."""
+        self.sent.append(clock)
+        self.posted.append((clock, ready, mb))
+        self._deliver()
+
+    def _deliver(self) -> None:
+        delivered = self.delivered
+        start, ready, mb = self.posted[len(delivered)]
+        start = max(start, self.sent[len(delivered)], delivered[-1] if delivered else 0.0)
+        ready[mb] = end = start + self.seconds
+        delivered.append(end)
+        if self.waiters:
+            self.awake += self.waiters
+            self.waiters.clear()
+
+
+class _Work(NamedTuple):
+    """What computing one operation on one stage needs, by which line that comes, what it costs and what it gives."""
+
+    needs: _Ready
+    comes_by: _Line
+    seconds: float
+    gives: _Ready
+    goes_by: _Line | None
+    """None where the lists hold the message as an action of its own, and where nothing goes on."""
+
+
+class _Tables(NamedTuple):
+    """Everything that a list can refer to, by operation and stage."""
+
+    work: dict[Op, list[_Work]]
+    sends: dict[Op, list[_Line]]
+    receives: dict[Op, list[tuple[_Line, _Ready]]]
+
+
+def execute(
+    schedule: Schedule, seconds: Mapping[Op, Sequence[float]], message_seconds: Callable[[Channel], float]
+) -> Execution:
+    """Run every rank's list. `seconds[op][stage]` is what an operation takes; channels without capacity have no limit.
+
+    The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order and
+    completeness are free: a rank that waits for ever is reported in `stuck`.
+    """
+    awake = list(range(len(schedule.actions)))
+    tables = _tables(schedule, seconds, message_seconds, awake)
+    stuck = dict.fromkeys(awake, 0)
+    starts: list[list[float]] = [[] for _ in awake]
+    ends: list[list[float]] = [[] for _ in awake]
+    ranks = [_run(r, row, tables, starts[r], ends[r], stuck) for r, row in enumerate(schedule.actions)]
+    while awake:
+        pp_rank = awake.pop()
+        waits_for = next(ranks[pp_rank], None)
+        if waits_for is not None:
+            waits_for.waiters.append(pp_rank)
+    return Execution(starts, ends, stuck)
+
+
+def _run(
+    pp_rank: int, row: Sequence[Action], tables: _Tables, starts: list[float], ends: list[float], stuck: dict[int, int]
+) -> Iterator[_Line]:
+    """One rank, from its first action to its last; yields the line whose next message it waits for."""
+    work, sends, receives = tables
+    clock = 0.0
+    for index, (op, stage, mb) in enumerate(row):
+        if op in work:
+            needs, line, seconds, gives, goes_by = work[op][stage]
+            while (ready := needs[mb]) is None:
+                stuck[pp_rank] = index
+                yield line
+            clock = ready if ready > clock else clock
+            starts.append(clock)
+            clock += seconds
+            ends.append(clock)
+            if goes_by is not None:
+                goes_by.carry(clock, gives, mb)
+        elif op in sends:
+            line = sends[op][stage]
+            through = line.send(clock)
+            while len(line.delivered) < through:
+                stuck[pp_rank] = index
+                yield line
+            if through > 0 and line.delivered[through - 1] > clock:
+                clock = line.delivered[through - 1]
+        else:
+            line, wanted = receives[op][stage]
+            line.post(clock, wanted, mb)
+    del stuck[pp_rank]
+
+
+def _tables(
+    schedule: Schedule,
+    seconds: Mapping[Op, Sequence[float]],
+    message_seconds: Callable[[Channel], float],
+    awake: list[int],
+) -> _Tables:
+    stages = range(schedule.placement.num_stages)
+    ahead, back, silent = _lines(schedule, message_seconds, awake)
+    at_once: _Ready = [0.0] * schedule.num_microbatches
+    unknown: list[_Ready] = [[None] * len(at_once) for _ in range(2 * len(stages))]
+    inputs = [at_once, *unknown[: len(stages)]]
+    gradients = [*unknown[len(stages) :], at_once]
+
+    def forward(s: int) -> _Work:
+        goes_by = ahead[s + 1] if silent[s + 1] else None
+        return _Work(inputs[s], ahead[s], seconds[Op.F][s], inputs[s + 1], goes_by)
+
+    def backward(op: Op, s: int) -> _Work:
+        goes_by = back[s] if silent[s] else None
+        return _Work(gradients[s + 1], back[s + 1], seconds[op][s], gradients[s], goes_by)
+
+    def alone(op: Op, s: int) -> _Work:
+        return _Work(at_once, ahead[0], seconds[op][s], at_once, None)
+
+    return _Tables(
+        {
+            Op.F: [forward(s) for s in stages],
+            Op.B: [backward(Op.B, s) for s in stages],
+            Op.I: [backward(Op.I, s) for s in stages],
+            Op.W: [alone(Op.W, s) for s in stages],
+            Op.REDUCE_GRAD: [alone(Op.REDUCE_GRAD, s) for s in stages],
+        },
+        {Op.SEND_F: ahead[1:], Op.SEND_B: back[:-1]},
+        {
+            Op.RECV_F: list(zip(ahead, inputs, strict=True)),
+            Op.RECV_B: list(zip(back[1:], gradients[1:], strict=True)),
+        },
+    )
+
+
+def _lines(
+    schedule: Schedule, message_seconds: Callable[[Channel], float], awake: list[int]
+) -> tuple[list[_Line], list[_Line], list[bool]]:
+    """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
+
+    Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line.
+    """
+    place = schedule.placement
+    ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
+    lines: dict[Channel, _Line] = {}
+
+    def line(channel: Channel) -> _Line:
+        if channel not in lines:
+            local = channel.source == channel.target
+            capacity = schedule.capacities.get(channel)
+            free_sends = maxsize if capacity is None else send_slots(capacity)
+            lines[channel] = _Line(0.0 if local else message_seconds(channel), free_sends, awake)
+        return lines[channel]
+
+    nowhere = _Line(0.0, 0, awake)
+    ahead = [line(Channel(before, after, "F")) for before, after in pairwise(ranks)]
+    back = [line(Channel(after, before, "B")) for before, after in pairwise(ranks)]
+    silent = [not schedule.lowered or before == after for before, after in pairwise(ranks)]
+    return [nowhere, *ahead, nowhere], [nowhere, *back, nowhere], [False, *silent, False]

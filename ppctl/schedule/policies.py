@@ -1,0 +1,189 @@
+"""The schedules as pure functions: sizes in, compute-only Schedule out.
+
+All four are one shape: some forwards to warm up, then forward and backward in turn, then the backwards that are left;
+they differ in the order of a rank's forwards (the schedule table) and in how many warm up. Must not know messages, time
+or capacities. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
+
+_T = TypeVar("_T")
+
+
+class WarmupCounts(NamedTuple):
+    """How a rank's forwards divide, counted in (chunk, microbatch) pairs."""
+
+    total: int
+    all_in_warmup: bool
+    warmup: int
+    remaining: int
+
+
+def get_schedule_table(
+    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
+) -> list[tuple[int, int]]:
+    """The order of one rank's forwards as (microbatch, chunk): group by group, in a group chunk by chunk.
+
+    The last group takes what is left. Backwards run in the same order with chunk `num_model_chunks - 1 - chunk`.
+    """
+    size = microbatch_group_size_per_vp_stage
+    return [
+        (mb, chunk)
+        for first in range(0, num_microbatches, size)
+        for chunk in range(num_model_chunks)
+        for mb in range(first, min(first + size, num_microbatches))
+    ]
+
+
+def convert_schedule_table_to_order(
+    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
+) -> list[int]:
+    """The order of one rank's passes as signed chunk numbers from 1: forwards positive, backwards negative."""
+    forwards = [chunk + 1 for _, chunk in schedule_table]
+    backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
+    return in_turn(forwards, backwards, num_warmup_microbatches)
+
+
+def warmup_counts(
+    pp: int,
+    pp_rank: int,
+    *,
+    num_microbatches: int,
+    num_model_chunks: int = 1,
+    microbatch_group_size_per_vp_stage: int | None = None,
+    interleaved: bool = False,
+    forward_only: bool = False,
+    overlap_moe_expert_parallel_comm: bool = False,
+) -> WarmupCounts:
+    """How many forwards a rank runs before its first backward (the arithmetic of Megatron's get_pp_rank_microbatches)."""
+    total = num_microbatches * num_model_chunks
+    if forward_only:
+        warmup = total
+    elif pp == 1:
+        warmup = 0
+    elif interleaved:
+        group = pp if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
+        warmup = 2 * (pp - pp_rank - 1) + (num_model_chunks - 1) * group + overlap_moe_expert_parallel_comm
+    else:
+        warmup = pp - pp_rank - 1
+    warmup = min(warmup, total)
+    return WarmupCounts(total, warmup == total, warmup, total - warmup)
+
+
+def in_turn(forwards: Sequence[_T], backwards: Sequence[_T], warmup: int) -> list[_T]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    steady = len(forwards) - warmup
+    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
+    return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[steady:]]
+
+
+def forward_only(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """Forwards alone, in the order of the schedule table: evaluation and generation."""
+    return _by_table("forward_only", Placement("loop", pp, pp * vpp), num_microbatches, group, None)
+
+
+def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """All forwards, then all backwards; with chunks, all of a chunk before the next. Activations grow with microbatches."""
+    placement = Placement("loop", pp, pp * vpp)
+    return _by_table("gpipe", placement, num_microbatches, num_microbatches, lambda pp_rank: vpp * num_microbatches)
+
+
+def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk."""
+    if vpp > 1:
+        message = f"1f1b runs one chunk per rank and vpp is {vpp}"
+        raise ScheduleError(Problem("PP-E305", message, "pipeline.pp_schedule=interleaved_1f1b"))
+
+    def warmup(pp_rank: int) -> int:
+        return warmup_counts(pp, pp_rank, num_microbatches=num_microbatches).warmup
+
+    return _by_table("1f1b", Placement("loop", pp, pp), num_microbatches, group, warmup)
+
+
+def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """Megatron's interleaved 1F1B: a group of microbatches runs through a chunk, then through the next chunk.
+
+    A group must fill the pipeline, or its first microbatch comes round before its last has left. Where the last group is
+    shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the microbatches that
+    do not exist left out: sound because the full one is, and no rank holds more.
+    """
+    if vpp > 1 and group < min(pp, num_microbatches):
+        message = f"groups of {group} microbatches do not fill a pipeline of pp {pp}: interleaving would hang"
+        raise ScheduleError(Problem("PP-E306", message, f"parallel.microbatch_group_size_per_vp_stage={pp}"))
+    rest = num_microbatches % group
+    filled = num_microbatches + (pp - rest if vpp > 1 and 0 < rest < pp else 0)
+
+    def warmup(pp_rank: int) -> int:
+        if pp == 1:  # Megatron does not pipeline here; the chunks still have to run one after the other
+            return min((vpp - 1) * group, vpp * num_microbatches)
+        return warmup_counts(
+            pp,
+            pp_rank,
+            num_microbatches=filled,
+            num_model_chunks=vpp,
+            microbatch_group_size_per_vp_stage=group,
+            interleaved=True,
+        ).warmup
+
+    schedule = _by_table("interleaved_1f1b", Placement("loop", pp, pp * vpp), filled, group, warmup)
+    if filled == num_microbatches:
+        return schedule
+    rows = tuple(tuple(action for action in row if action.mb < num_microbatches) for row in schedule.actions)
+    return replace(schedule, num_microbatches=num_microbatches, actions=rows)
+
+
+POLICIES: dict[str, Callable[[int, int, int, int], Schedule]] = {
+    "forward_only": forward_only,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+}
+
+
+def make_schedule(
+    name: str, *, pp: int, vpp: int = 1, num_microbatches: int, microbatch_group_size: int | None = None
+) -> Schedule:
+    """The compute-only schedule of a policy.
+
+    `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before the
+    next; only the table of several chunks depends on it. Raises ScheduleError with every size that makes no sense.
+    """
+    group = pp if microbatch_group_size is None else microbatch_group_size
+    sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}
+    problems = [Problem("PP-E304", f"{key} is {value}: at least 1") for key, value in sizes.items() if value < 1]
+    if name not in POLICIES:
+        near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
+        message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
+        problems.append(Problem("PP-E303", message, f"pipeline.pp_schedule={near[0]}"))
+    if problems:
+        raise ScheduleError(problems)
+    return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches))
+
+
+def _by_table(
+    name: str, placement: Placement, num_microbatches: int, group: int, warmup: Callable[[int], int] | None
+) -> Schedule:
+    """Every rank's row from the one table; without `warmup` the backwards are left out."""
+    chunks = placement.num_stages // placement.pp
+    table = get_schedule_table(num_microbatches, chunks, group)
+    rows: list[tuple[Action, ...]] = []
+    for pp_rank in range(placement.pp):
+        stages = placement.stages_of(pp_rank)
+        ahead = [lane(Op.F, stage, num_microbatches) for stage in stages]
+        forwards = [ahead[chunk][mb] for mb, chunk in table]
+        if warmup is None:
+            rows.append(tuple(forwards))
+            continue
+        back = [lane(Op.B, stage, num_microbatches) for stage in reversed(stages)]
+        backwards = [back[chunk][mb] for mb, chunk in table]
+        rows.append(tuple(in_turn(forwards, backwards, warmup(pp_rank))))
+    return Schedule(name, placement, num_microbatches, tuple(rows))

@@ -1,0 +1,88 @@
+"""(Schedule, Costs) -> Trace, and what a schedule holds at once.
+
+Knows prices in seconds. How lists run is the executor's business. Must not know models, devices or configuration.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule.action import MESSAGES, Action, Channel, Op, Schedule
+from ppctl.schedule.executor import execute
+from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
+
+__all__ = ["Costs", "bubble_fraction", "in_flight", "simulate", "step_time"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds per stage and microbatch, in model order, and seconds per message.
+
+    A split backward takes half of `backward` for each half unless `input_gradient` and `weight_gradient` are given.
+    A message takes `message`, or what `messages` says for its channel; the messages of a channel go one after another.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    input_gradient: Sequence[float] | None = None
+    weight_gradient: Sequence[float] | None = None
+    reduce_grad: Sequence[float] | None = None
+    message: float = 0.0
+    messages: Mapping[Channel, float] = field(default_factory=dict)
+
+    @classmethod
+    def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0, message: float = 0.0) -> Costs:
+        """The same for every stage."""
+        return cls((forward,) * num_stages, (backward,) * num_stages, message=message)
+
+    def seconds(self) -> dict[Op, Sequence[float]]:
+        """What each operation takes, by stage."""
+        half = [0.5 * seconds for seconds in self.backward]
+        return {
+            Op.F: self.forward,
+            Op.B: self.backward,
+            Op.I: half if self.input_gradient is None else self.input_gradient,
+            Op.W: half if self.weight_gradient is None else self.weight_gradient,
+            Op.REDUCE_GRAD: [0.0] * len(half) if self.reduce_grad is None else self.reduce_grad,
+        }
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Trace:
+    """When every F, B, I, W and REDUCE_GRAD would run; messages take time but are no spans.
+
+    A lowered schedule runs as it says, capacities and all; before that, every message is sent at once and received at
+    once. Raises ScheduleError if the schedule hangs (`verify` tells more).
+    """
+    run = execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
+    if run.stuck:
+        waits = ", ".join(f"rank {r} at {schedule.actions[r][i]}" for r, i in sorted(run.stuck.items()))
+        raise ScheduleError(Problem("PP-E317", f"schedule {schedule.name} hangs: {waits}"))
+    spans: list[Span] = []
+    for pp_rank, (row, starts, ends) in enumerate(zip(schedule.actions, run.starts, run.ends, strict=True)):
+        timed = (action for action in row if action.op not in MESSAGES)
+        spans += map(Span, [pp_rank] * len(starts), timed, starts, ends)
+    return Trace(schedule.placement.pp, tuple(spans))
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per pp_rank, the most (stage, microbatch) activations alive at once.
+
+    One is alive from the start of its F to the end of its B (of its W where the backward is split); without a backward it
+    lives only during F.
+    """
+    return tuple(map(_most_alive, schedule.actions))
+
+
+def _most_alive(row: Sequence[Action]) -> int:
+    ends = {(stage, mb) for op, stage, mb in row if op is Op.B or op is Op.W}
+    alive = most = 0
+    for op, stage, mb in row:
+        if op is Op.F:
+            most = max(most, alive + 1)
+            alive += (stage, mb) in ends
+        elif op is Op.B or op is Op.W:
+            alive -= 1
+    return most

@@ -1,0 +1,56 @@
+"""When things ran: Span and Trace, one type for predicted and for measured time.
+
+Knows durations and the two figures that are read off them. Must not know how a trace came about. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ppctl.schedule.action import COMPUTE, Action
+
+
+class Span(NamedTuple):
+    """One action while it ran: seconds on a clock that all ranks share. Waiting for a message is not part of a span."""
+
+    pp_rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What every pp_rank of one step did, and when. The spans of one rank are in the order in which it ran them."""
+
+    pp: int
+    spans: tuple[Span, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"pp": 2, "spans": [[0, "0F0", 0.0, 1.5], ...]}`."""
+        return {"pp": self.pp, "spans": [[s.pp_rank, str(s.action), s.start, s.end] for s in self.spans]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Trace:
+        """The inverse of `to_json`."""
+        return cls(data["pp"], tuple(Span(r, Action.parse(text), start, end) for r, text, start, end in data["spans"]))
+
+
+def step_time(trace: Trace) -> float:
+    """Pipeline time in seconds: from the first action's start to the last action's end over all pp_ranks."""
+    if not trace.spans:
+        return 0.0
+    return max(end for _, _, _, end in trace.spans) - min(start for _, _, start, _ in trace.spans)
+
+
+def busy_time(spans: Iterable[Span]) -> float:
+    """Seconds spent in F, B, I and W."""
+    return sum(end - start for _, (op, _, _), start, end in spans if op in COMPUTE)
+
+
+def bubble_fraction(trace: Trace) -> float:
+    """1 - (time in F, B, I, W summed over pp_ranks) / (pp x pipeline time); 0 for an empty trace."""
+    total = trace.pp * step_time(trace)
+    return 1.0 - busy_time(trace.spans) / total if total > 0 else 0.0
