@@ -12,7 +12,7 @@ from typing import Any
 
 from ppctl.errors import LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
-from ppctl.layout_text import stage_text
+from ppctl.layout.text import stage_text
 
 KEY = "LAYOUT"
 """What this command calls the layout, in its usage line and in messages."""

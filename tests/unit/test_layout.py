@@ -321,8 +321,6 @@ def test_layouts_need_the_standard_library_only():
 
 
 def test_every_layout_code_has_a_page_and_every_page_a_code():
-    source = "".join(
-        path.read_text() for path in files("ppctl").iterdir() if path.name.startswith("layout") and path.suffix == ".py"
-    )
+    source = "".join(path.read_text() for path in (files("ppctl") / "layout").iterdir() if path.name.endswith(".py"))
     page = (files("ppctl") / "pages" / "E0.md").read_text()
     assert sorted(set(re.findall(r"PP-E0\d\d", source))) == re.findall(r"^## (PP-E0\d\d) \S", page, re.MULTILINE)

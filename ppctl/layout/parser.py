@@ -6,7 +6,7 @@
 
 Blanks and commas may stand between any two of these and mean nothing, except that they end a number: `t*1,0` is a
 mistake, not ten layers. The parser never raises: it notes a mistake, repairs the text there and reads on, so that one
-pass finds all mistakes and a repaired text. What the letters mean for a pipeline is `layout_rules`' business.
+pass finds all mistakes and a repaired text. What the letters mean for a pipeline is `rules`' business.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from ppctl.layout_text import MAX_ITEMS, ascii_digits, describe_unknown, lookalike
+from ppctl.layout.text import MAX_ITEMS, ascii_digits, describe_unknown, lookalike
 
 _ATOMS = "EtmL|"
 _SEPARATORS = ", \t\n\r\v\f"

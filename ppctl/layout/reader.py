@@ -1,6 +1,6 @@
 """Reading a layout: a string through the grammar, a list by its names; every problem at once, with a remedy.
 
-Knows the two forms that users write, and asks `layout_rules` for the nearest sound layout to suggest. Must not know
+Knows the two forms that users write, and asks `rules` for the nearest sound layout to suggest. Must not know
 what is asked of a layout afterwards. Standard library only.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ppctl.errors import LayoutError, Problem
-from ppctl.layout_parser import Mistake, Parsed, parse_text
-from ppctl.layout_rules import mend
-from ppctl.layout_text import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
+from ppctl.layout.parser import Mistake, Parsed, parse_text
+from ppctl.layout.rules import mend
+from ppctl.layout.text import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
 
 _MOST_SHOWN = 20
 _CASES = ("e", "T", "M", "l")
