@@ -1,0 +1,69 @@
+"""Writing files so that no reader, crash or full disk ever meets half of one; and holding a directory.
+
+Knows the operating system. Must not know what is written, nor where.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace `path` by `text`: written beside, synced (unless not `durable`), renamed. OSError leaves the old one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def append(path: Path, line: str) -> None:
+    """Append `line` in a single write: lines of two writers never mix. Raises OSError where the disk is full."""
+    data = line.encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        written = os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+    if written < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+TAKEN = -1
+
+
+def lock(path: Path, patience: float = 0.0) -> int | None:
+    """A descriptor that holds the directory's lock; TAKEN where another process has it; None without locks.
+
+    `patience` seconds outlast someone who only looks whether it is held.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return TAKEN
+            time.sleep(0.02)
+        except OSError:
+            os.close(descriptor)
+            return None
+
+
+def release(descriptor: int | None) -> None:
+    """Let go of what `lock` returned."""
+    if descriptor not in (None, TAKEN):
+        os.close(descriptor)

@@ -1,0 +1,176 @@
+"""Who started this process, on what machine, and what a rank has to find in its environment.
+
+Knows the variables of torchrun and SLURM and how to count GPUs without torch. Must not know configs or plans.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ppctl.errors import ConfigError, Problem
+
+_NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294967290, 4294967296))})
+"""What SLURM calls steps that are no srun of the user's: the batch script itself, an interactive shell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How this process came to be."""
+
+    by: str
+    """`torchrun`, `slurm` (srun), `env` (rank variables of some other scheduler), or `person`."""
+    rank: int = 0
+    world_size: int = 1
+    run_id: str | None = None
+    """The id that all ranks of this start share, where their starter gives one."""
+    restarts: int = 0
+    """How often the starter has started this job again."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as a worker needs them."""
+
+    @property
+    def by_others(self) -> bool:
+        """Whether this process is one rank of a job that others started."""
+        return self.by != "person"
+
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def detect(environ: Mapping[str, str]) -> Started:
+    """Who started this process. Raises ConfigError (PP-E606) where the rank variables are no numbers."""
+    try:
+        if all(environ.get(name) for name in _RANK_VARIABLES):
+            return _by_variables(environ)
+        if environ.get("SLURM_STEP_ID", "") not in _NO_STEP:
+            return _by_slurm(environ)
+    except (KeyError, ValueError) as error:
+        given = {name: environ[name] for name in (*_RANK_VARIABLES, *_SLURM_VARIABLES) if name in environ}
+        message = f"the variables that say which rank this is are incomplete or no numbers: {error}; given: {given}"
+        raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
+    return Started("person")
+
+
+def _by_variables(environ: Mapping[str, str]) -> Started:
+    rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local = int(environ.get("LOCAL_RANK", rank))
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": environ.get("LOCAL_WORLD_SIZE", str(world)),
+        "MASTER_ADDR": environ["MASTER_ADDR"],
+        "MASTER_PORT": environ["MASTER_PORT"],
+    }
+    elastic = environ.get("TORCHELASTIC_RUN_ID")
+    # torchrun without --rdzv-id calls every run "none": no name to share.
+    run_id = elastic if elastic not in (None, "", "none") else None
+    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(environ.get("SLURM_RESTART_COUNT", 0))
+    return Started("torchrun" if elastic else "env", rank, world, run_id, restarts, variables)
+
+
+_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def _by_slurm(environ: Mapping[str, str]) -> Started:
+    tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
+    if tasks == 1:
+        return Started("person")
+    job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
+    restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(tasks))
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    variables = {
+        "RANK": str(int(environ["SLURM_PROCID"])),
+        "LOCAL_RANK": str(int(environ["SLURM_LOCALID"])),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(_tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))),
+        "MASTER_ADDR": first_host(nodes),
+        # Below the range that the kernel hands out; another one for every step and every requeue.
+        "MASTER_PORT": str(20000 + (7 * job + 31 * step + restarts) % 10000),
+    }
+    return Started("slurm", int(variables["RANK"]), tasks, f"{job}.{step}", restarts, variables)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of SLURM's node list: `rack[1-2]n[03-4],x7` begins with rack1n03."""
+    outermost = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", outermost)
+
+
+def _tasks_on(per_node: str, node: int) -> int:
+    """The number of tasks on one node, from SLURM's short form: `4(x2),3`."""
+    counts: list[int] = []
+    for part in per_node.split(","):
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
+        if match is None:
+            raise ValueError(f"tasks per node {per_node!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else counts[-1]
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that a process started here would see, without importing torch."""
+    present = _gpus_by_driver()
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything behind them.
+    usable = 0
+    for name in names:
+        if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
+            break
+        usable += 1
+    return min(usable, present)
+
+
+def _gpus_by_driver() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return 0
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    devices = Path("/dev")
+    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
+
+
+def choose_port(extra: Mapping[str, str]) -> int:
+    """MASTER_PORT where it is set, else a port that is free now. Raises ConfigError (PP-E605) where it is in use."""
+    asked = extra.get("MASTER_PORT") or os.environ.get("MASTER_PORT")
+    try:
+        port = int(asked or 0)
+        with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    except (OSError, OverflowError, ValueError) as error:
+        message = f"MASTER_PORT is {asked}, and that port cannot be used: {error}"
+        raise ConfigError(Problem("PP-E605", message, "unset MASTER_PORT", "environment")) from error
+
+
+def rank_environment(rank: int, world_size: int, port: int, device: str, extra: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one local rank: this process's own, what is usual here, `launch.env`, and the rank variables."""
+    usual = {"PYTHONFAULTHANDLER": "1"}
+    if device == "cpu":
+        usual["OMP_NUM_THREADS"] = "1"
+        usual["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return usual | dict(os.environ) | dict(extra) | {name: str(value) for name, value in own.items()}

@@ -1,0 +1,298 @@
+"""A run directory: its files, and how each is written and read.
+
+The only module that knows these names. Must not know what the values mean: a config, a plan and a record come in and go
+out whole. Both towers use it.
+
+    runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
+                         profile.json submit.sbatch logs/ heartbeats/ trace/ checkpoints/ errors/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.files import TAKEN, append, lock, release, write_atomically
+
+if TYPE_CHECKING:
+    from ppctl.config.schema import RunConfig
+    from ppctl.plan import Plan
+
+STATES = ("starting", "running", "finished", "failed", "stopped", "interrupted")
+"""What status.json may say. `starting` and `running` are of a run that lives, the others of one that has ended."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory. Makes no file by itself: `create` does."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """The run's id: the directory's own name."""
+        return self.path.name
+
+    @property
+    def name(self) -> str:
+        """The name that runs of one kind share (`log.name`)."""
+        return self.path.parent.name
+
+    @classmethod
+    def create(cls, root: Path, name: str, fill: Callable[[RunDir], None], run_id: str | None = None) -> RunDir:
+        """Make `root/name/<id>` with what `fill` writes into it; it appears complete, by one rename.
+
+        Without `run_id` the id is the time and a random suffix. An id that is taken gets `-2`, `-3` and so on: no run
+        ever writes into another's directory. Raises ConfigError (PP-E610) where the directory cannot be written.
+        """
+        home = Path(root).absolute() / name
+        draft = home / f".{secrets.token_hex(8)}.new"
+        try:
+            draft.mkdir(parents=True)
+            for folder in ("logs", "heartbeats", "checkpoints", "errors"):
+                (draft / folder).mkdir()
+            fill(cls(draft))
+            return cls(_rename_to_free(draft, home, run_id))
+        except OSError as error:
+            message = f"the run directory cannot be written: {error.strerror} ({error.filename or home})"
+            raise ConfigError(Problem("PP-E610", message, "log.dir=/a/directory/with/space", "log.dir")) from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the run for this process: no second launcher goes on with it. Ends with the process at the latest.
+
+        Raises ConfigError (PP-E613) where another process holds it. A file system without locks holds nothing.
+        """
+        descriptor = lock(self.path, patience=0.2)
+        if descriptor == TAKEN:
+            raise ConfigError(
+                Problem("PP-E613", f"run {self.id} is still going on", f"ppctl runs show {self.path}", str(self.path))
+            )
+        try:
+            yield
+        finally:
+            release(descriptor)
+
+    def is_held(self) -> bool:
+        """Whether a launcher on a machine that shares this file system's locks is running it now."""
+        descriptor = lock(self.path)
+        release(descriptor)
+        return descriptor == TAKEN
+
+    # Written once by the launcher, read by everyone
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.yaml."""
+        import yaml
+
+        from ppctl.config.mapping import to_mapping
+
+        self._write("config.yaml", yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True))
+
+    def read_config(self) -> RunConfig:
+        """Read config.yaml. Raises ConfigError where it is missing or not a config."""
+        import yaml
+
+        from ppctl.config.mapping import from_mapping
+
+        return from_mapping(
+            yaml.safe_load(self._read("config.yaml")), lambda key: f"{self.path / 'config.yaml'}: {key}"
+        )
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write plan.json and schedule.csv (as executed, with messages)."""
+        self._write("schedule.csv", plan.schedule.to_csv())
+        self.write_plan_text(json.dumps(plan.to_json()))
+
+    def write_plan_text(self, text: str) -> None:
+        """Write plan.json as it was received from another rank."""
+        self._write("plan.json", text + "\n")
+
+    def read_plan(self) -> Plan:
+        """Read plan.json. Raises ConfigError where it is missing."""
+        from ppctl.plan import Plan
+
+        return Plan.from_json(json.loads(self._read("plan.json")))
+
+    def write_environment(self, record: Mapping[str, Any]) -> None:
+        """Write env.json."""
+        self._write("env.json", json.dumps(record, indent=1) + "\n")
+
+    def environment(self) -> dict[str, Any]:
+        """What env.json says; empty without one."""
+        return self._mapping("env.json")
+
+    def add_command(self, line: str) -> None:
+        """Append the command line that started (or resumed) the run to command.txt."""
+        append(self.path / "command.txt", line + "\n")
+
+    def commands(self) -> list[str]:
+        """The command lines, oldest first."""
+        return self._read("command.txt").splitlines()
+
+    # Written while the run goes on
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Append one step's record to metrics.jsonl, in a single write. Numbers that are not finite become null."""
+        append(self.path / "metrics.jsonl", json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records of metrics.jsonl; a last line that a crash cut short is left out."""
+        return list(_records(self.path / "metrics.jsonl"))
+
+    def drop_metrics_from(self, step: int) -> None:
+        """Forget the records of `step` and later: a run that goes on from a checkpoint does these steps again."""
+        if (self.path / "metrics.jsonl").exists():
+            kept = [json.dumps(record) + "\n" for record in self.metrics() if record["step"] < step]
+            self._write("metrics.jsonl", "".join(kept))
+
+    def write_status(self, state: str, **more: Any) -> None:
+        """Replace status.json: `state` (one of STATES), the time, and for example `step` and `message`."""
+        if state not in STATES:
+            raise ValueError(f"{state!r} is not one of {', '.join(STATES)}")
+        self._write("status.json", json.dumps({"state": state, "time": time.time(), **more}) + "\n")
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says; `{"state": "starting"}` without one."""
+        return {"state": "starting"} | self._mapping("status.json")
+
+    def write_heartbeats(self, host: str, record: Mapping[str, Any]) -> None:
+        """Replace heartbeats/<host>.json. Not synced: it is overwritten in ten seconds."""
+        self._write(f"heartbeats/{host}.json", json.dumps(record) + "\n", durable=False)
+
+    def heartbeats(self) -> dict[str, dict[str, Any]]:
+        """What each host published last, by host."""
+        files = sorted((self.path / "heartbeats").glob("*.json"))
+        return {file.stem: self._mapping(f"heartbeats/{file.name}") for file in files}
+
+    def write_error(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Write errors/rank-NNNN.json: the first thing that a failing rank does."""
+        (self.path / "errors").mkdir(exist_ok=True)
+        self._write(f"errors/rank-{rank:04d}.json", json.dumps(record) + "\n")
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The failures that ranks have told, earliest first."""
+        found = [self._mapping(f"errors/{file.name}") for file in (self.path / "errors").glob("rank-*.json")]
+        return sorted(
+            (record for record in found if "rank" in record), key=lambda record: float(record.get("time", 0.0))
+        )
+
+    def forget_errors(self) -> None:
+        """Remove the error records, where the same life of the run begins anew."""
+        for file in (self.path / "errors").glob("rank-*.json"):
+            file.unlink()
+
+    def write_result(self, record: Mapping[str, Any]) -> None:
+        """Write result.json, at the end."""
+        self._write("result.json", json.dumps({k: _finite(v) for k, v in record.items()}, indent=1) + "\n")
+
+    def result(self) -> dict[str, Any]:
+        """What result.json says; empty while the run goes on."""
+        return self._mapping("result.json")
+
+    def write_profile(self, record: Mapping[str, Any]) -> None:
+        """Write profile.json: measured costs per stage."""
+        self._write("profile.json", json.dumps(record) + "\n")
+
+    # Paths of what others write
+
+    def log(self, rank: int) -> Path:
+        """The rank's log file."""
+        return self.path / "logs" / f"rank-{rank:04d}.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def trace(self) -> Path:
+        """The directory of traces (and of TensorBoard's and W&B's files)."""
+        return self.path / "trace"
+
+    @property
+    def submit_script(self) -> Path:
+        """The script that SLURM was given."""
+        return self.path / "submit.sbatch"
+
+    def latest_checkpoint(self) -> Path | None:
+        """The checkpoint that `checkpoints/latest` names, if it is there."""
+        try:
+            path = self.checkpoints / (self.checkpoints / "latest").read_text().strip()
+        except OSError:
+            return None
+        return path if path.is_dir() and path.name.startswith("step-") else None
+
+    def set_aside(self) -> None:
+        """Keep the plan, config, errors and result of the life that has ended, as plan-1.json and so on."""
+        number = 1 + sum(1 for _ in self.path.glob("plan-*.json"))
+        for name in ("plan.json", "config.yaml", "env.json", "result.json", "errors"):
+            old = self.path / name
+            if old.is_dir():
+                old.rename(self.path / f"{name}-{number}")
+            elif old.exists():
+                keep = old.with_name(f"{old.stem}-{number}{old.suffix}")
+                # A copy, not a move: the first stays readable until its successor replaces it.
+                shutil.copy2(old, keep)
+        (self.path / "result.json").unlink(missing_ok=True)
+
+    def _write(self, name: str, text: str, *, durable: bool = True) -> None:
+        write_atomically(self.path / name, text, durable=durable)
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                Problem(
+                    "PP-E611", f"{self.path} is not a complete run directory: {name}: {error.strerror}", "ppctl runs"
+                )
+            ) from error
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rename_to_free(draft: Path, home: Path, run_id: str | None) -> Path:
+    """Rename `draft` to the first free name. A rename onto a directory that holds something fails, so none is lost."""
+    for attempt in range(1, 1000):
+        name = run_id or time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        path = home / (f"{name}-{attempt}" if run_id and attempt > 1 else name)
+        try:
+            draft.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+        else:
+            return path
+    raise FileExistsError(17, "no free name", str(home / str(run_id)))

@@ -1,0 +1,60 @@
+"""Finding runs: all of them, or the one that a person means.
+
+Knows how runs lie under their root and what people call them by. Must not know what is in a run's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.rundir import RunDir
+
+
+def list_runs(root: Path) -> list[RunDir]:
+    """All runs under `root`, the one that was started (or resumed) last first."""
+    found = [file for file in Path(root).glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
+    return [RunDir(file.parent) for file in sorted(found, key=_age)]
+
+
+def _age(config: Path) -> tuple[int, str]:
+    return -config.stat().st_mtime_ns, config.parent.name
+
+
+def find_run(reference: str | None, root: Path) -> RunDir:
+    """The run that `reference` means: a directory, an id or a unique prefix, a SLURM job number; None is the newest.
+
+    Raises ConfigError, listing the candidates, where there is none (PP-E611) or more than one (PP-E612).
+    """
+    if reference is not None and (Path(reference) / "config.yaml").is_file():
+        return RunDir(Path(reference).absolute())
+    runs = list_runs(root)
+    if not runs:
+        message = f"there are no runs under {root}" + (f", and {reference} is not a run directory" if reference else "")
+        raise ConfigError(Problem("PP-E611", message, "ppctl train +recipe=quickstart"))
+    if reference is None:
+        return RunDir(runs[0].path.absolute())
+    found = _matching(reference, runs)
+    if len(found) == 1:
+        return RunDir(found[0].path.absolute())
+    listed = "\n".join(f"{run.id}  {run.path}" for run in (found or runs)[:8])
+    if not found:
+        message = f"no run under {root} is called {reference}; the newest are below"
+        raise ConfigError(Problem("PP-E611", message, f"ppctl runs show {runs[0].id}", listed))
+    message = f"{reference} means {len(found)} runs; say more of the id"
+    raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {found[0].id}", listed))
+
+
+def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
+    rules: tuple[Callable[[RunDir], bool], ...] = (
+        lambda run: run.id == reference,
+        lambda run: run.id.startswith(f"{reference}.") and reference.isdigit(),
+        lambda run: run.environment().get("variables", {}).get("SLURM_JOB_ID") == reference,
+        lambda run: run.id.startswith(reference),
+    )
+    for rule in rules:
+        found = [run for run in runs if rule(run)]
+        if found:
+            return found
+    return []
