@@ -1,18 +1,20 @@
-"""The plan: everything that follows from a RunConfig, checked, priced and frozen.
+"""What both towers read: the Plan, its stages and costs, and one rank's part of it.
 
-Knows how the sizes, the layout, the stages, the schedule and the costs hang together. Must not know torch, Hydra, files
-or processes. `build_plan` derives; the types below are what both towers read.
+Knows what a plan holds. Must not know how it is derived (`build`), torch, Hydra, files or processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ppctl.errors import Problem
-from ppctl.schedule.action import Schedule
-from ppctl.topology import ParallelSizes
+from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.topology import ParallelSizes, RankGrid
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,6 @@ class Plan:
     pp_ranks: tuple[RankCost, ...]
     schedule: Schedule
     """Lowered: with messages, gradient sync and capacities."""
-    forward_schedule: Schedule
-    """The forward-only twin (evaluation, generation)."""
     num_microbatches: int
     bubble_fraction: float
     step_time_s: float
@@ -91,14 +91,50 @@ class Plan:
     params_hf: int
     tie_groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(canonical parameter name, stages that hold a use of it, in canonical order of uses)."""
+    p2p_capacity: int | None = None
+    """The capacity that the config asks for on every channel; none lets `lower` choose."""
     derived: tuple[Derived, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Dotted config key -> where its value came from."""
     problems: tuple[Problem, ...] = ()
 
+    @cached_property
+    def forward_schedule(self) -> Schedule:
+        """The forward-only twin (evaluation, generation), lowered. Derived, so that plan.json need not hold it."""
+        return self.forward_only(self.num_microbatches)
+
+    def forward_only(self, num_microbatches: int) -> Schedule:
+        """The lowered forward-only schedule of these stages for any number of microbatches."""
+        sizes = self.sizes
+        plain = make_schedule("forward_only", pp=sizes.pp, vpp=sizes.vpp, num_microbatches=num_microbatches)
+        return lower(plain, capacity=self.p2p_capacity)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of what the run executes: sizes, stages, schedule, costs; not of sources, texts, predicted times."""
+        from ppctl.plan.encode import digest
+
+        return digest(self)
+
     def for_rank(self, rank: int) -> RankPlan:
-        """What one global rank has to know."""
-        raise NotImplementedError
+        """What one global rank has to know. Raises IndexError for a rank outside the world."""
+        position = RankGrid(self.sizes).coordinates(rank)
+        pp_rank = position["pp"]
+        stages = tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
+        return RankPlan(rank, pp_rank, position["dp"], stages, self.schedule.actions[pp_rank])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` reads back to an equal plan; a superset of what `ppctl plan --json` prints."""
+        from ppctl.plan.encode import encode
+
+        return encode(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        from ppctl.plan.encode import decode
+
+        return decode(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +145,6 @@ class RankPlan:
     pp_rank: int
     dp_rank: int
     stages: tuple[StageSpec, ...]
-    actions: tuple[Any, ...]
+    """In chunk order."""
+    actions: tuple[Action, ...]
+    """Of the lowered training schedule."""

@@ -1,0 +1,130 @@
+"""The layout that is used: the one that was given, held against pp, vpp and the model, or the even split.
+
+Knows how stages, pp and vpp hang together. Must not know the layout language (`ppctl.layout`), the world or costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.errors import LayoutError
+from ppctl.layout import PipelineParallelLayerLayout, even_layout
+from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.said import Override, Said, typed
+from ppctl.plan.sizes import nearest_divisors
+from ppctl.plan.types import Derived
+
+LAYERS = ("model.num_layers", "model.mtp_num_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A layout that fits, and what was derived on the way."""
+
+    layout: PipelineParallelLayerLayout
+    derived: tuple[Derived, ...]
+
+    @property
+    def vpp(self) -> int:
+        """Chunks per pp_rank."""
+        return self.layout.virtual_pipeline_model_parallel_size
+
+
+def derive_cut(said: Said, findings: Findings) -> Cut | None:
+    """The layout. None if there is none that fits; then `findings` say why."""
+    given = said["layout"]
+    if given == "auto":
+        message = "layout=auto (a balanced layout by search) comes in a later release"
+        findings.append(Finding("PP-E221", "layout", message, said.told("layout"), *_even(said)))
+        return None
+    return _even_cut(said, findings) if given is None else _given_cut(said, given, findings)
+
+
+def _even_cut(said: Said, findings: Findings) -> Cut | None:
+    """The even split; vpp is 1 unless it was given."""
+    layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or 1
+    try:
+        text = even_layout(layers, pp * vpp, said["model.mtp_num_layers"] or 0)
+        layout = PipelineParallelLayerLayout(text, pp)
+    except LayoutError as error:
+        _adopt(findings, error, said)
+        return None
+    stages = f"{pp * vpp} stage{'' if pp * vpp == 1 else 's'}"
+    why = f"even split of {layers} layers over {stages} (pp {pp} x vpp {vpp})"
+    idle = pp * vpp - layers
+    if idle > 0:
+        why += f"; {idle} {'stage has' if idle == 1 else 'stages have'} no decoder layer"
+    source = said.source("layout")
+    if source.startswith("derived: "):
+        why += f"; {source.removeprefix('derived: ')}"
+    derived = [Derived("layout", text, f"layout {text}: {why}")]
+    if said["vpp"] is None:
+        derived.append(Derived("vpp", 1, "vpp 1: neither a layout nor virtual_pipeline_model_parallel_size was given"))
+    return Cut(layout, tuple(derived))
+
+
+def _given_cut(said: Said, given: Any, findings: Findings) -> Cut | None:
+    pp, vpp = said["pp"], said["vpp"]
+    try:
+        count = len(PipelineParallelLayerLayout(given, 1).stages)
+    except LayoutError as error:
+        _adopt(findings, error, said)
+        return None
+    if count != pp * vpp if vpp is not None else count % pp:
+        findings.append(_disagreement(said, count))
+    layout = PipelineParallelLayerLayout(given, pp if count % pp == 0 else 1)
+    problems = layout.problems(said["model.num_layers"], said["model.mtp_num_layers"])
+    # Where the stages do not fit pp, the rule that MTP belongs in a rank's last chunk has no meaning yet.
+    wrong = [problem for problem in problems if count % pp == 0 or problem.code != "PP-E018"]
+    if wrong:
+        _adopt(findings, LayoutError(wrong), said)
+    if count % pp or wrong or (vpp is not None and count != pp * vpp):
+        return None
+    derived: tuple[Derived, ...] = ()
+    if vpp is None:
+        derived = (Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"),)
+    return Cut(layout, derived)
+
+
+def _adopt(findings: Findings, error: LayoutError, said: Said) -> None:
+    """The layout's own problems, with the source of the layout; their own remedies come first."""
+    for problem in error.problems:
+        place = "\n".join(filter(None, [problem.place, f"layout from: {said.source('layout')}"]))
+        own = [typed(line) for line in problem.remedy.splitlines()]
+        findings.append(Finding(problem.code, "layout", problem.message, place, *filter(None, own), *_even(said)))
+
+
+def _disagreement(said: Said, count: int) -> Finding:
+    """The layout has `count` stages, and pp and vpp want another number."""
+    pp, vpp = said["pp"], said["vpp"]
+    if vpp is None:
+        message = (
+            f"the layout has {count} stages, which pp {pp} ranks cannot share evenly: vpp = {count} / {pp} is not whole"
+        )
+    else:
+        message = f"the layout has {count} stages, and pp {pp} x vpp {vpp} = {pp * vpp}"
+        message += f"; {count} stages on pp {pp} would be vpp={count // pp}" if count % pp == 0 else ""
+    return Finding("PP-E220", "layout", message, said.told("layout", "pp", "vpp"), *_agreements(said, count))
+
+
+def _agreements(said: Said, count: int) -> Iterator[tuple[Override, ...]]:
+    """Ways to make layout, pp and vpp agree: another vpp, the even split, another pp."""
+    pp, vpp = said["pp"], said["vpp"]
+    if count % pp == 0:
+        yield (("vpp", count // pp),)
+    yield from _even(said)
+    if vpp is not None and count % vpp == 0:
+        yield (("pp", count // vpp), ("layout", said["layout"]))
+    for size in nearest_divisors(count, pp):
+        yield (("pp", size), ("vpp", count // size), ("layout", said["layout"]))
+
+
+def _even(said: Said) -> Iterator[tuple[Override, ...]]:
+    """The even split, typed."""
+    try:
+        stages = said["pp"] * (said["vpp"] or 1)
+        yield (("layout", even_layout(said["model.num_layers"], stages, said["model.mtp_num_layers"] or 0)),)
+    except LayoutError:
+        return

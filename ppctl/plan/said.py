@@ -1,0 +1,78 @@
+"""What the user said: values of the config, each with its source; and what it would be if one more thing were typed.
+
+Knows dotted keys, aliases and provenance texts. Must not know what values mean.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config.argv import ALIASES, LAYOUT, PLACE, SETS_LAYOUT_ASIDE
+from ppctl.config.schema import RunConfig
+
+Override = tuple[str, Any]
+"""(alias or dotted key, value), as typed on the command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A config and where its values came from. Keys may be aliases (`pp`, `gbs`) or dotted names."""
+
+    config: RunConfig
+    provenance: Mapping[str, str]
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key."""
+        section, _, field = ALIASES.get(key, key).rpartition(".")
+        return getattr(getattr(self.config, section), field)
+
+    def source(self, key: str) -> str:
+        """Where the value came from: "default", a file and line, "command line", "derived: ..."."""
+        return self.provenance.get(ALIASES.get(key, key), "default")
+
+    def given(self, key: str) -> bool:
+        """Whether somebody gave a value, even one that equals the default."""
+        source = self.source(key)
+        return self[key] is not None and source != "default" and not source.startswith("derived")
+
+    def told(self, *keys: str) -> str:
+        """One line per key: name, value and source."""
+        return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in keys)
+
+    def typed(self, overrides: tuple[Override, ...]) -> Said:
+        """What would be said if `overrides` were typed at the end of the command line.
+
+        As when composing, a layout that was not typed gives way to typed sizes.
+        """
+        config, provenance = copy.copy(self.config), dict(self.provenance)
+        names = {ALIASES.get(key, key): value for key, value in overrides}
+        changed = any(name in names and names[name] != self[name] for name in SETS_LAYOUT_ASIDE)
+        if changed and LAYOUT not in names and not self.source(LAYOUT).startswith(PLACE):
+            names[LAYOUT] = None
+        for name, value in names.items():
+            section, _, field = name.rpartition(".")
+            part = copy.copy(getattr(config, section))
+            setattr(part, field, value)
+            setattr(config, section, part)
+            provenance[name] = PLACE
+        return Said(config, provenance)
+
+
+def command(overrides: tuple[Override, ...]) -> str:
+    """Overrides as a shell takes them."""
+    return " ".join(shlex.quote(f"{key}={'null' if value is None else value}") for key, value in overrides)
+
+
+def typed(text: str) -> tuple[Override, ...]:
+    """The inverse of `command` for numbers and text; nothing for what is no list of overrides."""
+    try:
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    except ValueError:
+        return ()
+    if not all(equals for _, equals, _ in pairs):
+        return ()
+    return tuple((key, int(value) if value.isdecimal() else value) for key, _, value in pairs)

@@ -1,0 +1,198 @@
+"""The world and the batch: which sizes follow from which, each by one equation.
+
+Knows the two equations of DESIGN section 5 and what sizes must divide. Must not know layouts, schedules or costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isqrt, prod
+
+from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.said import Override, Said
+from ppctl.plan.types import Derived
+
+AXES = ("tp", "cp", "pp")
+"""What one replica of the model is made of; dp is the number of replicas."""
+
+POSITIVE = (
+    *("pp", "vpp", "tp", "cp", "ep", "etp", "dp", "nodes", "gpus_per_node", "gbs", "mbs", "seq"),
+    *("pipeline.pp_microbatch_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *("model.num_query_groups", "model.ffn_hidden_size", "model.vocab_size"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How many ranks there are and how many replicas of the model."""
+
+    world: int
+    dp: int
+    ep: int
+    etp: int
+    edp: int
+    derived: tuple[Derived, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How a global batch is cut."""
+
+    micro_batch_size: int
+    num_microbatches: int
+    derived: tuple[Derived, ...]
+
+
+def positive(said: Said) -> Iterator[Finding]:
+    """Sizes that are no sizes: nothing can be divided by them."""
+    for key in POSITIVE:
+        if said[key] is not None and said[key] < 1:
+            yield Finding("PP-E201", key, f"{key} is {said[key]}; it must be at least 1", said.told(key), ((key, 1),))
+
+
+def derive_world(said: Said, findings: Findings) -> World | None:
+    """World size and dp: one replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio."""
+    replica = prod(said[axis] for axis in AXES)
+    needed = replica * (said["dp"] or 1)
+    nodes, gpus = said["nodes"], said["gpus_per_node"]
+    if nodes is None and gpus is None:
+        world, machines = needed, ""
+    else:
+        nodes = nodes or -(-needed // gpus)
+        gpus = gpus or -(-needed // nodes)
+        world, machines = nodes * gpus, f" = nodes {nodes} x {gpus}"
+    dp = said["dp"] or world // replica
+    factors = " x ".join(f"{axis} {said[axis]}" for axis in AXES)
+    if world != replica * dp or dp < 1:
+        findings.append(_mismatch(said, world, machines, factors, nodes or 1, gpus or needed))
+        return None
+    equation = f"world {world}{machines} = {factors} x dp {dp}"
+    derived = [Derived("world_size", world, equation), Derived("data_parallel_size", dp, equation)]
+    if machines == "":
+        derived[0] = Derived("world_size", world, f"{equation}; launch.nodes and launch.gpus_per_node were not given")
+    expert = _experts(said, said["tp"] * said["cp"] * dp, findings)
+    if expert is None:
+        return None
+    ep, etp, edp = expert
+    if said["model.num_moe_experts"]:
+        text = f"tp {said['tp']} x cp {said['cp']} x dp {dp} = etp {etp} x ep {ep} x edp {edp}"
+        derived.append(Derived("expert_data_parallel_size", edp, text))
+    return World(world, dp, ep, etp, edp, tuple(derived))
+
+
+def _mismatch(said: Said, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Finding:
+    replica, dp = prod(said[axis] for axis in AXES), said["dp"]
+    code = "PP-E203" if dp else "PP-E204"
+    right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"
+    verb = "is not" if dp else "is not a multiple of"
+    keys = [key for key in ("nodes", "gpus_per_node", *AXES, "dp") if said[key] is not None]
+    return Finding(
+        code,
+        "world",
+        f"the job's world {world}{machines} {verb} {right}",
+        said.told(*keys),
+        *_worlds(said, world, nodes, gpus),
+    )
+
+
+def _worlds(said: Said, world: int, nodes: int, gpus: int) -> Iterator[tuple[Override, ...]]:
+    """Ways to make the world fit: dp, the machines, or one axis."""
+    replica, dp = prod(said[axis] for axis in AXES), said["dp"]
+    if dp and world % replica == 0:
+        yield (("dp", world // replica),)
+    needed = replica * (dp or max(1, world // replica))
+    if said["nodes"] is not None or needed % gpus == 0:
+        yield (("nodes", max(1, round(needed / gpus))),)
+    yield (("gpus_per_node", max(1, needed // nodes)),)
+    yield (("nodes", 1), ("gpus_per_node", needed))
+    for axis in reversed(AXES):
+        rest = replica // said[axis] * (dp or 1)
+        if world % rest == 0:
+            for size in nearest_divisors(world // rest, said[axis]):
+                yield ((axis, size),)
+
+
+def _experts(said: Said, dense: int, findings: Findings) -> tuple[int, int, int] | None:
+    """(ep, etp, edp) with etp x ep x edp = tp x cp x dp."""
+    experts, ep = said["model.num_moe_experts"] or 0, said["ep"]
+    etp = said["etp"] if said.given("etp") else said["tp"]
+    if ep > 1 and experts == 0:
+        message = f"expert parallelism of {ep} has no experts to spread: model.num_moe_experts is not set"
+        findings.append(Finding("PP-E206", "ep", message, said.told("ep", "model.num_moe_experts"), (("ep", 1),)))
+        return None
+    if ep > 1 and experts % ep:
+        message = f"{experts} experts cannot be spread evenly over ep {ep}"
+        remedies = [(("ep", size),) for size in nearest_divisors(experts, ep)]
+        findings.append(Finding("PP-E206", "ep", message, said.told("ep", "model.num_moe_experts"), *remedies))
+        return None
+    if dense % (etp * ep):
+        message = f"tp {said['tp']} x cp {said['cp']} x dp {dense // said['tp'] // said['cp']} = {dense} ranks "
+        message += f"are not a multiple of etp {etp} x ep {ep} = {etp * ep}"
+        keys = [key for key in ("tp", "cp", "dp", "etp", "ep", "nodes", "gpus_per_node") if said[key] is not None]
+        findings.append(Finding("PP-E205", "ep", message, said.told(*keys), *_expert_worlds(said, dense, etp, ep)))
+        return None
+    return ep, etp, dense // etp // ep
+
+
+def _expert_worlds(said: Said, dense: int, etp: int, ep: int) -> Iterator[tuple[Override, ...]]:
+    for size in nearest_divisors(dense, ep):
+        yield (("ep", size),)
+    yield (("ep", 1), ("etp", 1))
+    per_dp = said["tp"] * said["cp"]
+    yield (("dp", -(-dense // (etp * ep)) * etp * ep // per_dp), ("nodes", None), ("gpus_per_node", None))
+
+
+def divide_model(said: Said, findings: Findings) -> None:
+    """What tensor and context parallelism split must divide evenly."""
+    tp, cp = said["tp"], said["cp"]
+    split = ["model.num_attention_heads", "model.vocab_size", "model.ffn_hidden_size"]
+    if not said["model.multi_latent_attention"]:
+        split.append("model.num_query_groups")
+    for key in split:
+        if said[key] and said[key] % tp:
+            remedies = [(("tp", size),) for size in nearest_divisors(said[key], tp)]
+            message = f"tp {tp} does not divide {key} {said[key]}"
+            findings.append(Finding("PP-E207", key, message, said.told("tp", key), *remedies, (("tp", 1),)))
+    if cp > 1 and said["seq"] % (2 * cp):
+        message = f"seq {said['seq']} is not a multiple of 2 x cp {cp} (each rank takes an early and a late piece)"
+        remedies = [(("seq", size),) for size in nearest_multiples(2 * cp, said["seq"])]
+        findings.append(Finding("PP-E208", "seq", message, said.told("seq", "cp"), *remedies, (("cp", 1),)))
+
+
+def derive_batch(said: Said, dp: int, findings: Findings) -> Batch | None:
+    """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size."""
+    mbs, gbs, other = said["mbs"], said["gbs"], "pipeline.pp_microbatch_size"
+    key = "mbs"
+    if said.given(other):
+        if said.given("mbs") and said[other] != mbs:
+            message = f"train.micro_batch_size {mbs} and {other} {said[other]} are two names of one size"
+            ways = ((("mbs", said[other]),), ((other, mbs),))
+            findings.append(Finding("PP-E212", "mbs", message, said.told("mbs", other), *ways))
+            return None
+        key, mbs = other, said[other]
+    if gbs % (dp * mbs):
+        message = f"global_batch_size {gbs} = dp {dp} x num_microbatches x micro_batch_size {mbs} has no whole solution"
+        place = (
+            said.told("gbs", key) + f"\ndata_parallel_size = {dp} ({said.source('dp') if said['dp'] else 'derived'})"
+        )
+        remedies = [(("gbs", size),) for size in nearest_multiples(dp * mbs, gbs)]
+        remedies += [((key, size),) for size in nearest_divisors(gbs // dp, mbs) if gbs % dp == 0]
+        findings.append(Finding("PP-E211", "gbs", message, place, *remedies))
+        return None
+    count = gbs // (dp * mbs)
+    equation = f"global_batch_size {gbs} = dp {dp} x num_microbatches {count} x micro_batch_size {mbs}"
+    return Batch(mbs, count, (Derived("num_microbatches", count, equation),))
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of `number`, the one nearest to `wanted` first, at most four."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    divisors = {*small, *(number // size for size in small)}
+    return sorted(divisors, key=lambda size: (abs(size - wanted), size))[:4]
+
+
+def nearest_multiples(unit: int, wanted: int) -> list[int]:
+    """The multiples of `unit` around `wanted`: below (if there is one) and above."""
+    below = wanted // unit * unit
+    return [size for size in (below, below + unit) if size > 0]

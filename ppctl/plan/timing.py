@@ -1,0 +1,67 @@
+"""Which schedule runs, and what it would take.
+
+Knows how a schedule is chosen and priced. Must not know how schedules work (`ppctl.schedule`), layouts or bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ppctl.config.argv import PLACE
+from ppctl.config.support import schedule_policy
+from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.said import Said
+from ppctl.plan.types import Derived
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import Trace
+
+ASSUMED_FLOPS_PER_S = {"cuda": 400e12, "cpu": 50e9}
+"""What one device does per second of the model's operations. A round guess, so predicted times count as uncalibrated;
+shares and bubbles do not depend on it."""
+
+SCHEDULE = "pipeline.pp_schedule"
+
+
+class Choice(NamedTuple):
+    """A policy's name, and the equation where ppctl chose it."""
+
+    name: str
+    derived: tuple[Derived, ...] = ()
+
+
+def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
+    """1F1B for one chunk per rank, interleaved 1F1B for more, unless a schedule was given."""
+    asked = said[SCHEDULE]
+    name = schedule_policy(asked)
+    if name is None:
+        message = f"there is no schedule {asked!r} in this release"
+        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE), ((SCHEDULE, _fitting(vpp)),)))
+        return None
+    if name == "1f1b" and vpp > 1:
+        if not said.given(SCHEDULE):
+            return Choice(_fitting(vpp), (_chosen(vpp, "no schedule was given"),))
+        message = f"schedule 1f1b runs one chunk per rank, and vpp is {vpp}"
+        remedies = (((SCHEDULE, _fitting(vpp)),), (("vpp", 1), ("layout", None)))
+        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *remedies))
+        return None
+    if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
+        return Choice("1f1b", (_chosen(vpp, f"{asked} ({said.source(SCHEDULE)}) was given for more chunks"),))
+    return Choice(name)
+
+
+def _fitting(vpp: int) -> str:
+    return "interleaved_1f1b" if vpp > 1 else "1f1b"
+
+
+def _chosen(vpp: int, why: str) -> Derived:
+    chunks = "one chunk" if vpp == 1 else f"{vpp} chunks"
+    return Derived("schedule", _fitting(vpp), f"schedule {_fitting(vpp)}: {chunks} per rank, and {why}")
+
+
+def predicted(schedule: Schedule, flops_forward: Sequence[int], ranks_per_stage: int, device: str) -> Trace:
+    """The step as it would run with costs proportional to model FLOPs, a backward twice a forward, messages free."""
+    rate = ASSUMED_FLOPS_PER_S["cpu" if device == "cpu" else "cuda"] * ranks_per_stage
+    forward = [flops / rate for flops in flops_forward]
+    return simulate(schedule, Costs(forward, [2 * seconds for seconds in forward]))
