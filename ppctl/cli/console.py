@@ -31,4 +31,6 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=not stream.isatty())
+    return Console(
+        file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=not stream.isatty()
+    )

@@ -1,8 +1,8 @@
 """The front door: finds the command, sorts its arguments, tells problems once, and returns the exit code.
 
 Knows the commands' names and what every command shares. Must not know what a command does: each lives in
-`ppctl/cli/<command>.py` (`add_arguments(parser)`, `run(args) -> int`) and is imported only when it is called. Nothing here
-imports Hydra, torch or rich.
+`ppctl/cli/<command>.py` (`add_arguments(parser)`, `run(args) -> int`) and is imported only when it is called. Nothing
+here imports Hydra, torch or rich.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LATER = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return its exit code; nothing is raised for a user's error."""
+    """Run one command line (default: the process's own); returns its exit code. A user's error is told, not raised."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(tokens)
@@ -145,7 +145,10 @@ def _stray(token: str) -> Problem:
 
     close = nearest(token, recipes())
     return Problem(
-        "PP-E105", f"{token} is no override: KEY=VALUE", f"+recipe={close[0]}" if close else "ppctl --help", "command line"
+        "PP-E105",
+        f"{token} is no override: KEY=VALUE",
+        f"+recipe={close[0]}" if close else "ppctl --help",
+        "command line",
     )
 
 

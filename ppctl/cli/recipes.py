@@ -52,7 +52,7 @@ def find(name: str) -> Recipe:
 
 
 def copy_to(recipe: Recipe, directory: Path) -> str:
-    """Copy the file and say how to use the copy. Raises ConfigError where that would overwrite, or cannot be written."""
+    """Copy the file and say how to use it. Raises ConfigError where that would overwrite or cannot be written."""
     target = directory / recipe.path.name
     if target.exists():
         free = next(f for n in range(2, 1000) if not (f := directory / f"{recipe.name}-{n}").exists())
@@ -62,6 +62,8 @@ def copy_to(recipe: Recipe, directory: Path) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(recipe.path, target)
     except OSError as error:
-        raise ConfigError(Problem("PP-E126", f"{target} cannot be written: {error.strerror}", place="command line")) from None
+        raise ConfigError(
+            Problem("PP-E126", f"{target} cannot be written: {error.strerror}", place="command line")
+        ) from None
     where = os.path.relpath(directory)
     return f"{target}\nuse it with: {RECIPES_PATH}={where} ppctl plan +recipe={recipe.name}"

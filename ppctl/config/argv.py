@@ -1,7 +1,7 @@
 """What people type, made into plain overrides: aliases, quoting of layouts, Megatron's flags, sweeps refused.
 
-Pure: knows names and text, never values, files or Hydra. `normalise` turns tokens into `KEY=VALUE` with full key names, and
-its result is a fixed point of itself.
+Pure: knows names and text, never values, files or Hydra. `normalise` turns tokens into `KEY=VALUE` with full key names,
+and its result is a fixed point of itself.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ ALIASES = {
     "nodes": "launch.nodes",
     "gpus_per_node": "launch.gpus_per_node",
 }
+
+SETS_LAYOUT_ASIDE = (
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "model.num_layers",
+    "model.mtp_num_layers",
+)
+"""The sizes that a layout is written for: overriding one without a layout sets a recipe's layout aside."""
 
 PATHS = frozenset({"data.path", "checkpoint.resume", "log.dir", "pipeline.pp_schedule_csv"})
 """Text keys in which a comma is an ordinary character."""
@@ -147,14 +155,18 @@ class _Sorter:
             return Problem("PP-E106", "ppctl starts one run at a time: there is no multirun", line, PLACE)
         for n, (_, values) in reversed(list(enumerate(self.sweeps, start=1))):
             line = f"for value{n} in {shlex.join(values)}; do {line}; done"
-        message = f"ppctl starts one run at a time, and {', '.join(typed for typed, _ in self.sweeps)} lists several values"
+        message = (
+            f"ppctl starts one run at a time, and {', '.join(typed for typed, _ in self.sweeps)} lists several values"
+        )
         return Problem("PP-E106", message, line, PLACE)
 
 
 def _opaque(key: str) -> bool:
     """Whether the value is taken letter by letter (layouts, paths, environment variables, any free value)."""
     info = keys().get(key)
-    return key in PATHS or key.startswith("launch.env.") or (info is not None and info.is_container and not info.is_dtype)
+    return (
+        key in PATHS or key.startswith("launch.env.") or (info is not None and info.is_container and not info.is_dtype)
+    )
 
 
 def _textual(key: str) -> bool:
@@ -176,7 +188,12 @@ def quote(key: str, value: str) -> str:
 
 
 def _is_quoted(text: str) -> bool:
-    return len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" and text[0] not in text[1:-1].replace("\\" + text[0], "")
+    return (
+        len(text) > 1
+        and text[0] == text[-1]
+        and text[0] in "'\""
+        and text[0] not in text[1:-1].replace("\\" + text[0], "")
+    )
 
 
 def _is_literal(text: str) -> bool:

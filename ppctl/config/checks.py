@@ -12,21 +12,19 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ppctl.config.keys import did_you_mean, text_keys
+from ppctl.config.keys import did_you_mean, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import ModelConfig, OptimConfig, ParallelConfig, RunConfig
-from ppctl.config.support import (
-    LATER_SCHEDULES,
-    PLANS,
-    SCHEDULES,
-    SUPPORT,
-    refusal,
-    schedule_policy,
-)
+from ppctl.config.support import LATER_SCHEDULES, SCHEDULES, not_trained, refused, schedule_policy
 from ppctl.errors import Problem
 
-POSITIVE = (
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+POSITIVE = _names(
     "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
     "model.kv_channels model.vocab_size model.max_position_embeddings model.rotary_base model.norm_epsilon "
     "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
@@ -37,13 +35,13 @@ POSITIVE = (
     "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
     "pipeline.pp_microbatch_size pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
     "train.steps train.global_batch_size train.micro_batch_size launch.nodes launch.gpus_per_node"
-).split()
+)
 
-NOT_NEGATIVE = (
+NOT_NEGATIVE = _names(
     "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
     "model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr optim.warmup_steps optim.weight_decay "
     "optim.clip_grad train.seed train.eval_interval train.eval_steps checkpoint.interval checkpoint.keep"
-).split()
+)
 
 CHOICES = {
     "model.moe_router_score_function": ("softmax", "sigmoid"),
@@ -73,19 +71,14 @@ def check(
     found = []
     for keys, message, remedy in _findings(config):
         if not set(keys) & set(skip):
-            place = "\n".join(place_of(key, _value(config, key), provenance) for key in keys)
+            place = "\n".join(place_of(key, value_of(config, key), provenance) for key in keys)
             found.append(Problem("PP-E103", message, remedy, place))
     filled = replace(config.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
     found += parallel_problems(filled)
-    found += _refused(config, provenance, skip)
+    found += refused(config, provenance, skip)
     if for_training:
-        found += _not_trained(config)
+        found += not_trained(config)
     return found
-
-
-def place_of(key: str, value: Any, provenance: Mapping[str, str]) -> str:
-    """A key, its value and its source, as problems show them."""
-    return f"{key} = {value} ({provenance.get(key, 'default')})"
 
 
 def memory_bytes(text: str) -> int:
@@ -94,11 +87,6 @@ def memory_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is no amount of memory: a number and a unit, as 80GiB")
     return int(float(match[1]) * _UNITS[match[2] or "B"])
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, _, field = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)
 
 
 def _findings(config: RunConfig) -> Iterator[Finding]:
@@ -123,11 +111,11 @@ def _findings(config: RunConfig) -> Iterator[Finding]:
 
 def _signs(config: RunConfig) -> Iterator[Finding]:
     for key in POSITIVE:
-        value = _value(config, key)
+        value = value_of(config, key)
         if value is not None and not (value > 0 and math.isfinite(value)):
             yield (key,), f"{key} must be greater than 0", f"{key}={_default(key, 1)}"
     for key in NOT_NEGATIVE:
-        value = _value(config, key)
+        value = value_of(config, key)
         if value is not None and not (value >= 0 and math.isfinite(value)):
             yield (key,), f"{key} must be 0 or more", f"{key}=0"
 
@@ -139,12 +127,12 @@ def _default(key: str, otherwise: Any) -> Any:
 
 def _words(config: RunConfig) -> Iterator[Finding]:
     for key, choices in CHOICES.items():
-        value = _value(config, key)
+        value = value_of(config, key)
         if value not in choices:
             hint = did_you_mean(str(value), choices)
             yield (key,), f"{key} is one of {', '.join(choices)}{hint}", f"{key}={choices[0]}"
     for key in NOT_EMPTY:
-        if _value(config, key) == "":
+        if value_of(config, key) == "":
             yield (key,), f"{key} is empty", f"{key}={_default(key, 'null')}"
     if re.search(r"[/\\\0]|^\.+$", config.log.name):
         yield ("log.name",), "log.name is the name of a directory: no slashes, not . or ..", "log.name=run"
@@ -185,7 +173,11 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
         return
     if model.moe_router_topk > experts:
         keys = ("model.moe_router_topk", "model.num_moe_experts")
-        yield keys, f"a token cannot go to {model.moe_router_topk} of {experts} experts", f"model.moe_router_topk={experts}"
+        yield (
+            keys,
+            f"a token cannot go to {model.moe_router_topk} of {experts} experts",
+            f"model.moe_router_topk={experts}",
+        )
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if groups and experts % groups:
         keys = ("model.moe_router_num_groups", "model.num_moe_experts")
@@ -200,10 +192,18 @@ def _optim(optim: OptimConfig, steps: int) -> Iterator[Finding]:
         if not 0 <= getattr(optim, name) < 1:
             yield (f"optim.{name}",), f"optim.{name} is at least 0 and below 1", f"optim.{name}=0.9"
     if optim.min_lr > optim.lr > 0:
-        yield ("optim.min_lr", "optim.lr"), "the learning rate falls to min_lr, which is above lr", f"optim.min_lr={optim.lr}"
+        yield (
+            ("optim.min_lr", "optim.lr"),
+            "the learning rate falls to min_lr, which is above lr",
+            f"optim.min_lr={optim.lr}",
+        )
     if optim.warmup_steps > steps > 0:
         keys = ("optim.warmup_steps", "train.steps")
-        yield keys, f"a warm-up of {optim.warmup_steps} steps does not end in a run of {steps}", f"optim.warmup_steps={steps}"
+        yield (
+            keys,
+            f"a warm-up of {optim.warmup_steps} steps does not end in a run of {steps}",
+            f"optim.warmup_steps={steps}",
+        )
 
 
 def _dtypes(parallel: ParallelConfig) -> Iterator[Finding]:
@@ -222,37 +222,3 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
     if schedule_policy(name) is None and (name or "").lower().removeprefix("schedule") not in LATER_SCHEDULES:
         hint = did_you_mean(str(name), SCHEDULES)
         yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", "pipeline.pp_schedule=1f1b"
-
-
-def _refused(config: RunConfig, provenance: Mapping[str, str], skip: Collection[str]) -> Iterator[Problem]:
-    """Set values that this release does not honour, each by name."""
-    for name, state in SUPPORT.items():
-        key = text_keys().get(name)
-        if key is None or name in skip or state.state == PLANS:
-            continue
-        value = _value(config, name)
-        is_set = provenance.get(name, "default") != "default" or value != key.default
-        if is_set and state.refuses(key, value):
-            yield refusal(key, value, place_of(name, value, provenance))
-    schedule = config.pipeline.pp_schedule or ""
-    if schedule.lower().removeprefix("schedule") in LATER_SCHEDULES:
-        place = place_of("pipeline.pp_schedule", schedule, provenance)
-        message = f"pipeline.pp_schedule={schedule} comes in a later release"
-        yield Problem("PP-E110", message, "pipeline.pp_schedule=interleaved1f1b", place)
-
-
-def _not_trained(config: RunConfig) -> list[Problem]:
-    """One sentence that names all that keeps this config from being trained."""
-    missing: dict[str, list[str]] = {}
-    for name, state in SUPPORT.items():
-        key = text_keys().get(name)
-        if key is None or state.state != PLANS:
-            continue
-        value = _value(config, name)
-        if state.refuses(key, value) and not (name.endswith("parallel_size") and value == 1):
-            missing.setdefault(state.note, []).append(f"{name}={str(value).lower()}")
-    if not missing:
-        return []
-    listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
-    message = f"this release plans this config but cannot train it yet: missing are {listed}"
-    return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]

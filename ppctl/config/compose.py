@@ -65,7 +65,7 @@ def override(
 ) -> Composed:
     """`config` with `overrides` on top, as `resume` needs it: recipe and model stay as they were chosen.
 
-    A layout that `overrides` do not give is set aside where they change pp, vpp or the model's layers. Raises ConfigError.
+    Where they change pp, vpp or the model's layers and give no layout, the old one is set aside. Raises ConfigError.
     """
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
@@ -128,7 +128,7 @@ def _apply_layer(draft: Draft, layer: Layer) -> None:
     prefix = f"{layer.package}." if layer.package else ""
     values = {name: value for name, value in layer.file.values.items() if name != "defaults"}
     for name, value in flat(values, prefix):
-        draft.set(name, value)
+        draft.put(name, value)
         draft.provenance[name] = layer.source(name.removeprefix(prefix))
 
 
@@ -143,7 +143,7 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
             draft.problems.append(_refuse(key, text))
             continue
         try:
-            draft.set(key, parse(f"{key}={text}").value())
+            draft.put(key, parse(f"{key}={text}").value())
         except ConfigError as error:
             draft.problems += error.problems
             continue

@@ -11,17 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppctl.config.argv import ALIASES, LAYOUT, PLACE
+from ppctl.config.argv import ALIASES, LAYOUT, PLACE, SETS_LAYOUT_ASIDE
 from ppctl.config.keys import sections, text_keys
 from ppctl.errors import Problem
-
-LAYOUT_SIZES = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-    "model.num_layers",
-    "model.mtp_num_layers",
-)
-"""The keys that a layout is written for."""
 
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
@@ -49,7 +41,7 @@ class Draft:
             value = value[part]
         return value
 
-    def set(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: Any) -> None:
         """Cover what was there; a mapping is added to a mapping."""
         *path, last = key.split(".")
         branch = self.tree
@@ -62,7 +54,7 @@ class Draft:
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that a layout depends on, as they stand."""
-        return {key: self.get(key) for key in LAYOUT_SIZES}
+        return {key: self.get(key) for key in SETS_LAYOUT_ASIDE}
 
     def resolve(self) -> None:
         """Resolve `${...}`, one leaf at a time so that every failure is told."""
@@ -81,7 +73,7 @@ class Draft:
                 reason = str(error).splitlines()[0]
                 self.problems.append(Problem("PP-E114", f"{name}: {reason}", place=self.place(name)))
                 plain = text_keys()[name].default if name in text_keys() else None
-            self.set(name, plain)
+            self.put(name, plain)
 
     def set_layout_aside(self, before: Mapping[str, Any], given: set[str]) -> None:
         """The command line is stronger than a recipe: a layout made for other sizes gives way, unless typed as well.
@@ -89,15 +81,16 @@ class Draft:
         `before` are the sizes that the layout was written for; `given` the keys of the command line.
         """
         layout = self.get(LAYOUT)
-        changed = [key for key in LAYOUT_SIZES if self.get(key) != before[key]]
+        changed = [key for key in SETS_LAYOUT_ASIDE if self.get(key) != before[key]]
         if LAYOUT in given or layout in (None, "auto") or not changed:
             return
         short = {key: alias for alias, key in ALIASES.items()}
         names = " and ".join(short.get(key, key) for key in changed)
+        reason = f"set aside because {names} {'was' if len(changed) == 1 else 'were'} changed on the command line"
         source = self.provenance.get(LAYOUT, DEFAULT)
-        self.notes.append(f"layout {layout} ({source}) set aside because {names} was given on the command line")
-        self.set(LAYOUT, None)
-        self.provenance[LAYOUT] = f"derived: layout set aside because {names} was given on the command line"
+        self.notes.append(f"layout {layout} ({source}) {reason}")
+        self.put(LAYOUT, None)
+        self.provenance[LAYOUT] = f"derived: layout {reason}"
 
     def read_layout_file(self) -> None:
         """`@file`: a layout string (or a YAML list of stages), relative to the working directory."""
@@ -110,15 +103,15 @@ class Draft:
             reason = getattr(error, "strerror", None) or str(error)
             message = f"the layout file {value[1:]} cannot be read: {reason}"
             self.problems.append(Problem("PP-E123", message, "layout=null  (the even split)", self.place(LAYOUT)))
-            self.set(LAYOUT, None)
+            self.put(LAYOUT, None)
             return
         self.provenance[LAYOUT] += f" (file {value[1:]})"
         if text[:1] in ("[", "-"):
             import yaml
 
-            self.set(LAYOUT, yaml.safe_load(text))
+            self.put(LAYOUT, yaml.safe_load(text))
         else:
-            self.set(LAYOUT, text)
+            self.put(LAYOUT, text)
 
     def unite_micro_batch(self) -> None:
         """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: the stronger one's.
@@ -129,7 +122,7 @@ class Draft:
         if ranks[0] == ranks[1]:
             return
         stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
-        self.set(weaker, self.get(stronger))
+        self.put(weaker, self.get(stronger))
         self.provenance[weaker] = f"derived: {stronger}"
 
 

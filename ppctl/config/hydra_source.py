@@ -86,7 +86,9 @@ class PpctlSource(ConfigSource):
         header = ConfigSource._get_header_dict(file.text[:512])
         if header.get("package") is None and config_path.startswith("recipe/"):
             header["package"] = "_global_"
-        return ConfigResult(provider=self.provider, path=file.label, config=OmegaConf.create(file.values), header=header)
+        return ConfigResult(
+            provider=self.provider, path=file.label, config=OmegaConf.create(file.values), header=header
+        )
 
     def is_group(self, config_path: str) -> bool:
         """Whether the path names a group."""
@@ -101,7 +103,7 @@ class PpctlSource(ConfigSource):
         return groups().get(config_path, []) if config_path else sorted(groups())
 
 
-class _Repository(ConfigRepository):  # type: ignore[misc]
+class _Repository(ConfigRepository):
     """Hydra's repository over one source, made by us and not by a registry of plugins."""
 
     def __init__(self, source: PpctlSource) -> None:
@@ -141,11 +143,14 @@ def load(choices: Mapping[str, str]) -> list[Layer]:
         )
     except HydraException as error:
         reason = str(error).split("\nConfig search path")[0].strip()
-        raise ConfigError(Problem("PP-E115", f"the config cannot be composed: {reason}", place="defaults lists")) from None
+        raise ConfigError(
+            Problem("PP-E115", f"the config cannot be composed: {reason}", place="defaults lists")
+        ) from None
     layers = []
     for default in found.defaults:
-        file = source.file(default.config_path)
-        assert file is not None
-        recipe = default.config_path.removeprefix("recipe/") if default.config_path.startswith("recipe/") else None
-        layers.append(Layer(file, default.package or "", recipe))
+        path = default.config_path or ""
+        file = source.file(path)
+        if file is not None:
+            recipe = path.removeprefix("recipe/") if path.startswith("recipe/") else None
+            layers.append(Layer(file, default.package or "", recipe))
     return layers

@@ -1,6 +1,6 @@
 """Every configuration key: its type, its default, its docstring, and the nearest name to a misspelt one.
 
-Derived from the dataclasses in `schema.py`, never written twice. Must not know values, files, Hydra or the command line.
+Derived from the dataclasses in `schema.py`, never written twice. Must not know files, Hydra or the command line.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import difflib
 import inspect
 import textwrap
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -52,7 +52,9 @@ class Key:
     @property
     def is_container(self) -> bool:
         """Whether it may hold a list or a mapping."""
-        return self.type is Any and not self.is_dtype or any(get_origin(t) in (list, dict) for t in members(self.type))
+        return (self.type is Any and not self.is_dtype) or any(
+            get_origin(t) in (list, dict) for t in members(self.type)
+        )
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -104,7 +106,7 @@ def _keys_of(cls: type, prefix: str) -> list[Key]:
         default = field.default
         if default is MISSING:
             default = field.default_factory() if field.default_factory is not MISSING else None
-        owner = next(c for c in reversed(cls.__mro__) if field.name in c.__dict__.get("__annotations__", {}))
+        owner = next(c for c in reversed(cls.__mro__) if field.name in inspect.get_annotations(c))
         found.append(Key(prefix + field.name, hints[field.name], default, owner))
     return found
 
@@ -126,6 +128,17 @@ def _docstrings(cls: type) -> dict[str, str]:
 def docstring(key: Key) -> str:
     """What the field means; empty where its name says it all."""
     return _docstrings(key.owner).get(key.field, "")
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    """The value of a dotted key."""
+    section, _, field = name.rpartition(".")
+    return getattr(getattr(config, section) if section else config, field)
+
+
+def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:
+    """A key, its value and its source, as problems show them."""
+    return f"{name} = {value} ({provenance.get(name, 'default')})"
 
 
 def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:

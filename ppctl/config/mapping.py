@@ -73,7 +73,9 @@ def unknown_key(name: str, place: str, close: Sequence[str] | None = None, value
     """The problem of a key that does not exist; `close` are the names that may be meant, best first."""
     close = nearest(name, text_keys()) if close is None else close
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return Problem("PP-E101", f"there is no key {name}{hint}", f"{close[0]}={value}" if close else "ppctl explain", place)
+    return Problem(
+        "PP-E101", f"there is no key {name}{hint}", f"{close[0]}={value}" if close else "ppctl explain", place
+    )
 
 
 def not_a_section(name: str, place: str) -> Problem:
@@ -88,9 +90,7 @@ def python_only(key: Key, place: str) -> Problem:
     return Problem("PP-E113", message, place=place)
 
 
-def _leaves(
-    mapping: Mapping[str, Any], problems: list[Problem], place: Callable[[str], str]
-) -> list[tuple[str, Any]]:
+def _leaves(mapping: Mapping[str, Any], problems: list[Problem], place: Callable[[str], str]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, value in mapping.items():
         if name not in sections():

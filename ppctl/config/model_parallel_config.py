@@ -69,7 +69,7 @@ class ModelParallelConfig:
     perform_initialization: bool = True
     """Give the weights their initial values; false where a checkpoint will overwrite them anyway."""
     use_cpu_initialization: bool = False
-    """Draw initial weights on the CPU. ppctl's weights never depend on the device or on the split, so it is not needed."""
+    """Draw initial weights on the CPU. ppctl's never depend on the device or on the split."""
     fp16: bool = False
     """Mixed precision in float16, with loss scaling."""
     bf16: bool = False
@@ -203,7 +203,7 @@ def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
         )
     if pp > 1 and config.pipeline_dtype is None:
         yield (
-            f"pipeline_model_parallel_size is {pp} and pipeline_dtype is unset: stages must agree on the dtype they send",
+            f"pipeline_model_parallel_size is {pp} and pipeline_dtype is unset: stages agree on what they send",
             "parallel.pipeline_dtype=float32",
         )
     if config.overlap_p2p_comm_warmup_flush and (not config.overlap_p2p_comm or config.batch_p2p_comm):
@@ -219,7 +219,10 @@ def _broken_rules(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
 def _broken_deferral(config: ModelParallelConfig) -> Iterator[tuple[str, str]]:
     remedy = "parallel.defer_embedding_wgrad_compute=false"
     if config.pipeline_model_parallel_size == 1:
-        yield "defer_embedding_wgrad_compute moves work into the pipeline's flush, and there is one pipeline rank", remedy
+        yield (
+            "defer_embedding_wgrad_compute moves work into the pipeline's flush, and there is one pipeline rank",
+            remedy,
+        )
     if not config.gradient_accumulation_fusion:
         yield "defer_embedding_wgrad_compute needs gradient_accumulation_fusion", remedy
     if config.wgrad_deferral_limit < 0:

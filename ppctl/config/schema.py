@@ -1,7 +1,7 @@
 """The closed configuration: one dataclass per group, and RunConfig that holds them.
 
-Knows every key, its type, its default and what it means. Must not know Hydra, files, the command line or derived values:
-rules live in `checks.py`, derivations in `ppctl/plan.py`. Torch-free; both towers read these types.
+Knows every key, its type, its default and what it means. Must not know Hydra, files, the command line or derived
+values: rules live in `checks.py`, derivations in `ppctl/plan`. Torch-free; both towers read these types.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """What this release honours: one honest state for every field of `parallel` and `pipeline`, and for values elsewhere.
 
-A setting that cannot take effect is refused by name, never ignored. Knows states and reasons. Must not know how a value is
-checked for sense: that is `checks.py`.
+A setting that cannot take effect is refused by name, never ignored. Knows states and reasons. Must not know how a
+value is checked for sense: that is `checks.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.keys import Key, keys
+from ppctl.config.keys import Key, keys, place_of, text_keys, value_of
+from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 
 WORKS, PLANS, LATER, NEEDS, IGNORED, PYTHON = "works", "plans", "later", "needs", "ignored", "python"
@@ -158,7 +160,7 @@ def later_key(key: str, place: str) -> Problem | None:
     return Problem("PP-E110", f"{key} comes in a later release: {what}; leave it out", place=place)
 
 
-def refusal(key: Key, value: Any, place: str) -> Problem:
+def _refusal(key: Key, value: Any, place: str) -> Problem:
     """The problem of a value that this release does not honour."""
     state = support(key.name)
     what = f" ({state.note})" if state.note else ""
@@ -172,5 +174,43 @@ def refusal(key: Key, value: Any, place: str) -> Problem:
     return Problem(_CODES.get(state.state, "PP-E110"), f"{key.name}={_text(value)} {reason}", remedy, place)
 
 
+def refused(config: RunConfig, provenance: Mapping[str, str], skip: Collection[str]) -> Iterator[Problem]:
+    """Set values that this release does not honour, each by name."""
+    for name, state in SUPPORT.items():
+        key = text_keys().get(name)
+        if key is None or name in skip or state.state == PLANS:
+            continue
+        value = value_of(config, name)
+        is_set = provenance.get(name, "default") != "default" or value != key.default
+        if is_set and state.refuses(key, value):
+            yield _refusal(key, value, place_of(name, value, provenance))
+    schedule = config.pipeline.pp_schedule or ""
+    if schedule.lower().removeprefix("schedule") in LATER_SCHEDULES:
+        place = place_of("pipeline.pp_schedule", schedule, provenance)
+        message = f"pipeline.pp_schedule={schedule} comes in a later release"
+        yield Problem("PP-E110", message, "pipeline.pp_schedule=interleaved1f1b", place)
+
+
+def not_trained(config: RunConfig) -> list[Problem]:
+    """One sentence that names all that keeps this config from being trained."""
+    missing: dict[str, list[str]] = {}
+    for name, state in SUPPORT.items():
+        key = text_keys().get(name)
+        if key is None or state.state != PLANS:
+            continue
+        value = value_of(config, name)
+        if state.refuses(key, value) and not (name.endswith("parallel_size") and value == 1):
+            missing.setdefault(state.note, []).append(f"{name}={str(value).lower()}")
+    if not missing:
+        return []
+    listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
+    message = f"this release plans this config but cannot train it yet: missing are {listed}"
+    return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]
+
+
 def _text(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, list) else str(value)
+    return (
+        {True: "true", False: "false", None: "null"}.get(value, str(value))
+        if not isinstance(value, list)
+        else str(value)
+    )

@@ -33,7 +33,9 @@ class YamlFile:
         try:
             return self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(Problem("PP-E115", f"{self.label} cannot be read: {error}", place=str(self.path))) from None
+            raise ConfigError(
+                Problem("PP-E115", f"{self.label} cannot be read: {error}", place=str(self.path))
+            ) from None
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -41,7 +43,9 @@ class YamlFile:
         try:
             tree = OmegaConf.to_container(OmegaConf.create(self.text), resolve=False)
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(Problem("PP-E115", f"{self.label} is not valid YAML: {error}", place=str(self.path))) from None
+            raise ConfigError(
+                Problem("PP-E115", f"{self.label} is not valid YAML: {error}", place=str(self.path))
+            ) from None
         if tree is None:
             return {}
         if not isinstance(tree, dict):
