@@ -1,0 +1,175 @@
+"""The bitwise law: whatever the cut, five steps give the bits of one plain-torch process."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from oracle.reference import train_reference
+from ranks import run_ranks
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.data.batches import Batches
+from ppctl.data.corpus import load_corpus
+from ppctl.data.tokenizer import ByteTokenizer
+from ppctl.plan.build import build_plan
+from ppctl.train.session import build_session
+from ppctl.train.step import Trainer
+
+STEPS = 5
+SEQ = 16
+
+
+def config_of(
+    text: Path,
+    *,
+    pp: int,
+    vpp: int,
+    m: int,
+    layout: str | None = None,
+    tied: bool = False,
+    dp: int = 1,
+    **parallel: object,
+) -> RunConfig:
+    config = RunConfig(
+        model=ModelConfig(
+            num_layers=6,
+            hidden_size=16,
+            ffn_hidden_size=24,
+            num_attention_heads=2,
+            num_query_groups=1,
+            share_embeddings_and_output_weights=tied,
+        )
+    )
+    config.parallel.pipeline_model_parallel_size = pp
+    config.parallel.virtual_pipeline_model_parallel_size = vpp
+    config.parallel.data_parallel_size = dp
+    config.parallel.pipeline_model_parallel_layout = layout
+    config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm, config.parallel.batch_p2p_sync = (
+        True,
+        False,
+        False,
+    )
+    config.parallel.deallocate_pipeline_outputs = True
+    for key, value in parallel.items():
+        setattr(config.pipeline if key.startswith("pp_") else config.parallel, key, value)
+    config.data.path, config.data.seq_length = str(text), SEQ
+    config.train.steps, config.train.micro_batch_size = STEPS, 2
+    config.train.global_batch_size = 2 * m * dp
+    config.optim.lr, config.optim.warmup_steps = 1e-3, 2
+    config.launch.device, config.launch.nodes, config.launch.gpus_per_node = "cpu", 1, pp * dp
+    return config
+
+
+def train_cut(mapping: dict) -> tuple[list[float], list[float], dict[str, bytes]]:
+    """Runs in a rank: losses, norms and this rank's weights after STEPS steps."""
+    config = from_mapping(mapping)
+    plan = build_plan(config, {})
+    assert not plan.problems, plan.problems
+    rank = torch.distributed.get_rank()
+    session = build_session(config, plan, rank, torch.device("cpu"))
+    trainer = Trainer(session, session.batches(), lambda: False)
+    records = [trainer.step(step).record for step in range(STEPS)]
+    weights = {name: p.detach().numpy().copy() for name, p in session.weights.master.items()}
+    return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    words = random.Random(0).choices(["the", "of", "stage", "rank", "bubble", "and", "a", "layer"], k=3000)
+    path.write_text(" ".join(words))
+    return path
+
+
+@cache
+def reference(text: Path, m: int, tied: bool, steps: int = STEPS):
+    config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
+    batches = Batches(
+        load_corpus(str(text), ByteTokenizer()),
+        seq_length=SEQ,
+        global_batch_size=2 * m,
+        micro_batch_size=2,
+        dp_rank=0,
+        dp_size=1,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+    )
+    data = []
+    for step in range(steps):
+        b = batches.step(step)
+        data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)])
+    return train_reference(config.model, config.optim, config.train.seed, data)
+
+
+def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
+    losses, norms, weights = reference(text, m, tied)
+    config = config_of(text, m=m, tied=tied, **cut)  # type: ignore[arg-type]
+    got = run_ranks(train_cut, cut["pp"], to_mapping(config))
+    seen: set[str] = set()
+    for rank, (rank_losses, rank_norms, rank_weights) in enumerate(got):
+        assert rank_losses == losses, f"rank {rank}"
+        assert rank_norms == norms, f"rank {rank}"
+        for name, value in rank_weights.items():
+            assert (value == weights[name].numpy()).all(), f"rank {rank}: {name}"
+        seen |= rank_weights.keys()
+    assert seen == weights.keys()
+    assert losses[-1] < losses[0]
+
+
+def microbatches(pp: int) -> list[int]:
+    return sorted({1, 2, pp, pp + 1, 2 * pp + 1})
+
+
+GRID = [(pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in microbatches(pp) if vpp == 1 or m >= pp]
+SAMPLE = random.Random(7).sample(GRID, 8)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m"), SAMPLE)
+def test_any_cut_gives_the_bits_of_one_process(text, pp, vpp, m):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("pp", "vpp", "m"), GRID)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("deallocate", [False, True])
+def test_every_cut_gives_the_bits_of_one_process(text, pp, vpp, m, tied, deallocate):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=tied, deallocate_pipeline_outputs=deallocate)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "layout"),
+    [
+        pytest.param(4, 1, "E||t*6|L", id="empty stage"),
+        pytest.param(4, 1, "E|t*3|t*3|L", id="E alone and L alone"),
+        pytest.param(2, 3, "E|t*2||t*3|t|L", id="empty stage among chunks"),
+        pytest.param(2, 2, "Et*5|t||L", id="uneven"),
+        pytest.param(1, 4, "Et|t*4||tL", id="one rank, four chunks"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_layout_gives_the_bits_of_one_process(text, pp, vpp, layout, tied):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=4, layout=layout, tied=tied)
+
+
+@pytest.mark.parametrize("deallocate", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
+    hold_to_reference(text, pp=2, vpp=1, m=5, tied=True, pp_schedule=schedule, deallocate_pipeline_outputs=deallocate)
+
+
+def test_two_replicas_agree_with_one_process_to_a_millionth(text):
+    """dp changes the order of the sum over microbatches: each rank sums its own first. All else is the same."""
+    losses, norms, weights = reference(text, 4, False)
+    config = config_of(text, pp=2, vpp=1, m=2, dp=2)
+    for rank_losses, rank_norms, rank_weights in run_ranks(train_cut, 4, to_mapping(config)):
+        assert rank_losses == pytest.approx(losses, rel=1e-6)
+        assert rank_norms == pytest.approx(norms, rel=1e-6)
+        for name, value in rank_weights.items():
+            expected = weights[name].numpy()
+            assert abs(value - expected).max() / abs(expected).max() <= 1e-6, name
