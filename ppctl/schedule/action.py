@@ -44,8 +44,9 @@ _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
 class Action(NamedTuple):
     """One entry of a rank's list: `Action(Op.F, 3, 12)` prints as `3F12`, forward of microbatch 12 on stage 3.
 
-    `RECV_F` of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the gradient
-    of its output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb` is -1.
+    `RECV_F` of stage s receives that stage's input activation, `SEND_F` sends its output; `RECV_B` receives the
+    gradient of its output and `SEND_B` sends the gradient of its input. `REDUCE_GRAD` concerns a whole stage: its `mb`
+    is -1.
     """
 
     op: Op
@@ -81,7 +82,7 @@ def lane(op: Op, stage: int, num_microbatches: int) -> list[Action]:
 
 
 class Channel(NamedTuple):
-    """A one-way lane between two pp_ranks: `direction` is "F" for activations, "B" for gradients. Messages keep order."""
+    """A one-way lane between two pp_ranks: `direction` is "F" for activations, "B" for gradients. It keeps order."""
 
     source: int
     target: int
@@ -143,7 +144,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One training step as data: for every pp_rank the ordered tuple of its actions. No time, no idle slots, no tensors.
+    """One training step as data: for every pp_rank the tuple of its actions. No time, no idle slots, no tensors.
 
     `capacities` is empty until the schedule is lowered; then it holds, per channel, how many messages may be under way:
     posted receives plus outstanding sends (see `receive_slots` and `send_slots`).
@@ -164,6 +165,12 @@ class Schedule:
     def lowered(self) -> bool:
         """Whether the messages are in the lists (every schedule with one rank counts as lowered)."""
         return len(self.actions) == 1 or any(a.op in MESSAGES for row in self.actions for a in row)
+
+    @cached_property
+    def messages_into(self) -> tuple[bool, ...]:
+        """Per stage, whether messages over the edge into it are actions of the lists (never over local edges)."""
+        stages = range(1, self.placement.num_stages)
+        return (False, *(self.lowered and not self.placement.is_local(s - 1) for s in stages))
 
     def to_csv(self) -> str:
         """One line per pp_rank, cells in torch's spelling. Capacities are not part of it."""
@@ -244,22 +251,19 @@ def send_slots(capacity: int) -> int:
 def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     """The actions that must have ended before `action` may start: the one dependency rule.
 
-    Messages stand between stages on different ranks once the schedule is lowered; before that, and where an edge stays on
-    one rank, the neighbouring stage's compute is the dependency itself.
+    Messages stand between stages on different ranks once the schedule is lowered; before that, and where an edge stays
+    on one rank, the neighbouring stage's compute is the dependency itself.
     """
     op, stage, mb = action
-    place = schedule.placement
-    last = place.num_stages - 1
     if op is Op.F:
         if stage == 0:
             return ()
-        remote = schedule.lowered and not place.is_local(stage - 1)
-        return (Action(Op.RECV_F, stage, mb) if remote else Action(Op.F, stage - 1, mb),)
+        return (Action(Op.RECV_F, stage, mb) if schedule.messages_into[stage] else Action(Op.F, stage - 1, mb),)
     if op is Op.B or op is Op.I:
         own = Action(Op.F, stage, mb)
-        if stage == last:
+        if stage == schedule.placement.num_stages - 1:
             return (own,)
-        remote = schedule.lowered and not place.is_local(stage)
+        remote = schedule.messages_into[stage + 1]
         return (own, Action(Op.RECV_B, stage, mb) if remote else backward_of(stage + 1, mb, schedule))
     if op is Op.W:
         return (Action(Op.I, stage, mb),)

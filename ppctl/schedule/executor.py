@@ -1,8 +1,8 @@
 """How action lists run: every rank in its own order, messages in order per channel, sends that meet their receives.
 
-The one execution rule: `simulate` reads its clocks, `verify` its stuck ranks, the capacity pass the slack of its messages.
-The outcome does not depend on which rank is advanced first (a rank waits for one thing at a time and nothing is shared),
-so each runs as far as it can and is woken by what it waits for: linear in the number of actions.
+The one execution rule: `simulate` reads its clocks, `verify` its stuck ranks, the capacity pass the slack of its
+messages. The outcome does not depend on which rank is advanced first (a rank waits for one thing at a time and nothing
+is shared), so each runs as far as it can and is woken by what it waits for: linear in the number of actions.
 
 Must not know where a schedule or its costs come from. Standard library only.
 """
@@ -35,8 +35,10 @@ class Execution:
 
 
 class _Line:
-    """The running state of one channel. A message starts when it is sent, its receive is posted and the one before it is
-    through; it then takes `seconds`."""
+    """The running state of one channel.
+
+    A message starts when it is sent, its receive is posted and the one before it is through; then it takes `seconds`.
+    """
 
     __slots__ = ("awake", "delivered", "free_sends", "posted", "seconds", "sent", "waiters")
 
@@ -103,8 +105,8 @@ def execute(
 ) -> Execution:
     """Run every rank's list. `seconds[op][stage]` is what an operation takes; channels without capacity have no limit.
 
-    The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order and
-    completeness are free: a rank that waits for ever is reported in `stuck`.
+    The actions must belong to the schedule (stages, microbatches and messages that exist, on their own ranks). Order
+    and completeness are free: a rank that waits for ever is reported in `stuck`.
     """
     awake = list(range(len(schedule.actions)))
     tables = _tables(schedule, seconds, message_seconds, awake)
@@ -214,5 +216,5 @@ def _lines(
     nowhere = _Line(0.0, 0, awake)
     ahead = [line(Channel(before, after, "F")) for before, after in pairwise(ranks)]
     back = [line(Channel(after, before, "B")) for before, after in pairwise(ranks)]
-    silent = [not schedule.lowered or before == after for before, after in pairwise(ranks)]
+    silent = [not in_lists for in_lists in schedule.messages_into[1:]]
     return [nowhere, *ahead, nowhere], [nowhere, *back, nowhere], [False, *silent, False]

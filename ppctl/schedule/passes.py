@@ -7,7 +7,6 @@ policies or configuration: any compute-only schedule will do. Standard library o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -34,8 +33,8 @@ FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
 def lower(schedule: Schedule, *, capacity: int | None = None) -> Schedule:
     """Add to a compute-only schedule all that its ranks need beyond computing: gradient sync, messages, capacities.
 
-    Every channel gets `capacity`, by default what `least_capacities` finds. Raises ScheduleError for a capacity below 1,
-    for a schedule that is lowered already and, where capacities are to be found, for one that hangs.
+    Every channel gets `capacity`, by default what `least_capacities` finds. Raises ScheduleError for a capacity below
+    1, for a schedule that is lowered already and, where capacities are to be found, for one that hangs.
     """
     if any(action.op not in COMPUTE for row in schedule.actions for action in row):
         raise ScheduleError(Problem("PP-E307", f"schedule {schedule.name} is lowered already"))
@@ -44,7 +43,9 @@ def lower(schedule: Schedule, *, capacity: int | None = None) -> Schedule:
     if capacity < 1:
         message = f"a channel of capacity {capacity} carries nothing: its receiver must be able to post one receive"
         raise ScheduleError(Problem("PP-E308", message, "pipeline.p2p_capacity=1"))
-    return add_messages(place_gradient_sync(schedule), dict.fromkeys(_sent(schedule), capacity))
+    return add_messages(
+        place_gradient_sync(schedule), dict.fromkeys((line.channel for line in _sent(schedule).lines), capacity)
+    )
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
@@ -65,21 +66,20 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
     A channel keeps `receive_slots(capacity)` receives posted: that many at the front of the list, then the next one
     whenever a message has been used. Receives are posted in the order of the sends, whatever the order of use.
     """
-    routes = _routes(schedule)
-    sent = _sent(schedule)
-    slots = {channel: receive_slots(capacities[channel]) for channel in sent}
-    later = {channel: iter(receives[slots[channel] :]) for channel, receives in sent.items()}
+    routes = _sent(schedule)
+    slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}
+    later = {line.channel: iter(line.sent[slots[line.channel] :]) for line in routes.lines}
     rows: list[tuple[Action, ...]] = []
     for pp_rank, row in enumerate(schedule.actions):
-        mine = [channel for channel in sent if channel.target == pp_rank]
-        full = [receive for channel in mine for receive in sent[channel][: slots[channel]]]
+        mine = [line for line in routes.lines if line.channel.target == pp_rank]
+        full = [receive for line in mine for receive in line.sent[: slots[line.channel]]]
         for action in row:
             full.append(action)
             op, stage, mb = action
             if (goes := routes.goes[op][stage]) is not None:
                 full.append(goes.sends[mb])
             if (comes := routes.comes[op][stage]) is not None:
-                full.extend(islice(later[comes.channel], 1))
+                full.extend(islice(later[comes.line.channel], 1))
         rows.append(tuple(full))
     return replace(schedule, actions=tuple(rows), capacities=dict(capacities))
 
@@ -87,63 +87,21 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:
     """For every channel the smallest capacity at which nothing waits longer than it would without a limit.
 
-    That is: in a simulation of the compute-only schedule without limits (at the prices above), no send would have to wait
-    for an older one, and no message would come later than it is needed. Linear in the schedule's length for each capacity
-    tried; those are few, since they double until one will do. Raises ScheduleError if the schedule hangs.
+    That is: in a simulation of the compute-only schedule without limits (at the prices above), no send would have to
+    wait for an older one, and no message would come later than it is needed. Linear in the schedule's length for each
+    capacity tried; those are few, since they double until one will do. Raises ScheduleError if the schedule hangs.
     """
-    return {channel: _least_capacity(traffic) for channel, traffic in _traffic(schedule).items()}
+    return {line.channel: _least_capacity(line) for line in _timed(schedule).lines}
 
 
-class _Route(NamedTuple):
-    """One edge of the model in one direction: its channel, and its SEND and RECV of every microbatch."""
+@dataclass(slots=True, eq=False)
+class _Line:
+    """What goes over a channel, every message named by its RECV: in the order of the sends, and in the order of use.
+
+    `sent_at`, `needed_at` and `used_at` say when that is in a simulation.
+    """
 
     channel: Channel
-    sends: list[Action]
-    receives: list[Action]
-
-
-class _Routes(NamedTuple):
-    """By operation and stage, the route that its input comes by and the route that its result goes by."""
-
-    comes: dict[Op, list[_Route | None]]
-    goes: dict[Op, list[_Route | None]]
-
-
-def _routes(schedule: Schedule) -> _Routes:
-    place, count = schedule.placement, schedule.num_microbatches
-    ahead: list[_Route | None] = [None]  # entry s leads into stage s
-    back: list[_Route | None] = [None]  # entry s leads out of stage s
-    for before, after in pairwise(range(place.num_stages)):
-        source, target = place.rank_of(before), place.rank_of(after)
-        remote = source != target
-        down = _Route(Channel(source, target, "F"), lane(Op.SEND_F, before, count), lane(Op.RECV_F, after, count))
-        up = _Route(Channel(target, source, "B"), lane(Op.SEND_B, after, count), lane(Op.RECV_B, before, count))
-        ahead.append(down if remote else None)
-        back.append(up if remote else None)
-    nothing: list[_Route | None] = [None] * place.num_stages
-    into, out_of = [*back[1:], None], back
-    alone = {Op.W: nothing, Op.REDUCE_GRAD: nothing}
-    return _Routes(
-        {Op.F: ahead, Op.B: into, Op.I: into, **alone},
-        {Op.F: [*ahead[1:], None], Op.B: out_of, Op.I: out_of, **alone},
-    )
-
-
-def _sent(schedule: Schedule) -> dict[Channel, list[Action]]:
-    """Per channel its messages in the order in which they are sent, each as the RECV that takes it."""
-    goes = _routes(schedule).goes
-    sent: dict[Channel, list[Action]] = {}
-    for row in schedule.actions:
-        for op, stage, mb in row:
-            if (route := goes[op][stage]) is not None:
-                sent.setdefault(route.channel, []).append(route.receives[mb])
-    return sent
-
-
-@dataclass(slots=True)
-class _Traffic:
-    """A channel's messages in a simulation: when each is sent (in that order), needed and used (in that order)."""
-
     sent: list[Action] = field(default_factory=list)
     sent_at: list[float] = field(default_factory=list)
     used: list[Action] = field(default_factory=list)
@@ -158,44 +116,90 @@ class _Traffic:
         return [needed[message] for message in self.sent]
 
 
-def _traffic(schedule: Schedule) -> dict[Channel, _Traffic]:
-    """Every channel's traffic in a run without limits."""
+class _Route(NamedTuple):
+    """One edge of the model in one direction: its line, which edges may share, and its messages by microbatch."""
+
+    line: _Line
+    sends: list[Action]
+    receives: list[Action]
+
+
+class _Routes(NamedTuple):
+    """By operation and stage, the route that its input comes by and the one that its result goes by; and the lines."""
+
+    comes: dict[Op, list[_Route | None]]
+    goes: dict[Op, list[_Route | None]]
+    lines: list[_Line]
+
+
+def _routes(schedule: Schedule) -> _Routes:
+    place, count = schedule.placement, schedule.num_microbatches
+    lines: dict[Channel, _Line] = {}
+
+    def route(send: Op, sender: int, receive: Op, receiver: int) -> _Route | None:
+        source, target = place.rank_of(sender), place.rank_of(receiver)
+        if source == target:
+            return None
+        channel = Channel(source, target, "F" if send is Op.SEND_F else "B")
+        line = lines.setdefault(channel, _Line(channel))
+        return _Route(line, lane(send, sender, count), lane(receive, receiver, count))
+
+    edges = list(pairwise(range(place.num_stages)))
+    ahead = [route(Op.SEND_F, before, Op.RECV_F, after) for before, after in edges]
+    back = [route(Op.SEND_B, after, Op.RECV_B, before) for before, after in edges]
+    alone: dict[Op, list[_Route | None]] = dict.fromkeys((Op.W, Op.REDUCE_GRAD), [None] * place.num_stages)
+    comes = {Op.F: [None, *ahead], Op.B: [*back, None], Op.I: [*back, None], **alone}
+    goes = {Op.F: [*ahead, None], Op.B: [None, *back], Op.I: [None, *back], **alone}
+    return _Routes(comes, goes, list(lines.values()))
+
+
+def _sent(schedule: Schedule) -> _Routes:
+    """The routes, with what is sent over their lines."""
+    routes = _routes(schedule)
+    for row in schedule.actions:
+        for op, stage, mb in row:
+            if (route := routes.goes[op][stage]) is not None:
+                route.line.sent.append(route.receives[mb])
+    return routes._replace(lines=[line for line in routes.lines if line.sent])
+
+
+def _timed(schedule: Schedule) -> _Routes:
+    """The routes, with what goes over their lines, and when, in a run without limits."""
     routes = _routes(schedule)
     costs = Costs.uniform(schedule.placement.num_stages, FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS)
-    channels: defaultdict[Channel, _Traffic] = defaultdict(_Traffic)
     for _, (op, stage, mb), start, end in simulate(schedule, costs).spans:
         if (goes := routes.goes[op][stage]) is not None:
-            traffic = channels[goes.channel]
-            traffic.sent.append(goes.receives[mb])
-            traffic.sent_at.append(end)
+            line = goes.line
+            line.sent.append(goes.receives[mb])
+            line.sent_at.append(end)
         if (comes := routes.comes[op][stage]) is not None:
-            traffic = channels[comes.channel]
-            traffic.used.append(comes.receives[mb])
-            traffic.needed_at.append(start)
-            traffic.used_at.append(end)
-    return dict(channels)
+            line = comes.line
+            line.used.append(comes.receives[mb])
+            line.needed_at.append(start)
+            line.used_at.append(end)
+    return routes._replace(lines=[line for line in routes.lines if line.sent])
 
 
-def _least_capacity(traffic: _Traffic) -> int:
-    deadlines = traffic.deadlines()
+def _least_capacity(line: _Line) -> int:
+    deadlines = line.deadlines()
     enough = 3  # what most channels need
-    while not _in_time(traffic, deadlines, enough):
+    while not _in_time(line, deadlines, enough):
         enough *= 2
     tried = range(2 if enough == 3 else enough // 2 + 1, enough)
-    return tried.start + bisect_left(tried, True, key=lambda capacity: _in_time(traffic, deadlines, capacity))
+    return tried.start + bisect_left(tried, True, key=lambda capacity: _in_time(line, deadlines, capacity))
 
 
-def _in_time(traffic: _Traffic, deadlines: list[float], capacity: int) -> bool:
+def _in_time(line: _Line, deadlines: list[float], capacity: int) -> bool:
     """Whether at this capacity no send waits for an older one, and every message is there when it is needed.
 
-    Message n starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or when
-    the use of the message `receive_slots` before has ended.
+    Message n starts when it is sent, when message n - 1 is through, and when its receive is posted: at the start, or
+    when the use of the message `receive_slots` before has ended.
     """
     receives, sends = receive_slots(capacity), send_slots(capacity)
-    posted_at = [0.0] * receives + traffic.used_at
+    posted_at = [0.0] * receives + line.used_at
     through: list[float] = []
     at = 0.0
-    for number, (sent, posted, deadline) in enumerate(zip(traffic.sent_at, posted_at, deadlines, strict=False)):
+    for number, (sent, posted, deadline) in enumerate(zip(line.sent_at, posted_at, deadlines, strict=False)):
         if number >= sends and through[number - sends] > sent:
             return False
         at = max(at, sent, posted) + MESSAGE_SECONDS

@@ -64,7 +64,10 @@ def warmup_counts(
     forward_only: bool = False,
     overlap_moe_expert_parallel_comm: bool = False,
 ) -> WarmupCounts:
-    """How many forwards a rank runs before its first backward (the arithmetic of Megatron's get_pp_rank_microbatches)."""
+    """How many forwards a rank runs before its first backward: the arithmetic of Megatron's get_pp_rank_microbatches.
+
+    `interleaved` is what Megatron asks of its virtual size: given, even 1, means interleaved.
+    """
     total = num_microbatches * num_model_chunks
     if forward_only:
         warmup = total
@@ -92,7 +95,7 @@ def forward_only(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedu
 
 
 def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """All forwards, then all backwards; with chunks, all of a chunk before the next. Activations grow with microbatches."""
+    """All forwards, then all backwards; with chunks, all of a chunk before the next. All microbatches are in flight."""
     placement = Placement("loop", pp, pp * vpp)
     return _by_table("gpipe", placement, num_microbatches, num_microbatches, lambda pp_rank: vpp * num_microbatches)
 
@@ -112,9 +115,9 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedul
 def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """Megatron's interleaved 1F1B: a group of microbatches runs through a chunk, then through the next chunk.
 
-    A group must fill the pipeline, or its first microbatch comes round before its last has left. Where the last group is
-    shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the microbatches that
-    do not exist left out: sound because the full one is, and no rank holds more.
+    A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. Where the
+    last group is shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the
+    microbatches that do not exist left out: sound because the full one is, and no rank holds more.
     """
     if vpp > 1 and group < min(pp, num_microbatches):
         message = f"groups of {group} microbatches do not fill a pipeline of pp {pp}: interleaving would hang"
@@ -154,8 +157,8 @@ def make_schedule(
 ) -> Schedule:
     """The compute-only schedule of a policy.
 
-    `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before the
-    next; only the table of several chunks depends on it. Raises ScheduleError with every size that makes no sense.
+    `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before
+    the next; only the table of several chunks depends on it. Raises ScheduleError with every size that makes no sense.
     """
     group = pp if microbatch_group_size is None else microbatch_group_size
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}

@@ -70,8 +70,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once.
 
-    One is alive from the start of its F to the end of its B (of its W where the backward is split); without a backward it
-    lives only during F.
+    One is alive from the start of its F to the end of its B (of its W where the backward is split); without a backward
+    it lives only during F.
     """
     return tuple(map(_most_alive, schedule.actions))
 

@@ -70,7 +70,7 @@ def _incomplete(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _wanted(schedule: Schedule) -> list[set[Action]]:
-    """What every rank has to run. What a schedule has somewhere (backwards, messages, gradient sync) it has everywhere."""
+    """What every rank has to run. What a schedule has anywhere (backwards, messages, sync) it has everywhere."""
     place, count = schedule.placement, schedule.num_microbatches
     ops = {action.op for row in schedule.actions for action in row}
     messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
@@ -114,7 +114,7 @@ def _disordered(schedule: Schedule) -> Iterator[Problem]:
         early = [
             f"{action} before {need}"
             for index, action in enumerate(row)
-            if action.op not in RECEIVES
+            if action[0] not in RECEIVES
             for need in deps(action, schedule)
             if position.get(need, -1) > index
         ]
@@ -123,7 +123,7 @@ def _disordered(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _sequences(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[tuple[int, int]]]:
-    """Per channel, in list order, the (receiving stage, microbatch) of its messages at the end that these ops stand for."""
+    """Per channel, in list order, the (receiving stage, microbatch) of its messages: at the end of `ops`."""
     step = {Op.SEND_F: 1, Op.SEND_B: -1, Op.RECV_F: 0, Op.RECV_B: 0}
     sequences: dict[Channel, list[tuple[int, int]]] = {}
     by_stage: dict[tuple[Op, int], list[tuple[int, int]]] = {}

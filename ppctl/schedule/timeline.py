@@ -1,0 +1,60 @@
+"""Trace -> text for a terminal: a line per stage, time to the right.
+
+Knows spans and characters. Must not know how a trace came about. Standard library only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from ppctl.schedule.action import COMPUTE, Action, Op
+from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
+
+_FIRST = {Op.F: "0", Op.B: "a", Op.I: "a", Op.W: "A"}
+_NARROWEST = 40
+
+
+def timeline_text(trace: Trace, width: int = 100) -> str:
+    """The trace drawn in at most `width` columns (at least 40), a line for every stage of every pp_rank.
+
+    A column shows what runs in its middle: the last digit of the microbatch, as a digit for a forward and as a letter
+    for a backward (`a` is 0). Dots are the rank's idle time, blanks are time that it spends on its other stages.
+    """
+    rows = [[span for span in trace.spans if span.pp_rank == r and span.action.op in COMPUTE] for r in range(trace.pp)]
+    owned = [sorted({span.action.stage for span in row}) for row in rows]
+    labels = [[_label(r, stage, first=stage == stages[0]) for stage in stages] for r, stages in enumerate(owned)]
+    margin = max((len(label) for column in labels for label in column), default=0) + 1
+    columns = max(width, _NARROWEST) - margin - 2
+    begin = min((span.start for span in trace.spans), default=0.0)
+    tick = step_time(trace) / columns
+    lines = [_legend(trace)]
+    for row, stages, names in zip(rows, owned, labels, strict=True):
+        shown = _shown(row, [begin + (column + 0.5) * tick for column in range(columns)])
+        for stage, name in zip(stages, names, strict=True):
+            lines.append(f"{name:{margin}}|{''.join(_mark(action, stage) for action in shown)}|")
+    figures = f"{step_time(trace):.4g} s ({tick:.2g} s a column), bubble {bubble_fraction(trace):.1%}"
+    return "\n".join([*lines, " " * (margin + 1) + figures]) + "\n"
+
+
+def _legend(trace: Trace) -> str:
+    split = any(span.action.op is Op.W for span in trace.spans)
+    backward = "a-j input gradient, A-J weight gradient" if split else "a-j backward"
+    return f"last digit of the microbatch: 0-9 forward, {backward} (a is 0); dots are idle"
+
+
+def _label(pp_rank: int, stage: int, *, first: bool) -> str:
+    return (f"rank {pp_rank}" if first else "").ljust(8) + f"stage {stage}"
+
+
+def _shown(row: Sequence[Span], times: Sequence[float]) -> list[Action | None]:
+    """What the rank runs at each of these times."""
+    starts = [span.start for span in row]
+    under = [row[bisect_right(starts, time) - 1] if starts and time >= starts[0] else None for time in times]
+    return [span.action if span and time < span.end else None for span, time in zip(under, times, strict=True)]
+
+
+def _mark(action: Action | None, stage: int) -> str:
+    if action is None:
+        return "."
+    return chr(ord(_FIRST[action.op]) + action.mb % 10) if action.stage == stage else " "
