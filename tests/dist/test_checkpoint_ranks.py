@@ -190,6 +190,9 @@ def assert_usable(directory, candidates):
     """`latest` is one of `candidates` and loads here (pp=1); the next save works and cleans up."""
     found = latest(directory)
     assert found is not None and found.name in candidates
+    for path in directory.iterdir():
+        if path.name.startswith("step-") and not path.suffix:
+            verify(path)  # no half-deleted one is visible either
     tensors = stage_tensors(0, 1, fill=-1)
     load(found, tensors)
     same = torch.utils._pytree.tree_map(torch.equal, tensors, stage_tensors(0, 1))
