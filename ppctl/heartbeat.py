@@ -122,6 +122,11 @@ def read(run_id: str, rank: int) -> Beat | None:
     return Beat(own, pid, STATES[state], step, index, since) if mark == _MARK else None
 
 
+def read_all(run_id: str, ranks: Iterable[int]) -> list[Beat]:
+    """The records of `ranks`, those that exist."""
+    return [beat for beat in (read(run_id, rank) for rank in ranks) if beat is not None]
+
+
 def remove(run_id: str, ranks: Iterable[int]) -> None:
     """Remove the records of `ranks`."""
     for rank in ranks:
@@ -181,7 +186,6 @@ class Publisher:
     def publish(self) -> None:
         """Publish now. A disk that cannot be written is no reason to end a run: the next one may succeed."""
         now, clock = time.time(), time.monotonic()
-        beats = [beat for beat in (read(self.run_id, rank) for rank in self.ranks) if beat is not None]
         rows = [
             {
                 "rank": beat.rank,
@@ -191,7 +195,7 @@ class Publisher:
                 "index": beat.index,
                 "since": now - (clock - beat.since),
             }
-            for beat in beats
+            for beat in read_all(self.run_id, self.ranks)
         ]
         with suppress(OSError):
             self.write(host_name(), {"host": host_name(), "time": now, "ranks": rows})

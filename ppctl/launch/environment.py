@@ -160,7 +160,7 @@ def choose_port(extra: Mapping[str, str]) -> int:
 
 
 def rank_environment(rank: int, world_size: int, port: int, device: str, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of one local rank: this process's own, what is usual here, `launch.env`, and the rank variables."""
+    """The environment of one local rank: what is usual here, this process's own, `launch.env`, the rank's."""
     usual = {"PYTHONFAULTHANDLER": "1"}
     if device == "cpu":
         usual["OMP_NUM_THREADS"] = "1"

@@ -79,12 +79,12 @@ class RankProcess:
 
     def ask(self, number: int) -> None:
         """Send a signal to the rank itself."""
-        if self.poll() is None:
-            self._popen.send_signal(number)
+        if self.returncode is None:
+            os.kill(self._popen.pid, number)
 
     def end(self, number: int) -> None:
         """Send a signal to the rank and everything that it started."""
-        if self.poll() is None:
+        if self.returncode is None:
             self._signal_group(number)
 
     def _signal_group(self, number: int) -> None:

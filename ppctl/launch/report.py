@@ -113,10 +113,8 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
         stage, doing = first.stage, f"in {first.action}"
     what, *more = first.what.splitlines() or [""]
     owner = f"rank {first.rank}" + (f" (stage {stage})" if stage is not None else "")
-    lines = [
-        f"error {first.code}: {owner} failed{f' {doing}' if doing else ''}: {what}",
-        *(f"  {line}" for line in more),
-    ]
+    failed = f"failed {doing}" if doing else "failed"
+    lines = [f"error {first.code}: {owner} {failed}: {what}", *(f"  {line}" for line in more)]
     lines += [f"  {first.frame}"] * bool(first.frame)
     step = f"at step {beat.step + 1}; " if beat is not None and beat.index >= 0 else ""
     lines.append(f"  {step}its log: {run.log(first.rank)}")

@@ -1,56 +1,26 @@
-"""The local launcher: starts one process per rank, waits, and answers for how the job ends.
+"""The local launcher: runs a job on this machine and answers for how it ends.
 
-Knows processes, signals and exit codes. Must not know what a rank does: a rank tells by its exit code, its error record,
-its heartbeat and status.json. Torch-free, and it never waits in a busy loop.
-
-    a rank fails      the others are ended at once (SIGINT, then SIGKILL); exit 1, or the code that the rank names
-    SIGTERM, SIGUSR1  passed on until all have saved and left with 0: exit 75; too late, or SIGTERM again: ended, 143
-    SIGINT            all are ended: exit 130
-    SIGKILL           the kernel ends the ranks (process.py)
+Knows exit codes, status.json and what a person is told. Must not know what a rank does: a rank tells by its exit code,
+its error record, its heartbeat and status.json. Torch-free. How the ranks are watched and ended is in `watch.py`.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TextIO
 
 from ppctl import heartbeat
-from ppctl.launch.environment import choose_port, rank_environment
-from ppctl.launch.output import Pump
-from ppctl.launch.process import RankProcess
-from ppctl.launch.report import Exit, failures, report
+from ppctl.errors import ConfigError, Problem
+from ppctl.launch.environment import choose_port
+from ppctl.launch.report import failures, report
 from ppctl.launch.signals import Signals
-from ppctl.rundir import RunDir
+from ppctl.launch.watch import Job, Watch
 
-DONE, FAILED, STOPPED, INTERRUPTED, TERMINATED = 0, 1, 75, 130, 143
-
+DONE, STOPPED, INTERRUPTED, TERMINATED = 0, 75, 130, 143
 _PORT_ATTEMPTS = 3
-_ASK_AGAIN = 1.0
-_ONE_PRESS = 1.0
-"""Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already."""
-_UNKILLABLE = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What to start."""
-
-    run: RunDir
-    world_size: int
-    device: str = "cpu"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """`launch.env`, set for every rank."""
-    command: Sequence[str] = ()
-    """The rank's command; without one, this interpreter runs ppctl.worker on the run directory."""
-    stop_grace: float = 60.0
-    """Seconds that the ranks have to save and leave after a request to stop."""
-    kill_grace: float = 3.0
-    """Seconds between asking a rank to end and killing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,194 +28,74 @@ class Outcome:
     """How the job ended."""
 
     exit_code: int
+    """The launcher's."""
     state: str
     """As in status.json."""
     report: str = ""
-    """What to tell on stderr; empty where all went well."""
+    """What to tell on stderr; empty where there is nothing to tell."""
 
 
 def supervise(job: Job, out: TextIO | None = None) -> Outcome:
     """Run `job` to its end; rank 0's stdout goes to `out` (default: stdout) line by line, the rest to logs/.
 
-    Leaves no process, and status.json that says how it ended. Must be called from the main thread. Raises ConfigError
-    (PP-E605) where MASTER_PORT is set and in use.
+    Leaves no process, and a status.json that says how it ended. Call it from the main thread. Raises ConfigError where
+    MASTER_PORT is set and in use (PP-E605) or a process cannot be started (PP-E614).
     """
     heartbeat.sweep()
     with Signals() as signals:
-        for attempt in range(_PORT_ATTEMPTS):
+        for left in reversed(range(_PORT_ATTEMPTS)):
             port = choose_port(job.environment)
-            watch = _Watch(job, signals, out or sys.stdout)
-            watch.run(port)
-            if not watch.port_was_lost() or attempt + 1 == _PORT_ATTEMPTS:
+            watch = Watch(job, signals, out or sys.stdout)
+            try:
+                watch.run(port)
+            except OSError as error:
+                raise _cannot_start(job, error) from error
+            if not (left and _port_was_lost(watch)):
                 break
             job.run.forget_errors()
-    return watch.outcome()
+    outcome = _judge(watch)
+    if outcome.state != job.run.status()["state"] or outcome.report:
+        _write_status(watch, outcome)
+    return outcome
 
 
-class _Watch:
-    """One attempt to run the job."""
+def _judge(watch: Watch) -> Outcome:
+    said = watch.job.run.status()["state"]
+    if watch.cause == "failure":
+        found = failures(list(watch.exits.values()), watch.job.run.errors())
+        return Outcome(found[0].exit_code, "failed", report(watch.job.run, found, watch.beats, watch.job.world_size))
+    if watch.cause == "interrupt":
+        return Outcome(INTERRUPTED, "interrupted", "interrupted: all ranks were ended, nothing more was saved")
+    if watch.cause == "terminated":
+        return Outcome(TERMINATED, "interrupted", "terminated: the ranks were ended before all had saved")
+    if said == "stopped":
+        return Outcome(STOPPED, "stopped")
+    if watch.asked is not None and said != "finished":
+        text = "terminated: the ranks left when they were asked to stop, and did not say that they saved"
+        return Outcome(TERMINATED, "interrupted", text)
+    return Outcome(DONE, "finished")
 
-    def __init__(self, job: Job, signals: Signals, out: TextIO) -> None:
-        self.job = job
-        self.signals = signals
-        self.out = out
-        self.ranks: list[RankProcess] = []
-        self.exits: list[Exit] = []
-        self.beats: dict[int, heartbeat.Beat] = {}
-        self.cause: str | None = None
-        """Why the launcher ends the ranks: `failure`, `interrupt`, `terminated`; None while it does not."""
-        self.asked: int | None = None
-        """The signal that asks the ranks to save and leave."""
-        self.first_seen: dict[int, float] = {}
-        self.deadline: float | None = None
-        self.killed = False
 
-    def run(self, port: int) -> None:
-        """Start all ranks and return when none is left."""
-        run, world = self.job.run, self.job.world_size
-        run.write_status("starting", host=heartbeat.host_name(), pid=os.getpid())
-        everyone = range(world)
-        publisher = heartbeat.Publisher(run.id, everyone, run.write_heartbeats)
-        pump: Pump | None = None
-        try:
-            for rank in everyone:
-                heartbeat.create(run.id, rank, owner=os.getpid())
-                self.ranks.append(self._start(rank, port))
-            pump = Pump(self.ranks[0].stdout, self.out)
-            publisher.start()
-            self._wait()
-        finally:
-            self._end_all()
-            publisher.stop()
-            if pump is not None:
-                pump.finish()
-            self.beats = {b.rank: b for b in (heartbeat.read(run.id, rank) for rank in everyone) if b is not None}
-            heartbeat.remove(run.id, everyone)
+def _write_status(watch: Watch, outcome: Outcome) -> None:
+    run = watch.job.run
+    step = max((beat.step for beat in watch.beats.values()), default=run.status().get("step"))
+    line = outcome.report.partition("\n")[0]
+    try:
+        run.write_status(outcome.state, step=step, exit_code=outcome.exit_code, message=line)
+    except OSError as error:
+        print(f"warning: {run.path / 'status.json'} cannot be written: {error.strerror}", file=sys.stderr)
 
-    def _start(self, rank: int, port: int) -> RankProcess:
-        job = self.job
-        command = job.command or (sys.executable, "-m", "ppctl.worker", "--run", str(job.run.path))
-        environment = rank_environment(rank, job.world_size, port, job.device, job.environment)
-        return RankProcess(rank, command, environment, job.run.log(rank), piped=rank == 0)
 
-    def _wait(self) -> None:
-        while self._alive():
-            for number in self.signals.wait(self._timeout()):
-                self._hear(number)
-            self._reap()
-            if self.deadline is not None and time.monotonic() >= self.deadline and not self._late():
-                return
-            if self.asked is not None and self.cause is None:
-                self._ask()
+def _port_was_lost(watch: Watch) -> bool:
+    """Whether rank 0 found the port taken, between its choice here and its use there."""
+    if watch.cause != "failure" or "MASTER_PORT" in os.environ | dict(watch.job.environment):
+        return False
+    text = " ".join(str(error.get("message")) for error in watch.job.run.errors())
+    return "EADDRINUSE" in text or "address already in use" in text.lower()
 
-    def _alive(self) -> list[RankProcess]:
-        return [rank for rank in self.ranks if rank.returncode is None]
 
-    def _timeout(self) -> float | None:
-        if self.deadline is None:
-            return None
-        left = max(0.0, self.deadline - time.monotonic())
-        return min(left, _ASK_AGAIN) if self.cause is None else left
-
-    def _hear(self, number: int) -> None:
-        again = time.monotonic() - self.first_seen.setdefault(number, time.monotonic()) > _ONE_PRESS
-        if number == signal.SIGINT:
-            self._end("interrupt", signal.SIGKILL if again else signal.SIGINT)
-        elif number == signal.SIGTERM and again:
-            self._end("terminated")
-        elif number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) and self.asked is None and self.cause is None:
-            self.asked = signal.SIGTERM if number == signal.SIGHUP else number
-            self.deadline = time.monotonic() + self.job.stop_grace
-            self._ask()
-
-    def _ask(self) -> None:
-        """Ask all ranks to save and leave. Again and again: a rank that still starts ignores it."""
-        for rank in self._alive():
-            rank.ask(self.asked or signal.SIGTERM)
-
-    def _reap(self) -> None:
-        if not self._collect():
-            return
-        # Whoever died first was dead before its victims were: look once more before judging.
-        self._collect()
-        codes = {end.returncode for end in self.exits if end.returncode and not end.ended}
-        if codes and self.cause is None:
-            self._end("terminated" if self.asked is not None and codes <= {-self.asked} else "failure")
-
-    def _collect(self) -> bool:
-        """Note the ranks that have ended; whether any of them failed."""
-        failed = False
-        for rank in self._alive():
-            code = rank.poll()
-            if code is not None:
-                self.exits.append(Exit(rank.rank, code, time.time(), ended=self.cause is not None))
-                failed = failed or code != 0
-        return failed
-
-    def _end(self, cause: str, number: int = signal.SIGINT) -> None:
-        """End every rank: nothing is saved from here on. The first cause is the one that counts."""
-        if self.cause is not None and number != signal.SIGKILL:
-            return
-        self.cause = self.cause or cause
-        self.deadline = time.monotonic() + (_UNKILLABLE if number == signal.SIGKILL else self.job.kill_grace)
-        self.killed = number == signal.SIGKILL
-        for rank in self._alive():
-            rank.end(number)
-
-    def _late(self) -> bool:
-        """A deadline has passed: take the next step. False when there is none left (a process that cannot be killed)."""
-        if self.cause is None:
-            self._end("terminated")
-        elif not self.killed:
-            self._end(self.cause, signal.SIGKILL)
-        else:
-            return False
-        return True
-
-    def _end_all(self) -> None:
-        """Whatever has happened, nobody stays."""
-        if self._alive():
-            self._end("failure", signal.SIGKILL)
-            while self._alive() and time.monotonic() < (self.deadline or 0.0):
-                self.signals.wait(0.1)
-                self._collect()
-
-    def port_was_lost(self) -> bool:
-        """Whether rank 0 found the port taken, between its choice here and its use there."""
-        if self.cause != "failure" or "MASTER_PORT" in os.environ | dict(self.job.environment):
-            return False
-        text = " ".join(str(error.get("message")) for error in self.job.run.errors())
-        return "EADDRINUSE" in text or "already in use" in text
-
-    def outcome(self) -> Outcome:
-        """Judge, and write it into status.json."""
-        run = self.job.run
-        before = run.status()
-        if self.cause == "failure":
-            found = failures(self.exits, run.errors())
-            text = report(run, found, self.beats, self.job.world_size)
-            outcome = Outcome(found[0].exit_code, "failed", text)
-        elif self.cause == "interrupt":
-            outcome = Outcome(INTERRUPTED, "interrupted", "interrupted: all ranks were ended, nothing was saved")
-        elif self.cause == "terminated":
-            outcome = Outcome(TERMINATED, "interrupted", "terminated before all ranks had saved")
-        elif before["state"] == "stopped":
-            return Outcome(STOPPED, "stopped")
-        elif self.asked is not None and before["state"] != "finished":
-            outcome = Outcome(
-                TERMINATED, "interrupted", "the ranks left when asked to stop, and did not say that they saved"
-            )
-        else:
-            outcome = Outcome(DONE, "finished")
-            if before["state"] == "finished":
-                return outcome
-        self._tell(outcome, before.get("step"))
-        return outcome
-
-    def _tell(self, outcome: Outcome, step: int | None) -> None:
-        step = max((beat.step for beat in self.beats.values()), default=step)
-        line = outcome.report.partition("\n")[0]
-        try:
-            self.job.run.write_status(outcome.state, step=step, exit_code=outcome.exit_code, message=line)
-        except OSError as error:
-            print(f"warning: status.json cannot be written: {error.strerror}", file=sys.stderr)
+def _cannot_start(job: Job, error: OSError) -> ConfigError:
+    problem = Problem("PP-E614", f"the ranks cannot be started: {error}", "df -h . ; ulimit -u", str(job.run.path))
+    with suppress(OSError):  # the disk may be what is full; the problem itself is told
+        job.run.write_status("failed", message=problem.message, exit_code=ConfigError.exit_code)
+    return ConfigError(problem)

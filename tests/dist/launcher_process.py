@@ -1,0 +1,27 @@
+"""A launcher in a process of its own, for tests that send it signals: python launcher_process.py RUN WORLD BEHAVIOUR..."""
+
+import sys
+from pathlib import Path
+
+from ppctl.errors import PpctlError
+from ppctl.launch.supervisor import supervise
+from ppctl.launch.watch import Job
+from ppctl.rundir import RunDir
+
+run, world, *behaviours = sys.argv[1:]
+actor = Path(__file__).with_name("acting_rank.py")
+job = Job(
+    RunDir(Path(run)),
+    int(world),
+    command=(sys.executable, str(actor), run, *behaviours),
+    environment={"COLOUR": "green", "OMP_NUM_THREADS": "3"},
+    stop_grace=4.0,
+    kill_grace=1.0,
+)
+try:
+    outcome = supervise(job)
+except PpctlError as error:
+    print(f"error {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+print(outcome.report, file=sys.stderr)
+sys.exit(outcome.exit_code)
