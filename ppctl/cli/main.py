@@ -117,7 +117,8 @@ def _unknown_command(name: str) -> Problem:
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
     """The arguments of command `name`; `args.overrides` holds its overrides, normalised.
 
-    Raises ConfigError with every problem of the command line, those of the overrides' keys and values included.
+    Raises ConfigError with every problem of the command line, those of the overrides' keys and values included; a
+    module that sets TELLS_PROBLEMS gets the former as `args.problems` instead, and tells them with all others.
     """
     parser = _parser(name, module)
     if not COMMANDS[name].overrides:
@@ -132,9 +133,10 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
         # The environment reaches whatever this command starts, and every later look at the recipes.
         before = os.environ.get("PPCTL_RECIPES_PATH", "")
         os.environ["PPCTL_RECIPES_PATH"] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
-    if problems:
+    if problems and not getattr(module, "TELLS_PROBLEMS", False):
         raise ConfigError([*problems, *_problems_of(found.overrides)])
     args.overrides = found.overrides
+    args.problems = tuple(problems)
     return args
 
 

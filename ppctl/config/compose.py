@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from ppctl.config.hydra_source import Layer
 
 
+class RefusedError(ConfigError):
+    """Problems, with the config as far as it was understood: what else is wrong with it can be told as well."""
+
+    def __init__(self, problems: Sequence[Problem], composed: Composed) -> None:
+        super().__init__(problems)
+        self.composed = composed
+
+
 @dataclass(frozen=True, slots=True)
 class Composed:
     """A config and its history."""
@@ -45,7 +53,7 @@ class Composed:
 def compose(overrides: Sequence[str], *, for_training: bool = False) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
-    `for_training` also refuses what can be planned but not trained yet. Raises ConfigError with all problems.
+    `for_training` also refuses what can be planned but not trained yet. Raises RefusedError with all problems.
     """
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
@@ -178,7 +186,9 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     wrong = {problem.place.partition(" (")[0] for problem in problems}
     problems = draft.problems + [later_key(p.place.partition(" (")[0], p.place) or p for p in problems]
     problems += check(config, draft.provenance, for_training=for_training, skip=wrong)
+    composed = Composed(config, draft.provenance, tuple(overrides), notes=tuple(draft.notes))
     if problems:
         same = shlex.join(["ppctl", "plan", *overrides])
-        raise ConfigError(replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems)
-    return Composed(config, draft.provenance, tuple(overrides), notes=tuple(draft.notes))
+        problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]
+        raise RefusedError(problems, composed)
+    return composed

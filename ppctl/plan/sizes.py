@@ -68,9 +68,9 @@ def derive_world(said: Said, findings: Findings) -> World | None:
         findings.append(_mismatch(said, world, machines, factors, nodes or 1, gpus or needed))
         return None
     equation = f"world {world}{machines} = {factors} x dp {dp}"
+    if not machines:
+        equation += "; neither launch.nodes nor launch.gpus_per_node was given"
     derived = [Derived("world_size", world, equation), Derived("data_parallel_size", dp, equation)]
-    if machines == "":
-        derived[0] = Derived("world_size", world, f"{equation}; launch.nodes and launch.gpus_per_node were not given")
     expert = _experts(said, said["tp"] * said["cp"] * dp, findings)
     if expert is None:
         return None
@@ -162,15 +162,10 @@ def divide_model(said: Said, findings: Findings) -> None:
 
 def derive_batch(said: Said, dp: int, findings: Findings) -> Batch | None:
     """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size."""
-    mbs, gbs, other = said["mbs"], said["gbs"], "pipeline.pp_microbatch_size"
-    key = "mbs"
-    if said.given(other):
-        if said.given("mbs") and said[other] != mbs:
-            message = f"train.micro_batch_size {mbs} and {other} {said[other]} are two names of one size"
-            ways = ((("mbs", said[other]),), ((other, mbs),))
-            findings.append(Finding("PP-E212", "mbs", message, said.told("mbs", other), *ways))
-            return None
-        key, mbs = other, said[other]
+    key = "pipeline.pp_microbatch_size"
+    if not said.given(key) or said.given("mbs"):
+        key = "mbs"
+    mbs, gbs = said[key], said["gbs"]
     if gbs % (dp * mbs):
         message = f"global_batch_size {gbs} = dp {dp} x num_microbatches x micro_batch_size {mbs} has no whole solution"
         place = (

@@ -62,6 +62,6 @@ def _chosen(vpp: int, why: str) -> Derived:
 
 def predicted(schedule: Schedule, flops_forward: Sequence[int], ranks_per_stage: int, device: str) -> Trace:
     """The step as it would run with costs proportional to model FLOPs, a backward twice a forward, messages free."""
-    rate = ASSUMED_FLOPS_PER_S["cpu" if device == "cpu" else "cuda"] * ranks_per_stage
+    rate = ASSUMED_FLOPS_PER_S["cuda" if device == "cuda" else "cpu"] * ranks_per_stage
     forward = [flops / rate for flops in flops_forward]
     return simulate(schedule, Costs(forward, [2 * seconds for seconds in forward]))

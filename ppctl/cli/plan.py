@@ -1,0 +1,118 @@
+"""`ppctl plan`: show what train would do, and check it. Imports no torch, and rich on a terminal only.
+
+Knows what a person or a program sees of a plan. Must not know how it is derived (`ppctl.plan`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ppctl.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from ppctl.config.compose import Composed
+    from ppctl.plan import Plan
+
+TELLS_PROBLEMS = True
+"""Asks the front for its own problems: they are in the JSON, too."""
+
+CONFIG, MEMORY = 2, 4
+OVER_MEMORY = "PP-E801"
+
+EMPTY = dict.fromkeys(
+    "name world_size parallel layout params_total params_mtp params_active params_hf schedule".split()
+) | {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "derived")}
+"""The JSON's keys where there is no plan, only problems."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
+    parser.add_argument("--force", action="store_true", help="exit 0 even if memory does not fit")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Exit code 0, 2 with problems of the config, 4 where only the memory does not fit."""
+    composed, plan, problems = planned(args.overrides, args.problems)
+    for note in composed.notes if composed else ():
+        print(f"note: {note}", file=sys.stderr)
+    if args.json:
+        print(_json(plan, problems))
+    else:
+        _show(composed, plan, problems)
+    for problem in problems:
+        print(f"error {problem}", file=sys.stderr)
+    return exit_code(problems, force=args.force)
+
+
+def planned(
+    overrides: Sequence[str], problems: Sequence[Problem] = (), *, for_training: bool = False
+) -> tuple[Composed | None, Plan | None, list[Problem]]:
+    """(config with its history, plan, all problems): compose, check and plan, as far as each will go.
+
+    `problems` are those of the command line. All are reported at once, each one time.
+    """
+    from ppctl.config.compose import RefusedError, compose
+
+    composed: Composed | None = None
+    found = list(problems)
+    try:
+        composed = compose(overrides, for_training=for_training)
+    except RefusedError as error:
+        found += error.problems
+        composed = error.composed
+    except ConfigError as error:
+        return None, None, [*found, *error.problems]
+    from ppctl.plan import build_plan
+
+    plan = None
+    try:
+        plan = build_plan(composed.config, composed.provenance, problems=found)
+        found = list(plan.problems)
+    except ConfigError as error:
+        found = list(error.problems)
+    return composed, plan, list(dict.fromkeys(found))
+
+
+def exit_code(problems: Sequence[Problem], *, force: bool = False) -> int:
+    """0, 2, or 4 where nothing but memory is wrong; `force` lets memory pass."""
+    memory = {problem.code for problem in problems} == {OVER_MEMORY}
+    if not problems or (memory and force):
+        return 0
+    return MEMORY if memory else CONFIG
+
+
+def summary(plan: Plan) -> str:
+    """The first screen of a training run: its letters explained, who holds what, and the equations."""
+    from ppctl.cli.plan_text import drawing, equations, legend, schedule_line
+
+    return "\n".join([legend(plan), "", drawing(plan), "", *equations(plan), schedule_line(plan)])
+
+
+def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
+    told: dict[str, Any] = {"problems": [problem.to_json() for problem in problems]}
+    if plan is None:
+        return json.dumps(EMPTY | told, indent=2)
+    from ppctl.plan.encode import report
+
+    return json.dumps(report(plan) | told, indent=2)
+
+
+def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> None:
+    from ppctl.cli import plan_text
+
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else 120
+    blocks = []
+    if plan is not None and composed is not None:
+        blocks = plan_text.blocks(plan, composed.config, width)
+    if problems:
+        blocks.append(plan_text.problem_lines(problems, planned=plan is not None))
+    if composed is not None and composed.config.published:
+        blocks.append(plan_text.published(composed.config, width))
+    print("\n\n".join(blocks))

@@ -1,0 +1,207 @@
+"""A plan as text: equations, the table of pp_ranks, the schedule, a recipe's published table. Standard library only.
+
+Knows columns and units. Must not know streams, colours or how a plan is derived.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from ppctl.config.schema import RunConfig
+from ppctl.errors import Problem
+from ppctl.layout.text import stage_text
+from ppctl.plan import Plan, RankCost, StageSpec
+from ppctl.plan.timing import predicted
+from ppctl.schedule.timeline import timeline_text
+
+LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+GIB = 2**30
+_LONGEST_TIMELINE = 16
+"""Most stages that a timeline shows."""
+_LAYERS = 24
+"""Columns of one chunk's layers that are worth a column of the table."""
+
+
+def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
+    """The plan in paragraphs: header, table, schedule."""
+    parts = ["\n".join([title(plan), *equations(plan), memory_line(plan)]), f"{legend(plan)}\n{table(plan, width)}"]
+    parts.append("\n".join([schedule_line(plan), *timeline(plan, config, width)]))
+    return parts
+
+
+def title(plan: Plan) -> str:
+    """Name and size of the model."""
+    counts = [f"{billions(plan.params_active)} active"] if plan.params_active != plan.params_total else []
+    if plan.params_mtp:
+        counts += [f"{billions(plan.params_mtp)} more for MTP", f"{billions(plan.params_hf)} as Hugging Face stores it"]
+    more = f" ({', '.join(counts)})" if counts else ""
+    return f"{plan.name}: {plan.params_total:,} parameters{more}"
+
+
+def equations(plan: Plan) -> list[str]:
+    """Every derived value by its equation, once."""
+    shown = list(dict.fromkeys(derived.equation for derived in plan.derived))
+    if not any(derived.key == "layout" for derived in plan.derived):
+        source = plan.provenance.get("parallel.pipeline_model_parallel_layout", "default")
+        sizes = plan.sizes
+        stages = f"{sizes.num_stages} stages = pp {sizes.pp} x vpp {sizes.vpp}"
+        shown.append(f"layout {plan.layout} ({source}): {stages}")
+    return shown
+
+
+def legend(plan: Plan) -> str:
+    """What the letters mean."""
+    mtp = ", m multi-token prediction" if plan.params_mtp else ""
+    processes = plan.sizes.world // plan.sizes.pp
+    owner = "a process" if processes == 1 else f"a pipeline rank of {processes} processes"
+    return f"E embedding, t layer{mtp}, L loss; each row is {owner}, each column a chunk that it owns"
+
+
+def drawing(plan: Plan) -> str:
+    """Who holds what: a row per pp_rank (equal neighbours in one), a column per chunk."""
+    header = ["pp_rank", *(f"chunk {chunk}" for chunk in range(plan.sizes.vpp))]
+    rows = [[span(ranks), *cells(plan, ranks)] for ranks in folded(plan)]
+    return aligned([header, *rows])
+
+
+def table(plan: Plan, width: int) -> str:
+    """Who holds what and what it costs. In folded rows, numbers that differ are told from the first rank to the last."""
+    header = ["pp_rank", "params", "FLOPs", "in flight", "state GiB", "activations", "peak GiB"]
+    total = sum(stage.flops_forward for stage in plan.stages) or 1
+    rows = []
+    for ranks in folded(plan):
+        costs = [plan.pp_ranks[rank] for rank in ranks]
+        flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == ranks[0])
+        rows.append(
+            [
+                span(ranks),
+                billions(costs[0].params),
+                f"{flops / total:.1%}",
+                spread([str(cost.in_flight) for cost in costs]),
+                spread([gib(_state(cost)) for cost in costs]),
+                spread([gib(cost.activation_bytes) for cost in costs]),
+                spread([gib(cost.peak_bytes) for cost in costs]),
+            ]
+        )
+    chunks = [f"chunk {chunk}" for chunk in range(plan.sizes.vpp)]
+    layers = [cells(plan, ranks) for ranks in folded(plan)]
+    whole = aligned([[*header, *chunks], *([*row, *cell] for row, cell in zip(rows, layers, strict=True))], right=7)
+    if max(map(len, whole.splitlines())) <= width:
+        return whole
+    joined = [[*row, " | ".join(cell)] for row, cell in zip(rows, layers, strict=True)]
+    return aligned([[*header, "chunks, first to last"], *joined], right=7)
+
+
+def folded(plan: Plan) -> list[list[int]]:
+    """Runs of neighbouring pp_ranks that hold the same kinds of layers."""
+
+    def kinds(pp_rank: int) -> list[str]:
+        return [letters(stage) for stage in plan.stages if stage.pp_rank == pp_rank]
+
+    alike = groupby(range(plan.sizes.pp), key=lambda rank: (kinds(rank), plan.pp_ranks[rank].params))
+    return [list(run) for _, run in alike]
+
+
+def cells(plan: Plan, ranks: Sequence[int]) -> list[str]:
+    """Per chunk what the ranks hold, with the ids of their decoder layers taken together."""
+    found = []
+    for chunk in range(plan.sizes.vpp):
+        held = [s for s in plan.stages if s.vpp_rank == chunk and ranks[0] <= s.pp_rank <= ranks[-1]]
+        ids = [name.partition(".")[2] for stage in held for name in stage.layers if name.startswith("decoder")]
+        numbers = f" [{ids[0]}-{ids[-1]}]" if len(ids) > 1 else f" [{ids[0]}]" if ids else ""
+        found.append((stage_text(letters(held[0])) or "(empty)") + numbers)
+    return found
+
+
+def letters(stage: StageSpec) -> str:
+    """A stage's layers by their letters."""
+    return "".join(LETTERS[name.partition(".")[0]] for name in stage.layers)
+
+
+def memory_line(plan: Plan) -> str:
+    """Where memory peaks."""
+    worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
+    return (
+        f"memory peaks on pp_rank {worst.pp_rank}: {gib(worst.peak_bytes)} GiB per device, estimated without recompute"
+    )
+
+
+def schedule_line(plan: Plan) -> str:
+    """The schedule in one line."""
+    calibrated = "" if plan.time_calibrated else ", uncalibrated: in proportion to FLOPs"
+    return (
+        f"schedule {plan.schedule.name}: {plan.num_microbatches} microbatches, bubble {plan.bubble_fraction:.1%}, "
+        f"step about {plan.step_time_s:.3g} s{calibrated}"
+    )
+
+
+def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
+    """The step drawn, where it fits: a column or more for every forward."""
+    spans = plan.num_microbatches * plan.sizes.vpp * 3 + 3 * plan.sizes.pp
+    if plan.sizes.num_stages > _LONGEST_TIMELINE or spans > width - 20:
+        return []
+    flops = [stage.flops_forward for stage in plan.stages]
+    trace = predicted(plan.schedule, flops, plan.sizes.tp * plan.sizes.cp, config.launch.device)
+    return ["", timeline_text(trace, width).rstrip()]
+
+
+def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
+    """One line per problem; stderr tells them in full."""
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    head = f"{count}:" if planned else f"no plan: {count}"
+    return "\n".join([head, *(f"  {problem.code} {problem.message}" for problem in problems)])
+
+
+def published(config: RunConfig, width: int) -> str:
+    """A recipe's table: what was published, what is here, and why they differ."""
+    header = ["what", "published", "here", "why"]
+    rows = [header, *([str(row.get(key, "")) for key in header] for row in config.published)]
+    natural = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(width - natural[0] - 6, 60) // 3
+    limits = [natural[0], *(min(size, room) for size in natural[1:])]
+    lines = []
+    for row in rows:
+        wrapped = [textwrap.wrap(cell, limit) or [""] for cell, limit in zip(row, limits, strict=True)]
+        for index in range(max(map(len, wrapped))):
+            lines.append([cell[index] if index < len(cell) else "" for cell in wrapped])
+    return f"recipe {config.recipe}, published and here\n{aligned(lines)}"
+
+
+def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """Columns side by side; those from the second up to number `right` are set flush right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def pad(index: int, cell: str) -> str:
+        return cell.rjust(widths[index]) if 0 < index < right else cell.ljust(widths[index])
+
+    return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
+
+
+def span(ranks: Sequence[int]) -> str:
+    """`3` or `1-13`."""
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def spread(values: Sequence[str]) -> str:
+    """One value, or the first and the last of several."""
+    return values[0] if len(set(values)) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def billions(count: int) -> str:
+    """A number of parameters, short."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return str(count)
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB."""
+    return f"{size / GIB:.2f}"
+
+
+def _state(cost: RankCost) -> int:
+    return cost.weight_bytes + cost.gradient_bytes + cost.optimizer_bytes
