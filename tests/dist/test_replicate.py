@@ -1,4 +1,4 @@
-"""Data-parallel replicas sum their gradients once a step, train as one process does, and are proved equal."""
+"""Data-parallel replicas sum their gradients once a step, train as one process does, and stay bit-equal."""
 
 import pytest
 import torch
@@ -6,13 +6,12 @@ import torch.distributed as dist
 from by_hand import HandPipeline, train_by_hand
 from cuts import cut, random_batches, tiny
 from oracle.reference import train_reference
-from ranks import RanksFailed, run_ranks
+from ranks import run_ranks
 
 from ppctl.config.schema import OptimConfig
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
 from ppctl.parallel import replicate
-from ppctl.parallel.equality import digest, refuse_unequal, unequal_replicas
 from ppctl.parallel.replicate import GradientReducer, buckets
 
 # AdamW divides a gradient by its own size, so that an element that is nearly zero (as against the sums' rounding) can
@@ -75,6 +74,7 @@ def reduce_stages(limit, missing_on):
         reducer.reduce(1)
         reducer.reduce(0)
         reducer.finish()
+        assert not reducer._running  # finished work would keep its buckets alive
     return size, [[p.grad for p in own] for own in stages.values()]
 
 
@@ -106,36 +106,3 @@ def test_buckets_hold_neighbours_of_one_dtype_up_to_the_limit():
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
     assert [[p.numel() for p in bucket] for bucket in buckets(parameters, 5)] == [[2, 3], [9], [1], [1]]
     assert list(buckets([], 5)) == []
-
-
-def drift(name, element):
-    """Two replicas of three tensors of different dtypes; rank 1 changes one element by the least possible amount."""
-    tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16), "step": torch.tensor(0.0)}
-    if name is not None and dist.get_rank() == 1:
-        flat = tensors[name].view(-1)
-        flat.view(torch.int16 if flat.dtype == torch.bfloat16 else torch.int32)[element] ^= (
-            -(2**15) if name == "b" else 1
-        )
-    unequal = unequal_replicas(tensors, dist.group.WORLD)
-    refuse_unequal(unequal, "replicas of dp rank 0 and 1")
-    return unequal
-
-
-def test_equal_replicas_pass():
-    assert run_ranks(drift, 2, None, 0) == [(), ()]
-
-
-@pytest.mark.parametrize(("name", "element"), [("a", 0), ("a", 5), ("b", 4), ("step", 0)])
-def test_one_different_bit_is_refused_on_every_rank_by_name(name, element):
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(drift, 2, name, element)
-    assert {failure.rank for failure in caught.value.failures} == {0, 1}
-    for failure in caught.value.failures:
-        assert failure.kind == "TrainingError"
-        assert failure.message.startswith(f"PP-E721: replicas of dp rank 0 and 1 have drifted apart: {name} is not")
-
-
-def test_digests_tell_zero_from_minus_zero_and_do_not_care_about_strides():
-    assert digest(torch.zeros(3)) != digest(-torch.zeros(3))
-    square = torch.arange(9.0).view(3, 3)
-    assert digest(square.t()) == digest(square.t().contiguous())

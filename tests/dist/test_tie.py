@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import HandPipeline, train_by_hand
+from by_hand import train_by_hand
 from cuts import random_batches, tiny
 from oracle.reference import train_reference
 from ranks import run_ranks
 
 from ppctl.config.schema import OptimConfig
-from ppctl.parallel.equality import unequal_uses
 from ppctl.parallel.ties import TiedGradients, TiedUse
 
 OPTIM = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, clip_grad=0.5)
@@ -77,21 +76,9 @@ def test_three_uses_are_summed_in_their_order_wherever_they_live(uses):
         assert torch.equal(total, expected), name
 
 
-def uses_differ_after(layout, model, optim, batches, meddle):
-    """Train a little; whether the tied uses differ, before and after one bit of the last use is changed."""
-    pipeline = HandPipeline(layout, 2, model, optim, seed=2)
-    for number, batch in enumerate(batches):
-        pipeline.step(number, batch, len(batches))
-    before = unequal_uses(pipeline.ties.own.values(), pipeline.ties.group)
-    if meddle and "output.weight" in pipeline.ties.own:
-        pipeline.ties.own["output.weight"].data[5, 3] += 1e-6
-    return before, unequal_uses(pipeline.ties.own.values(), pipeline.ties.group)
-
-
 @pytest.mark.parametrize("layout", ["Ett|ttL", "Et|tt|tL"], ids=["two ranks", "one rank"])
-@pytest.mark.parametrize("meddle", [False, True])
-def test_uses_stay_bit_equal_and_a_drift_of_one_element_is_seen_by_every_holder(layout, meddle):
+def test_uses_are_still_bit_equal_after_twenty_steps(layout):
     model = tiny(share_embeddings_and_output_weights=True)
-    answers = run_ranks(uses_differ_after, 2, layout, model, OPTIM, random_batches(model, 20, 1), meddle)
-    holders = answers if layout == "Ett|ttL" else answers[:1]
-    assert holders == [(False, meddle)] * len(holders)
+    ranks = run_ranks(train_by_hand, 2, layout, 2, model, OPTIM, 2, random_batches(model, 20, 1))
+    weights = {name: weight for rank in ranks for name, weight in rank[2].items()}
+    assert torch.equal(weights["output.weight"], weights["tok_embeddings.weight"])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from cuts import cut, tiny
 
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import stage_parameters
 from ppctl.model.initialize import initial_value, normal
 from ppctl.model.stage import build_stage, canonical_names, meta_stage
 
@@ -118,5 +120,16 @@ def test_tied_uses_start_equal_and_untied_ones_do_not():
     ],
 )
 def test_parameters_count_as_the_closed_form_says(changes, expected):
-    specs = cut("E|tt||tt|L", 1)
-    assert sum(p.numel() for spec in specs for p in meta_stage(spec.layers, tiny(**changes)).parameters()) == expected
+    model, specs = tiny(**changes), cut("E|tt||tt|L", 1)
+    assert sum(p.numel() for spec in specs for p in meta_stage(spec.layers, model).parameters()) == expected
+    for spec in specs:
+        built = sum(p.numel() for p in meta_stage(spec.layers, model).parameters())
+        assert built == stage_parameters(model, spec.layers), spec.layers
+
+
+def test_llama3_8b_has_its_published_number_of_parameters():
+    sizes = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
+    model = ModelConfig(**sizes, num_query_groups=8, vocab_size=128256)
+    layers = ("embedding", *(f"decoder.{i}" for i in range(32)), "loss")
+    built = sum(p.numel() for p in meta_stage(layers, model).parameters())
+    assert built == stage_parameters(model, layers) == 8_030_261_248
