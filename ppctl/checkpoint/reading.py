@@ -79,7 +79,7 @@ def _check_fit(path: Path, manifest: Manifest, specs: Sequence[Mapping[str, set[
 
 
 def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
-    remedy = f"the model that it was saved from is in {path / 'state.json'}, under config"
+    remedy = f"give the model the sizes that it was saved with: they are in '{path / 'state.json'}'"
     return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
 
 

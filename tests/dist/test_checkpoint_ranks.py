@@ -154,6 +154,23 @@ def test_a_full_disk_is_said_in_its_own_words_and_frees_what_was_written(small_d
     assert latest(small_disk) == small_disk / "step-3"
 
 
+def save_without_permission(directory):
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may write everywhere
+    return refusal(lambda: save_cut(directory, 2, 1))
+
+
+def test_a_directory_without_permission_is_said_on_every_rank(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        answers = run_ranks(save_without_permission, 2, tmp_path / "checkpoints", timeout=20)
+    finally:
+        tmp_path.chmod(0o700)
+    for answer in answers:
+        ((code, message, place),) = answer
+        assert code == "PP-E505" and "Permission denied" in message and place == str(tmp_path / "checkpoints")
+
+
 def save_failing_in_torch(directory):
     tensors = stage_tensors(dist.get_rank(), 2)
     if dist.get_rank() == 1:
