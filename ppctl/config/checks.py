@@ -33,7 +33,7 @@ POSITIVE = _names(
     "model.rotary_scaling_factor parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
     "parallel.virtual_pipeline_model_parallel_size parallel.context_parallel_size parallel.expert_model_parallel_size "
     "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
-    "pipeline.pp_microbatch_size pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
+    "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
     "train.steps train.global_batch_size train.micro_batch_size launch.nodes launch.gpus_per_node"
 )
 
@@ -94,7 +94,7 @@ def _findings(config: RunConfig) -> Iterator[Finding]:
     yield from _words(config)
     yield from _heads(config.model)
     yield from _experts(config.model)
-    yield from _optim(config.optim, config.train.steps)
+    yield from _optim(config.optim)
     yield from _dtypes(config.parallel)
     yield from _schedule(config)
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
@@ -151,7 +151,7 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
         yield (
             ("model.hidden_size", "model.num_attention_heads"),
             f"{heads} heads do not divide a hidden size of {model.hidden_size}",
-            f"model.hidden_size={heads * max(1, round(model.hidden_size / heads))}",
+            f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}",
         )
     elif not model.multi_latent_attention and (model.kv_channels or model.hidden_size // heads) % 2:
         yield (
@@ -187,7 +187,7 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
         yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
 
 
-def _optim(optim: OptimConfig, steps: int) -> Iterator[Finding]:
+def _optim(optim: OptimConfig) -> Iterator[Finding]:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optim, name) < 1:
             yield (f"optim.{name}",), f"optim.{name} is at least 0 and below 1", f"optim.{name}=0.9"
@@ -196,13 +196,6 @@ def _optim(optim: OptimConfig, steps: int) -> Iterator[Finding]:
             ("optim.min_lr", "optim.lr"),
             "the learning rate falls to min_lr, which is above lr",
             f"optim.min_lr={optim.lr}",
-        )
-    if optim.warmup_steps > steps > 0:
-        keys = ("optim.warmup_steps", "train.steps")
-        yield (
-            keys,
-            f"a warm-up of {optim.warmup_steps} steps does not end in a run of {steps}",
-            f"optim.warmup_steps={steps}",
         )
 
 

@@ -182,10 +182,12 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     draft.resolve()
     draft.read_layout_file()
     draft.unite_micro_batch()
-    config, problems = convert(draft.tree, draft.place)
-    wrong = {problem.place.partition(" (")[0] for problem in problems}
-    problems = draft.problems + [later_key(p.place.partition(" (")[0], p.place) or p for p in problems]
-    problems += check(config, draft.provenance, for_training=for_training, skip=wrong)
+    config, wrong = convert(draft.tree, draft.place)
+    named = {p.place.partition(" (")[0]: p for p in wrong}
+    problems = list(draft.problems)
+    # A value that was derived from a wrong one is wrong too, and told once.
+    problems += [later_key(key, p.place) or p for key, p in named.items() if "(derived" not in p.place]
+    problems += check(config, draft.provenance, for_training=for_training, skip=named)
     composed = Composed(config, draft.provenance, tuple(overrides), notes=tuple(draft.notes))
     if problems:
         same = shlex.join(["ppctl", "plan", *overrides])

@@ -94,6 +94,7 @@ def keys() -> dict[str, Key]:
     return found
 
 
+@cache
 def text_keys() -> dict[str, Key]:
     """The keys that a file or the command line can set."""
     return {name: key for name, key in keys().items() if not key.is_callable}

@@ -18,52 +18,82 @@ class ModelConfig:
     """The decoder, in Megatron's names."""
 
     num_layers: int = 8
+    """Decoder layers, MTP layers not counted."""
     hidden_size: int = 256
+    """Width of the residual stream."""
     ffn_hidden_size: int = 704
     """Width of the dense SwiGLU feed-forward."""
     num_attention_heads: int = 8
+    """Query heads."""
     num_query_groups: int | None = None
     """Key/value heads (GQA); none means num_attention_heads."""
     kv_channels: int | None = None
     """Width of one head; none means hidden_size / num_attention_heads."""
     vocab_size: int = 320
+    """Rows of the embedding and of the output projection, padding included."""
     max_position_embeddings: int = 4096
+    """Longest sequence that the model is meant for."""
     rotary_base: float = 10000.0
+    """Base of the rotary frequencies (theta)."""
     norm_epsilon: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
     init_method_std: float = 0.02
+    """Standard deviation of initial weights."""
     share_embeddings_and_output_weights: bool = False
     """Tie the output projection to the token embedding."""
     add_qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
     qk_layernorm: bool = False
+    """RMSNorm on every query and key head."""
     # Multi-head latent attention
     multi_latent_attention: bool = False
+    """Keys and values from a compressed latent (MLA) in place of grouped heads."""
     q_lora_rank: int | None = None
+    """MLA: width of the compressed query; none projects queries directly."""
     kv_lora_rank: int = 512
+    """MLA: width of the compressed keys and values."""
     qk_head_dim: int = 128
+    """MLA: width of a head without positions."""
     qk_pos_emb_head_dim: int = 64
+    """MLA: width of a head that carries positions."""
     v_head_dim: int = 128
+    """MLA: width of a value head."""
     rotary_scaling_factor: float | None = None
     """YaRN context extension; none leaves RoPE unscaled."""
     # Mixture of experts
     num_moe_experts: int | None = None
+    """Routed experts of an MoE layer; none makes every layer dense."""
     moe_router_topk: int = 2
+    """Experts that a token goes to."""
     moe_ffn_hidden_size: int | None = None
+    """Width of one expert; none means ffn_hidden_size."""
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts; none means no shared expert."""
     moe_layer_freq: Any = 1
     """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
     moe_router_score_function: str = "softmax"
+    """How scores are normalised: `softmax` or `sigmoid`."""
     moe_router_enable_expert_bias: bool = False
+    """Balance experts by a bias on their scores instead of by a loss."""
     moe_router_bias_update_rate: float = 1e-3
+    """How far that bias moves in one step."""
     moe_router_num_groups: int | None = None
+    """Groups that the experts are divided into for group-limited routing."""
     moe_router_group_topk: int | None = None
+    """Groups that a token may use."""
     moe_router_topk_scaling_factor: float | None = None
+    """Factor on the chosen experts' weights."""
     moe_router_load_balancing_type: str = "aux_loss"
+    """`aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
     moe_aux_loss_coeff: float = 0.0
+    """Weight of the balancing loss."""
     moe_z_loss_coeff: float | None = None
+    """Weight of the loss on the size of router logits."""
     # Multi-token prediction
     mtp_num_layers: int | None = None
+    """Multi-token prediction layers after the decoder; none means none."""
     mtp_loss_scaling_factor: float = 0.1
+    """Weight of the MTP losses."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +126,9 @@ class DataConfig:
     path: str | None = None
     """Glob of .txt and .jsonl files; none reads the running interpreter's standard library sources."""
     tokenizer: str = "byte"
+    """`byte`: every byte is a token."""
     seq_length: int = 256
+    """Tokens per sample."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,13 +136,19 @@ class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
     lr: float = 3e-4
+    """Peak learning rate."""
     min_lr: float = 0.0
+    """Learning rate at the end of the cosine."""
     warmup_steps: int = 0
+    """Steps in which the learning rate rises linearly."""
     weight_decay: float = 0.1
     """Not applied to norms, biases and embeddings."""
     beta1: float = 0.9
+    """Decay of the running mean of gradients."""
     beta2: float = 0.95
+    """Decay of the running mean of squared gradients."""
     eps: float = 1e-8
+    """Added to the denominator of an update."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
 
@@ -120,13 +158,19 @@ class TrainConfig:
     """How long and on how much."""
 
     steps: int = 100
+    """Optimizer steps of the whole run."""
     global_batch_size: int = 8
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = 1
+    """Sequences that one forward takes."""
     seed: int = 1234
+    """Seed of initial weights and of the order of samples."""
     eval_interval: int = 0
+    """Steps between evaluations; 0 never evaluates."""
     eval_steps: int = 0
+    """Batches of one evaluation."""
     compile: bool = False
+    """Compile the stages with torch.compile."""
     nonfinite: str = "stop"
     """What a non-finite loss or gradient norm does: `stop`."""
 
@@ -152,7 +196,9 @@ class LaunchConfig:
     device: str = "cuda"
     """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
     nodes: int | None = None
+    """Machines; none means as many as the layout needs (one, where the run is local)."""
     gpus_per_node: int | None = None
+    """Ranks on each machine; none means as many as the layout needs."""
     device_memory: str | None = None
     """Memory of one device, as "80GiB"; none means that the plan is not held against a limit."""
     env: dict[str, str] = field(default_factory=dict)
@@ -164,10 +210,15 @@ class LogConfig:
     """What is written about a run, and where."""
 
     name: str = "run"
+    """Name of the run: a directory under `dir`."""
     dir: str = "runs"
+    """Where run directories go."""
     tensorboard: bool = False
+    """Write the keys of metrics.jsonl for TensorBoard as well."""
     wandb: bool = False
+    """Send the keys of metrics.jsonl to Weights & Biases as well."""
     profile: bool = False
+    """Write the measured costs of every stage."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,6 +226,7 @@ class RunConfig:
     """One run: everything that the user says. Derived values are the plan's."""
 
     recipe: str | None = None
+    """The recipe that the config started from."""
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: RunPipelineConfig = field(default_factory=RunPipelineConfig)

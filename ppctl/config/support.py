@@ -39,9 +39,8 @@ class Support:
 
     def refuses(self, key: Key, value: Any) -> bool:
         """Whether `value` is one that this release does not honour."""
-        if self.accepts is not None:
-            return value not in self.accepts
-        return self.state != WORKS and value != key.default
+        accepted = (key.default,) if self.accepts is None else self.accepts
+        return (self.state != WORKS or self.accepts is not None) and value not in accepted
 
 
 def _each(names: str, state: str, note: str = "") -> dict[str, Support]:
@@ -209,8 +208,5 @@ def not_trained(config: RunConfig) -> list[Problem]:
 
 
 def _text(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "null"}.get(value, str(value))
-        if not isinstance(value, list)
-        else str(value)
-    )
+    """`value` as the command line takes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

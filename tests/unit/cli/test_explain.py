@@ -1,0 +1,95 @@
+"""`ppctl explain`: every code has a page and every page a code; every key is explained."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import ppctl
+from ppctl.cli.explain import PAGES, explain, pages
+from ppctl.cli.main import main
+from ppctl.config.argv import ALIASES
+from ppctl.config.keys import docstring, keys, sections
+from ppctl.errors import ConfigError
+
+SOURCES = [path for path in Path(ppctl.__file__).parent.rglob("*.py")]
+CODE = re.compile(r"[\"'](PP-E[0-9]{3})[\"']")
+
+
+def test_every_code_in_the_sources_has_a_page_and_every_page_a_code_in_the_sources():
+    used = {code for path in SOURCES for code in CODE.findall(path.read_text(encoding="utf-8"))}
+    assert used == set(pages())
+
+
+def test_a_code_is_on_the_page_of_its_range_once():
+    seen = []
+    for path in sorted(PAGES.glob("E*.md")):
+        codes = re.findall(r"^## (PP-E[0-9]{3}) \S", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert all(code.startswith(f"PP-{path.stem}") for code in codes)
+        assert codes == sorted(codes)
+        seen += codes
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("code", sorted(pages()))
+def test_a_page_has_a_title_and_says_something(code):
+    title, text = pages()[code]
+    assert title[0] == title[0].upper()
+    assert len(text) > 60
+    assert text.endswith((".", "`"))
+
+
+@pytest.mark.parametrize("topic", ["PP-E101", "pp-e101", "E101", "e101"])
+def test_a_code_is_found_in_any_spelling(topic):
+    assert explain(topic).startswith("PP-E101 There is no such key\n\n")
+
+
+def test_without_a_topic_codes_and_sections_are_listed():
+    text = explain(None)
+    assert all(code in text for code in pages())
+    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in sections())
+
+
+@pytest.mark.parametrize("name", sorted(keys()))
+def test_every_key_is_explained_with_type_default_and_state(name):
+    text = explain(name)
+    assert text.startswith(f"{name}\n")
+    assert docstring(keys()[name]) in text and docstring(keys()[name])
+    assert "\nstate    " in text
+    if "Python object" not in text:
+        assert re.search(r"^type     \S", text, re.MULTILINE)
+        assert re.search(r"^default  \S", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("topic", "said"),
+    [
+        ("pp", "parallel.pipeline_model_parallel_size"),
+        ("parallel.fp16", "comes in a later release"),
+        ("parallel.batch_p2p_comm", "takes false"),
+        ("parallel.gradient_accumulation_fusion", "APEX"),
+        ("parallel.moe_extended_tp", "no effect"),
+        ("parallel.timers", "Python object"),
+        ("model.num_moe_experts", "plan"),
+        ("train.steps", "works"),
+    ],
+)
+def test_the_state_is_honest(topic, said):
+    assert said in explain(topic)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_explains_its_key(alias):
+    assert explain(alias).startswith(ALIASES[alias] + "\n")
+
+
+@pytest.mark.parametrize("name", sections())
+def test_a_section_lists_its_keys_with_defaults(name):
+    assert f"{name}." in explain(name)
+
+
+def test_an_unknown_topic_names_the_nearest(capsys):
+    with pytest.raises(ConfigError, match=r"train\.steps"):
+        explain("train.stepz")
+    assert main(["explain", "train.stepz"]) == 2
+    assert "try: ppctl explain train.steps" in capsys.readouterr().err

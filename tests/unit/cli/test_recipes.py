@@ -1,0 +1,65 @@
+"""`ppctl recipes`: list, show, copy."""
+
+import pytest
+
+from ppctl.cli.main import main
+from ppctl.config.resources import RECIPES_PATH, recipes
+
+
+def run(capsys, *argv):
+    code = main(["recipes", *argv])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("argv", [[], ["list"]])
+def test_list_gives_a_name_and_a_line_for_every_recipe(capsys, argv):
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (0, "")
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert set(rows) == set(recipes())
+    assert all(len(text) > 20 for text in rows.values())
+
+
+def test_show_prints_the_file_as_it_is(capsys):
+    assert run(capsys, "show", "quickstart") == (0, recipes()["quickstart"].path.read_text(), "")
+
+
+def test_a_copy_is_usable_and_never_overwrites(capsys, tmp_path, monkeypatch):
+    code, out, _ = run(capsys, "copy", "quickstart", str(tmp_path / "new"))
+    copy = tmp_path / "new" / "quickstart.yaml"
+    assert code == 0
+    assert out.splitlines()[0] == str(copy)
+    copy.write_text("# changed\n")
+    code, _, err = run(capsys, "copy", "quickstart", str(tmp_path / "new"))
+    assert code == 2
+    assert "PP-E126" in err
+    assert copy.read_text() == "# changed\n"
+    assert main(err.split("try: ppctl ")[1].split()) == 0
+    monkeypatch.setenv(RECIPES_PATH, str(copy.parent))
+    assert recipes()["quickstart"].path == copy
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run(capsys, "copy", "quickstart", str(tmp_path / "file" / "x"))
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_own_recipes_are_listed(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("# Mine, for a test.\ntrain: {steps: 3}\n")
+    monkeypatch.setenv(RECIPES_PATH, str(tmp_path))
+    _, out, _ = run(capsys)
+    assert any(line.split(maxsplit=1) == ["mine", "Mine, for a test."] for line in out.splitlines())
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_every_recipe_ends_with_a_table_of_published_here_and_why(name):
+    from ppctl.config.compose import compose
+
+    rows = compose([f"recipe={name}"]).config.published
+    assert rows
+    assert all(row["what"] and row["published"] and row["here"] for row in rows)
+    assert all(row["why"] or row["published"] == row["here"] or row["here"] == "the same" for row in rows)
+    top = [line for line in recipes()[name].path.read_text().splitlines() if line[:1].isalpha()]
+    assert top[-1] == "published:"

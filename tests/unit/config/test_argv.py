@@ -1,0 +1,173 @@
+"""What people type becomes KEY=VALUE, or a problem that says what to type."""
+
+import shlex
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
+from ppctl.config.flags import LATER, MEANINGLESS, MEGATRON, RENAMED
+from ppctl.config.keys import keys, text_keys
+
+DSV3 = "Et*3|(tt|)*29,m|L"
+LAYOUT = "parallel.pipeline_model_parallel_layout"
+
+
+@pytest.mark.parametrize(
+    ("typed", "override"),
+    [
+        ([f"layout={DSV3}"], f"{LAYOUT}='{DSV3}'"),
+        ([f"{LAYOUT}={DSV3}"], f"{LAYOUT}='{DSV3}'"),
+        ([f"+layout={DSV3}"], f"{LAYOUT}='{DSV3}'"),
+        ([f"++{LAYOUT}={DSV3}"], f"{LAYOUT}='{DSV3}'"),
+        ([f"layout='{DSV3}'"], f"{LAYOUT}='{DSV3}'"),
+        ([f'layout="{DSV3}"'], f'{LAYOUT}="{DSV3}"'),
+        ([f"--pipeline-model-parallel-layout={DSV3}"], f"{LAYOUT}='{DSV3}'"),
+        (["--pipeline-model-parallel-layout", DSV3], f"{LAYOUT}='{DSV3}'"),
+        (["layout=E,t,L"], f"{LAYOUT}='E,t,L'"),
+        (["layout=[[E,t],[t,L]]"], f"{LAYOUT}=[[E,t],[t,L]]"),
+        (["layout=null"], f"{LAYOUT}=null"),
+        (["layout=auto"], f"{LAYOUT}='auto'"),
+        (["layout=@cut.txt"], f"{LAYOUT}='@cut.txt'"),
+        (["pp=4"], "parallel.pipeline_model_parallel_size=4"),
+        (["--pipeline-model-parallel-size", "4"], "parallel.pipeline_model_parallel_size=4"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], "parallel.virtual_pipeline_model_parallel_size=2"),
+        (["--tensor-model-parallel-size=8"], "parallel.tensor_model_parallel_size=8"),
+        (["--micro-batch-size", "2"], "train.micro_batch_size=2"),
+        (["--global-batch-size", "64"], "train.global_batch_size=64"),
+        (["--seq-length", "4096"], "data.seq_length=4096"),
+        (["--num-layers", "-1"], "model.num_layers=-1"),
+        (["data.path=/x/{a,b}/(1)*.txt"], "data.path='/x/{a,b}/(1)*.txt'"),
+        (["log.name=it's"], "log.name='it\\'s'"),
+        (["log.dir=a\\"], "log.dir='a\\\\'"),
+        (["launch.env.NCCL_DEBUG=INFO,WARN"], "launch.env.NCCL_DEBUG='INFO,WARN'"),
+        (["model.moe_layer_freq=[0]*3+[1]*5"], "model.moe_layer_freq='[0]*3+[1]*5'"),
+        (["model.moe_layer_freq=[0,1]"], "model.moe_layer_freq=[0,1]"),
+        (["model.moe_layer_freq=2"], "model.moe_layer_freq=2"),
+        (["pipeline.pp_schedule=1F1B"], "pipeline.pp_schedule='1F1B'"),
+        (["parallel.params_dtype=torch.bfloat16"], "parallel.params_dtype='torch.bfloat16'"),
+        (["recipe=quickstart"], "recipe=quickstart"),
+        (["+recipe=quickstart"], "recipe=quickstart"),
+        (["model=tiny"], "model=tiny"),
+        (["anything.else=3"], "anything.else=3"),
+        (["steps=1e3"], "train.steps=1e3"),
+    ],
+)
+def test_every_spelling_means_one_override(typed, override):
+    found = normalise(typed)
+    assert found.problems == []
+    assert found.overrides == [override]
+
+
+@given(st.text(alphabet="Etm L|()*,0123456789'\"\\${}[]", max_size=30))
+def test_normalising_is_a_fixed_point(value):
+    once = normalise([f"layout={value}", f"log.dir={value}"])
+    assert normalise(once.overrides).overrides == once.overrides
+
+
+@given(st.text(alphabet="Etm L|()*,0123456789'\\{}=;# ", min_size=1, max_size=30))
+def test_quoted_text_comes_back_from_hydras_grammar_letter_by_letter(value):
+    from ppctl.config.hydra_source import parse
+
+    quoted = quote("log.dir", value)
+    if quoted != value and value.strip() == value:
+        assert parse(f"log.dir={quoted}").value() == value
+
+
+def test_own_flags_keep_their_values_and_words_stay_in_order():
+    found = normalise(
+        ["runs/x", "--json", "steps=3", "--width", "80", "--height=2", "pp=2"],
+        {"--json": False, "--width": True, "--height": True},
+    )
+    assert found.rest == ["runs/x", "--json", "--width", "80", "--height=2"]
+    assert found.overrides == ["train.steps=3", "parallel.pipeline_model_parallel_size=2"]
+
+
+def test_aliases_and_flags_name_keys_that_exist():
+    assert set(ALIASES.values()) <= set(text_keys())
+    assert set(MEGATRON.values()) <= set(text_keys())
+    assert {value.partition("=")[0] for value in RENAMED.values()} <= set(text_keys())
+    tables = [set(MEGATRON), set(RENAMED), set(LATER), set(MEANINGLESS)]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (["--foo"], "PP-E107", "no flag --foo"),
+        (["--foo", "3"], "PP-E107", "no flag --foo"),
+        (["--mirco-batch-size", "3"], "PP-E107", "--micro-batch-size"),
+        (["--micro-batch-size"], "PP-E107", "needs a value"),
+        (["--train-iters", "3"], "PP-E107", "train.steps=N"),
+        (["--beta1", "3"], "PP-E107", "optim.beta1=VALUE"),
+        (["--recompute-method", "uniform"], "PP-E108", "later release"),
+        (["--swiglu"], "PP-E109", "always SwiGLU"),
+        (["~train.steps"], "PP-E121", "train.steps=null"),
+        (["~recipe"], "PP-E121", "deleted"),
+        (["+train.steps"], "PP-E105", "no value"),
+        (["pp=2", "parallel.pipeline_model_parallel_size=4"], "PP-E124", "given twice"),
+        (["pp=2", "--pipeline-model-parallel-size", "4"], "PP-E124", "--pipeline-model-parallel-size 4"),
+    ],
+)
+def test_what_cannot_be_taken_is_one_problem(typed, code, said):
+    found = normalise(typed)
+    assert [problem.code for problem in found.problems] == [code]
+    assert said in str(found.problems[0])
+    assert found.rest == []
+
+
+def test_the_same_value_twice_is_no_contradiction():
+    found = normalise(["pp=2", "--pipeline-model-parallel-size", "2"])
+    assert found.problems == []
+    assert found.overrides == ["parallel.pipeline_model_parallel_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "values"),
+    [
+        ("train.steps", "1,2,3", ["1", "2", "3"]),
+        ("train.steps", "choice(1,2)", ["1", "2"]),
+        ("train.steps", "range(1,4)", ["range(1,4)"]),
+        ("train.steps", "10", None),
+        ("recipe", "a,b", ["a", "b"]),
+        ("log.name", "a,b", ["a", "b"]),
+        ("log.name", "'a,b'", None),
+        ("data.path", "a,b", None),
+        (LAYOUT, "E,t,L", None),
+        ("launch.env.X", "a,b", None),
+        ("parallel.hierarchical_context_parallel_sizes", "[2,4]", None),
+    ],
+)
+def test_a_comma_list_on_a_scalar_key_is_a_sweep(key, value, values):
+    assert sweep_values(key, value) == values
+
+
+@pytest.mark.parametrize(
+    ("typed", "runs"),
+    [
+        (["+recipe=quickstart", "steps=1,2"], [["+recipe=quickstart", "steps=1"], ["+recipe=quickstart", "steps=2"]]),
+        (["-m", "steps=3,4", "log.name=a b"], [["steps=3", "log.name=a b"], ["steps=4", "log.name=a b"]]),
+        (["--multirun", "pp=2"], [["pp=2"]]),
+        (["--micro-batch-size", "1,2"], [["--micro-batch-size=1"], ["--micro-batch-size=2"]]),
+        (["steps=1,2", "lr=3,4"], [["steps=1", "lr=3"], ["steps=1", "lr=4"], ["steps=2", "lr=3"], ["steps=2", "lr=4"]]),
+    ],
+)
+def test_the_loop_that_stands_in_for_a_sweep_runs_as_pasted(typed, runs):
+    (problem,) = normalise(typed, command="plan").problems
+    assert problem.code == "PP-E106"
+    script = 'ppctl() { printf \'%s\\n\' "$#" "$@"; }; ' + problem.remedy
+    lines = iter(subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines())
+    seen = [[next(lines) for _ in range(int(count))] for count in lines]
+    assert seen == [["plan", *run] for run in runs]
+
+
+def test_shell_characters_survive_the_loop():
+    (problem,) = normalise([f"layout={DSV3}", "steps=1,2"]).problems
+    assert shlex.quote(f"layout={DSV3}") in problem.remedy
+
+
+def test_python_only_fields_are_not_text_keys():
+    assert "parallel.timers" in keys()
+    assert "parallel.timers" not in text_keys()

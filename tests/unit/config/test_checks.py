@@ -1,0 +1,99 @@
+"""Rules on values: each is broken once, and its remedy is accepted."""
+
+import pytest
+
+from ppctl.config.checks import check, memory_bytes
+from ppctl.config.compose import compose
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError
+
+MOE = ["model.num_moe_experts=8"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        (["steps=0"], ["train.steps"]),
+        (["gbs=-4"], ["train.global_batch_size"]),
+        (["pp=0"], ["parallel.pipeline_model_parallel_size"]),
+        (["vpp=0"], ["parallel.virtual_pipeline_model_parallel_size"]),
+        (["lr=0"], ["optim.lr"]),
+        (["lr=inf"], ["optim.lr"]),
+        (["lr=nan"], ["optim.lr"]),
+        (["optim.weight_decay=-1"], ["optim.weight_decay"]),
+        (["checkpoint.keep=-1"], ["checkpoint.keep"]),
+        (["optim.beta2=1"], ["optim.beta2"]),
+        (["optim.min_lr=1"], ["optim.min_lr", "optim.lr"]),
+        (["model.num_attention_heads=7"], ["model.hidden_size", "model.num_attention_heads"]),
+        (["model.kv_channels=33"], ["model.hidden_size", "model.num_attention_heads", "model.kv_channels"]),
+        (["model.num_query_groups=3"], ["model.num_query_groups", "model.num_attention_heads"]),
+        (["model.num_query_groups=16"], ["model.num_query_groups", "model.num_attention_heads"]),
+        ([*MOE, "model.moe_router_topk=9"], ["model.moe_router_topk", "model.num_moe_experts"]),
+        ([*MOE, "model.moe_router_num_groups=3"], ["model.moe_router_num_groups", "model.num_moe_experts"]),
+        ([*MOE, "model.moe_router_group_topk=2"], ["model.moe_router_group_topk", "model.moe_router_num_groups"]),
+        (["seq=9000"], ["data.seq_length", "model.max_position_embeddings"]),
+        (["train.nonfinite=skip"], ["train.nonfinite"]),
+        (["launch.device=gpu"], ["launch.device"]),
+        (["launch.device_memory=80 apples"], ["launch.device_memory"]),
+        (["log.name=a/b"], ["log.name"]),
+        (["log.name=.."], ["log.name"]),
+        (["log.name="], ["log.name"]),
+        (["data.path="], ["data.path"]),
+        (["pipeline.pp_schedule=1f2b"], ["pipeline.pp_schedule"]),
+        (["pipeline.pp_schedule=null"], ["pipeline.pp_schedule"]),
+        (["parallel.params_dtype=bf16"], ["parallel.params_dtype", "parallel.bf16"]),
+        (["parallel.bf16=true", "parallel.pipeline_dtype=fp32"], ["parallel.pipeline_dtype", "parallel.bf16"]),
+    ],
+)
+def test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it(typed, keys):
+    with pytest.raises(ConfigError) as error:
+        compose(typed)
+    (problem,) = error.value.problems
+    assert problem.code == "PP-E103"
+    assert [line.partition(" = ")[0] for line in problem.place.splitlines()] == keys
+    key = problem.remedy.partition("=")[0]
+    assert key in keys
+    kept = [token for token in typed if compose_key(token) != key]
+    compose([*kept, problem.remedy])
+
+
+def compose_key(token):
+    from ppctl.config.argv import ALIASES
+
+    key = token.partition("=")[0]
+    return ALIASES.get(key, key)
+
+
+def test_parallel_rules_are_told_without_asking_for_a_pipeline_dtype():
+    found = check(compose(["pp=4"]).config, {})
+    assert [p for p in found if p.code == "PP-E117"] == []
+    with pytest.raises(ConfigError, match="PP-E117") as error:
+        compose(["parallel.sequence_parallel=true"])
+    assert {p.code for p in error.value.problems} == {"PP-E117", "PP-E110"}
+
+
+def test_checking_changes_nothing():
+    config = compose(["pp=4"]).config
+    before = repr(config)
+    check(config, {}, for_training=True)
+    assert repr(config) == before
+
+
+def test_a_config_without_provenance_is_checked_by_its_values():
+    config = RunConfig()
+    config.parallel.fp16 = True
+    assert [problem.code for problem in check(config, {})] == ["PP-E110"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("1.5TiB", 3 * 2**39), ("1024", 1024), ("1024B", 1024)],
+)
+def test_amounts_of_memory(text, size):
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 gib", "-1GiB", "1e3GiB", "80GiB!"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(ValueError, match="80GiB"):
+        memory_bytes(text)

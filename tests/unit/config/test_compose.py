@@ -1,0 +1,319 @@
+"""Composition: strength, provenance, closedness, and every problem at once."""
+
+import sys
+
+import pytest
+
+from ppctl.config.argv import LAYOUT
+from ppctl.config.compose import compose, override
+from ppctl.config.keys import text_keys, value_of
+from ppctl.config.resources import RECIPES_PATH, recipes
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError
+
+DSV3 = "Et*3|(tt|)*29,m|L"
+
+
+def problems_of(*overrides, **options):
+    with pytest.raises(ConfigError) as error:
+        compose(overrides, **options)
+    return list(error.value.problems)
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_every_shipped_recipe_composes_and_says_where_its_values_come_from(name):
+    composed = compose([f"recipe={name}"])
+    assert composed.config.recipe == name
+    assert set(composed.provenance) == set(text_keys())
+    assert composed.notes == ()
+    given = {source for source in composed.provenance.values() if source.startswith("recipe")}
+    assert given
+    assert all(source.startswith(f"recipe {name} (recipes/{name}.yaml:") for source in given)
+
+
+def test_provenance_names_the_line_that_sets_the_value():
+    composed = compose(["recipe=deepseek_v3", "steps=5"])
+    for key, source in composed.provenance.items():
+        if not source.endswith(")") or not source.startswith("recipe"):
+            continue
+        line = int(source.rpartition(":")[2].rstrip(")"))
+        text = composed.recipe_path.read_text().splitlines()[line - 1]
+        assert text.strip().startswith(key.rpartition(".")[2]), (key, text)
+    assert composed.provenance["train.steps"] == "command line"
+    assert composed.provenance["optim.eps"] == "default"
+    assert composed.provenance["parallel.overlap_p2p_comm"].startswith("conf/parallel/default.yaml:")
+    assert composed.provenance["model.num_layers"].startswith("conf/model/deepseek_v3.yaml:")
+
+
+@pytest.mark.parametrize(
+    "spelling", ["recipe=quickstart", "+recipe=quickstart", "++recipe=quickstart", "recipe='quickstart'"]
+)
+def test_every_spelling_of_a_recipe_wins_over_the_base_and_loses_to_the_command_line(spelling):
+    composed = compose([spelling, "steps=7"])
+    assert (
+        composed.config.parallel.pipeline_model_parallel_size == 2 != RunConfig().parallel.pipeline_model_parallel_size
+    )
+    assert composed.config.train.steps == 7
+    assert composed.config.model.hidden_size != RunConfig().model.hidden_size
+
+
+def test_without_a_recipe_the_schema_and_conf_decide():
+    composed = compose([])
+    assert composed.config.parallel.overlap_p2p_comm
+    assert not composed.config.parallel.batch_p2p_comm
+    composed.config.parallel = RunConfig().parallel
+    assert composed.config == RunConfig()
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("model.num_layerz", "model.num_layers"),
+        ("train.stepz", "train.steps"),
+        ("paralell.pp", "parallel.pipeline_model_parallel_size"),
+        ("pipeline_model_parallel_size", "parallel.pipeline_model_parallel_size"),
+        ("bogus.key", ""),
+        ("stepz", "steps"),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_any_prefix(prefix, key, suggestion):
+    (problem,) = problems_of(f"{prefix}{key}=3")
+    assert problem.code == "PP-E101"
+    assert key in problem.message
+    if suggestion:
+        assert problem.remedy == f"{suggestion}=3"
+        compose([problem.remedy])
+
+
+def test_all_problems_are_told_at_once_each_with_its_source():
+    found = problems_of(
+        "recipe=quickstrt", "model.num_layerz=3", "steps=x", "mbs=0", "parallel.fp16=true", "recompute=full",
+        "scale=smoke", "hydra.run.dir=x", "data=foo", "lr=(", "data.path=${nothing.here}", "log.name=", "quickstart",
+    )  # fmt: skip
+    codes = [problem.code for problem in found]
+    assert sorted(codes) == sorted(
+        ["PP-E104", "PP-E101", "PP-E102", "PP-E103", "PP-E110", "PP-E110", "PP-E110", "PP-E122", "PP-E102", "PP-E105",
+         "PP-E114", "PP-E103", "PP-E105"]
+    )  # fmt: skip
+    assert all("command line" in problem.place for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"), [("quickstrt", "quickstart"), ("deepseek", "deepseek_v3"), ("llama8b", "llama3_8b")]
+)
+def test_a_misspelt_recipe_lists_the_nearest_and_all(typed, nearest):
+    (problem,) = problems_of(f"+recipe={typed}")
+    assert problem.code == "PP-E104"
+    assert problem.remedy == f"recipe={nearest}"
+    assert all(name in problem.message for name in recipes())
+
+
+def test_a_misspelt_model_lists_all():
+    (problem,) = problems_of("model=lama")
+    assert all(name in problem.message for name in ("tiny", "llama3_8b", "deepseek_v3"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "value"),
+    [
+        ("steps=1e3", "train.steps", 1000),
+        ("steps=1_000", "train.steps", 1000),
+        ("steps='12'", "train.steps", 12),
+        ("lr=1", "optim.lr", 1.0),
+        ("log.tensorboard=true", "log.tensorboard", True),
+        ("log.name=2024", "log.name", "2024"),
+        ("log.name=1e3", "log.name", "1e3"),
+        ("vpp=null", "parallel.virtual_pipeline_model_parallel_size", None),
+        ("launch.env.A=1", "launch.env", {"A": "1"}),
+        ("launch.env={A: x,B: 2}", "launch.env", {"A": "x", "B": "2"}),
+        ("data.path=/x/{a,b}/*.txt", "data.path", "/x/{a,b}/*.txt"),
+        (f"layout={DSV3}", LAYOUT, DSV3),
+        ("layout=[[E,t],[t,L]]", LAYOUT, [["E", "t"], ["t", "L"]]),
+        ("pipeline.pp_schedule=Interleaved1F1B", "pipeline.pp_schedule", "Interleaved1F1B"),
+        ("launch.nodes=${train.micro_batch_size}", "launch.nodes", 1),
+    ],
+)
+def test_values_get_the_keys_type(typed, key, value):
+    assert value_of(compose([typed]).config, key) == value
+
+
+@pytest.mark.parametrize(
+    "typed", ["steps=1.5", "steps=x", "steps=true", "steps=[1]", "log.tensorboard=3", "lr=true", "lr=null"]
+)
+def test_a_value_of_the_wrong_type_is_refused(typed):
+    (problem,) = problems_of(typed)
+    assert problem.code == "PP-E102"
+
+
+def test_two_environment_variables_are_both_kept():
+    composed = compose(["launch.env.A=1", "launch.env.B=a,b"])
+    assert composed.config.launch.env == {"A": "1", "B": "a,b"}
+
+
+# --- layouts against sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ([], True),
+        (["pp=16"], True),
+        (["vpp=2", "gbs=64"], True),
+        (["model=deepseek_v3"], True),
+        (["pp=8"], False),
+        (["pp=8", "vpp=1"], False),
+        (["model.num_layers=30"], False),
+        (["--mtp-num-layers", "0"], False),
+        (["model=llama3_8b"], False),
+    ],
+)
+def test_a_recipes_layout_gives_way_to_other_sizes(typed, kept):
+    composed = compose(["+recipe=deepseek_v3", *typed])
+    layout = composed.config.parallel.pipeline_model_parallel_layout
+    if kept:
+        assert layout == DSV3
+        assert composed.provenance[LAYOUT].startswith("recipe deepseek_v3")
+        assert composed.notes == ()
+    else:
+        assert layout is None
+        assert composed.provenance[LAYOUT].startswith("derived: layout set aside because")
+        assert DSV3 in composed.notes[0]
+
+
+def test_a_typed_layout_is_never_changed():
+    composed = compose(["+recipe=deepseek_v3", "pp=8", "vpp=1", f"layout={DSV3}"])
+    assert composed.config.parallel.pipeline_model_parallel_layout == DSV3
+    assert composed.provenance[LAYOUT] == "command line"
+
+
+def test_a_layout_file_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cut.txt").write_text(f"  {DSV3}\n")
+    (tmp_path / "cut.yaml").write_text("- [E, t]\n- [t, L]\n")
+    assert compose(["layout=@cut.txt"]).config.parallel.pipeline_model_parallel_layout == DSV3
+    composed = compose(["layout=@cut.yaml"])
+    assert composed.config.parallel.pipeline_model_parallel_layout == [["E", "t"], ["t", "L"]]
+    assert composed.provenance[LAYOUT] == "command line (file cut.yaml)"
+    (problem,) = problems_of("layout=@none.txt")
+    assert problem.code == "PP-E123"
+    assert "No such file" in problem.message
+
+
+# --- one value, two names ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "size"),
+    [
+        (["mbs=4"], 4),
+        (["pipeline.pp_microbatch_size=4"], 4),
+        (["recipe=quickstart", "pipeline.pp_microbatch_size=4"], 4),
+        (["mbs=4", "pipeline.pp_microbatch_size=4"], 4),
+    ],
+)
+def test_both_names_of_the_micro_batch_size_agree(typed, size):
+    config = compose(typed).config
+    assert (config.train.micro_batch_size, config.pipeline.pp_microbatch_size) == (size, size)
+
+
+def test_two_micro_batch_sizes_are_a_contradiction():
+    (problem,) = problems_of("mbs=2", "pipeline.pp_microbatch_size=4")
+    assert problem.code == "PP-E103"
+
+
+# --- the user's own recipes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_recipe(tmp_path, monkeypatch):
+    def write(text, name="mine"):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        monkeypatch.setenv(RECIPES_PATH, str(tmp_path))
+        return tmp_path / f"{name}.yaml"
+
+    return write
+
+
+def test_a_users_recipe_can_build_on_a_shipped_one(own_recipe):
+    path = own_recipe("defaults:\n  - quickstart\n  - _self_\ntrain:\n  steps: 9\n")
+    composed = compose(["+recipe=mine"])
+    assert composed.config.train.steps == 9
+    assert composed.config.log.name == "quickstart"
+    assert composed.provenance["train.steps"] == f"recipe mine ({path}:5)"
+    assert composed.provenance["log.name"].startswith("recipe quickstart (recipes/quickstart.yaml:")
+
+
+def test_a_users_recipe_hides_a_shipped_one_of_its_name(own_recipe):
+    own_recipe("train: {steps: 3}\n", "quickstart")
+    assert compose(["recipe=quickstart"]).config.train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("train: {stepz: 3}\nmodel: {num_layers: x}\nfoo: 1\n", ["PP-E101", "PP-E101", "PP-E102"]),
+        ("train: [\n", ["PP-E115"]),
+        ("- 1\n", ["PP-E115"]),
+        ("train: 3\n", ["PP-E102"]),
+        ("defaults: [override /model: nope, _self_]\n", ["PP-E115"]),
+        ("defaults: [nope, _self_]\n", ["PP-E115"]),
+        ("recompute: full\n", ["PP-E110"]),
+        ("published: [{what: a}]\n", ["PP-E102"]),
+        ("parallel: {timers: 3}\n", ["PP-E113"]),
+        ("train: {steps: 0}\n", ["PP-E103"]),
+        ("launch: {env: {A: [1]}}\n", ["PP-E102"]),
+    ],
+)
+def test_what_is_wrong_in_a_recipe_is_told_with_its_line(own_recipe, text, codes):
+    path = own_recipe(text)
+    found = problems_of("+recipe=mine")
+    assert sorted(problem.code for problem in found) == codes
+    if codes != ["PP-E115"]:
+        assert all(f"({path}:" in problem.place for problem in found)
+
+
+def test_an_empty_recipe_is_the_defaults(own_recipe):
+    own_recipe("# nothing\n")
+    assert compose(["+recipe=mine"]).config.train == RunConfig().train
+
+
+# --- resume --------------------------------------------------------------------------------------------------------
+
+
+def test_override_keeps_what_was_composed_and_moves_the_layout():
+    first = compose(["recipe=deepseek_v3", "steps=5"])
+    same = override(first.config, first.provenance, [])
+    assert same.config == first.config
+    assert same.provenance == first.provenance
+    moved = override(first.config, first.provenance, ["pp=8", "steps=9"])
+    assert moved.config.train.steps == 9
+    assert moved.config.parallel.pipeline_model_parallel_layout is None
+    assert first.config.parallel.pipeline_model_parallel_size == 16
+
+
+def test_override_refuses_another_recipe():
+    first = compose([])
+    with pytest.raises(ConfigError, match="keeps the recipe"):
+        override(first.config, first.provenance, ["recipe=quickstart"])
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+def test_training_what_can_only_be_planned_is_one_sentence():
+    (problem,) = problems_of("+recipe=deepseek_v3", "gbs=64", for_training=True)
+    assert problem.code == "PP-E118"
+    for what in ("mixture of experts", "multi-head latent attention", "multi-token prediction", "expert parallelism"):
+        assert problem.message.count(what) == 1
+    assert "\n" not in problem.message
+    assert problem.remedy == "ppctl plan recipe=deepseek_v3 train.global_batch_size=64"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "llama3_8b"])
+def test_the_dense_recipes_may_train(name):
+    compose([f"recipe={name}"], for_training=True)
+
+
+def test_composing_never_imports_torch():
+    assert "torch" not in sys.modules or "tests/torch" in " ".join(sys.argv)

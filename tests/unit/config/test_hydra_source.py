@@ -1,0 +1,89 @@
+"""The private parts of Hydra that ppctl stands on are there, and compose what they should."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ppctl
+from ppctl.config.hydra_source import load, parse
+from ppctl.config.resources import conf_directory, groups, recipes_directory
+from ppctl.errors import ConfigError
+
+
+def test_the_private_names_exist():
+    from hydra import version
+    from hydra._internal.config_repository import ConfigRepository
+    from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+    from hydra._internal.defaults_list import create_defaults_list
+    from hydra.core.object_type import ObjectType
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.plugins.config_source import ConfigSource
+
+    assert ObjectType.CONFIG
+    assert all(
+        callable(thing)
+        for thing in (
+            version.setbase, ConfigRepository.initialize_sources, ConfigSearchPathImpl, create_defaults_list,
+            OverridesParser.create().parse_override, ConfigSource._get_header_dict,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("choices", "files"),
+    [
+        ({}, [("conf/parallel/default.yaml", "parallel"), ("conf/config.yaml", "")]),
+        (
+            {"recipe": "quickstart"},
+            [
+                ("conf/parallel/default.yaml", "parallel"),
+                ("conf/model/tiny.yaml", "model"),
+                ("conf/config.yaml", ""),
+                ("recipes/quickstart.yaml", ""),
+            ],
+        ),
+        (
+            {"recipe": "quickstart", "model": "llama3_8b"},
+            [
+                ("conf/parallel/default.yaml", "parallel"),
+                ("conf/model/llama3_8b.yaml", "model"),
+                ("conf/config.yaml", ""),
+                ("recipes/quickstart.yaml", ""),
+            ],
+        ),
+    ],
+)
+def test_files_stack_weakest_first(choices, files):
+    assert [(layer.file.label, layer.package) for layer in load(choices)] == files
+
+
+def test_groups_are_the_folders_of_conf_and_the_recipes():
+    found = groups()
+    assert set(found) == {"model", "parallel", "recipe"}
+    assert "quickstart" in found["recipe"]
+
+
+def test_an_override_that_cannot_be_read_is_told():
+    with pytest.raises(ConfigError, match="PP-E105"):
+        parse("train.steps=(")
+
+
+def test_an_installed_copy_works_from_any_directory(tmp_path):
+    package = tmp_path / "site" / "ppctl"
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(ppctl.__file__).parent, package, ignore=skip)
+    shutil.copytree(conf_directory(), package / "_conf", ignore=skip)
+    shutil.copytree(recipes_directory(), package / "_recipes", ignore=skip)
+    program = (
+        "import ppctl; from ppctl.config.compose import compose; c = compose(['recipe=quickstart']); "
+        "print(ppctl.__file__, c.recipe_path, c.config.parallel.pipeline_model_parallel_size)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd="/", env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(package / "__init__.py"), str(package / "_recipes" / "quickstart.yaml"), "2"]
