@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup, Work
 from ppctl.comm.buffers import BufferPool, Message
 from ppctl.comm.channels import Lane
 from ppctl.comm.wiring import loop_channels, make_lanes
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
 Shape = list[int] | torch.Size
@@ -91,7 +91,16 @@ class P2PCommunicator:
         return dist.get_global_rank(self.pp_group, (self._rank + 1) % self._size)
 
     def lane(self, channel: Channel) -> Lane:
-        """This rank's end of a channel. Raises KeyError for a channel that was not made."""
+        """This rank's end of a channel. Raises ScheduleError for a channel that was not made."""
+        if channel not in self._lanes:
+            raise ScheduleError(
+                Problem(
+                    "PP-E390",
+                    f"the communicator of pp_rank {self._rank} has no channel {channel}: unless it is given others, "
+                    "it has the channels of a loop",
+                    "P2PCommunicator(pp_group, config, channels=schedule.capacities)",
+                )
+            )
         return self._lanes[channel]
 
     def recv_forward(self, tensor_shapes: Shape | list[Shape], is_first_stage: bool) -> Any:
@@ -248,7 +257,7 @@ def _wait(works: dict[str, list[Work]]) -> None:
 def _refuse_unbuilt_modes(config: Any) -> None:
     problems = [
         Problem(
-            "PP-E190",
+            "PP-E110",
             f"parallel.{name}={getattr(config, name)} is not built yet: messages travel on channels of their own",
             f"parallel.{name}={off}",
         )

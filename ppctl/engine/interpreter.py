@@ -181,30 +181,22 @@ def _say_nothing(index: int) -> None:
 
 
 def _check(schedule: Schedule, programs: Sequence[StageProgram], pp_rank: int, size: int) -> None:
+    """Raise ScheduleError with everything that keeps this rank from executing the schedule."""
+    place = schedule.placement
+    if place.pp != size:
+        message = f"the schedule is for {place.pp} pipeline ranks, the communicator has {size}"
+        raise ScheduleError(Problem("PP-E390", message))
     problems = []
-    if schedule.placement.pp != size:
-        problems.append(
-            Problem(
-                "PP-E390", f"the schedule is for {schedule.placement.pp} pipeline ranks, the communicator has {size}"
-            )
-        )
-        raise ScheduleError(problems)
-    expected, given = schedule.placement.stages_of(pp_rank), sorted(p.stage for p in programs)
-    if list(expected) != given:
-        problems.append(
-            Problem(
-                "PP-E390", f"pp_rank {pp_rank} owns the stages {list(expected)}, the programs given are for {given}"
-            )
-        )
-    if not schedule.lowered:
-        problems.append(Problem("PP-E391", "the schedule has no messages yet", "ppctl.schedule.passes.lower(schedule)"))
+    expected, given = list(place.stages_of(pp_rank)), sorted(program.stage for program in programs)
+    if expected != given:
+        message = f"pp_rank {pp_rank} owns the stages {expected}, the programs given are for {given}"
+        problems.append(Problem("PP-E390", message))
+    channels = {place.channel(action) for action in schedule.actions[pp_rank] if action.op in MESSAGES}
+    if not schedule.lowered or channels - schedule.capacities.keys():
+        message = f"schedule {schedule.name} has no messages, or no capacities for them"
+        problems.append(Problem("PP-E391", message, "ppctl.schedule.passes.lower(schedule)"))
     if schedule.split:
-        problems.append(
-            Problem(
-                "PP-E392",
-                f"schedule {schedule.name} splits backwards into I and W, which can be planned but not yet executed",
-                "pipeline.pp_schedule=1f1b",
-            )
-        )
+        message = f"schedule {schedule.name} splits backwards into I and W, which can be planned but not yet executed"
+        problems.append(Problem("PP-E392", message, "pipeline.pp_schedule=1f1b"))
     if problems:
         raise ScheduleError(problems)

@@ -157,7 +157,7 @@ def test_what_would_hang_the_peer_is_refused_before_anything_is_sent():
 
 @pytest.mark.parametrize("name", ["batch_p2p_comm", "use_ring_exchange_p2p", "variable_seq_lengths"])
 def test_modes_that_are_not_built_are_refused_by_name(name):
-    with pytest.raises(ConfigError, match=rf"PP-E190.*parallel\.{name}=True is not built yet"):
+    with pytest.raises(ConfigError, match=rf"PP-E110.*parallel\.{name}=True is not built yet"):
         P2PCommunicator(None, SimpleNamespace(**{name: True}))
 
 
