@@ -87,8 +87,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def reference(text: Path, m: int, tied: bool, steps: int = STEPS):
+def reference(text: Path, m: int, tied: bool, eps: float = 1e-8):
     config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
+    config.optim.eps = eps
     batches = Batches(
         load_corpus(str(text), ByteTokenizer()),
         seq_length=SEQ,
@@ -100,7 +101,7 @@ def reference(text: Path, m: int, tied: bool, steps: int = STEPS):
         vocab_size=config.model.vocab_size,
     )
     data = []
-    for step in range(steps):
+    for step in range(STEPS):
         b = batches.step(step)
         data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)])
     return train_reference(config.model, config.optim, config.train.seed, data)
@@ -164,9 +165,14 @@ def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
 
 
 def test_two_replicas_agree_with_one_process_to_a_millionth(text):
-    """dp changes the order of the sum over microbatches: each rank sums its own first. All else is the same."""
-    losses, norms, weights = reference(text, 4, False)
+    """dp changes the order of the sum over microbatches: each rank sums its own first. All else is the same.
+
+    eps is 1e-4 on both sides: AdamW divides by sqrt(v) + eps, and at 1e-8 the last bit of a nearly zero gradient can
+    decide about a whole step of its weight.
+    """
+    losses, norms, weights = reference(text, 4, False, eps=1e-4)
     config = config_of(text, pp=2, vpp=1, m=2, dp=2)
+    config.optim.eps = 1e-4
     for rank_losses, rank_norms, rank_weights in run_ranks(train_cut, 4, to_mapping(config)):
         assert rank_losses == pytest.approx(losses, rel=1e-6)
         assert rank_norms == pytest.approx(norms, rel=1e-6)

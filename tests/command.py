@@ -1,0 +1,66 @@
+"""`ppctl` as a person runs it: a process of its own, in a directory of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TINY = (
+    "model.num_layers=6",
+    "model.hidden_size=16",
+    "model.ffn_hidden_size=24",
+    "model.num_attention_heads=2",
+    "model.num_query_groups=1",
+    "seq=16",
+    "gbs=8",
+    "mbs=1",
+    "optim.warmup_steps=2",
+    "launch.device=cpu",
+)
+"""Overrides of the quickstart that make a step take milliseconds."""
+
+FAULTS = Path(__file__).parent / "faults"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment with one thread a rank, without colours and without the pytest's own variables."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PPCTL_", "SLURM_", "TORCHELASTIC_"))}
+    return plain | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONPATH": str(FAULTS)} | more
+
+
+def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
+    """Start `ppctl arguments` in `cwd`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ppctl", *arguments],
+        cwd=cwd,
+        env=environment(**more),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ppctl(*arguments: str, cwd: Path, timeout: float = 90, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run `ppctl arguments` in `cwd` to its end."""
+    process = start(*arguments, cwd=cwd, **more)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def only_run(cwd: Path) -> Path:
+    """The one run directory under cwd/runs."""
+    (config,) = cwd.glob("runs/*/*/config.yaml")
+    return config.parent
+
+
+def metrics(run: Path) -> list[dict[str, object]]:
+    """The records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

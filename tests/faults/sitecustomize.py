@@ -1,0 +1,76 @@
+"""Faults for ranks that a test starts with this directory on PYTHONPATH; python imports this file by itself.
+
+PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
+raise, kill (SIGKILL), stop (SIGSTOP), noise (from that step on, every stage input is noise), nan (the stage's output).
+PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its first action on.
+"""
+
+import os
+import signal
+import sys
+
+
+def _arm() -> None:
+    from ppctl.engine.interpreter import Engine
+    from ppctl.engine.stage import Stage
+
+    kind, rank, step, action = os.environ["PPCTL_FAULT"].split()
+    if os.environ["RANK"] != rank:
+        return
+    steps = [-1]
+    run, forward = Engine.run, Stage.forward
+
+    def counting_run(self: Engine) -> None:
+        steps[0] += 1
+        index = next((i for i, a in enumerate(self.actions) if str(a) == action), None)
+        if steps[0] == int(step) and index is not None and kind in ("raise", "kill", "stop"):
+            inner = self._enter
+
+            def enter(at: int) -> None:
+                inner(at)
+                if at == index:
+                    _strike(kind)
+
+            self._enter = enter
+        run(self)
+
+    def spoilt_forward(self: Stage, mb: int) -> None:
+        if steps[0] >= int(step) and not self.is_first:
+            for tensor in self.inbox[mb].message:
+                tensor.normal_() if kind == "noise" else tensor.fill_(float("nan"))
+        forward(self, mb)
+
+    Engine.run = counting_run
+    if kind in ("noise", "nan"):
+        Stage.forward = spoilt_forward
+
+
+def _strike(kind: str) -> None:
+    if kind == "raise":
+        raise ValueError("struck by a test")
+    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def _watch() -> None:
+    """Log writes from the second step on: what comes before is start-up."""
+    from ppctl.engine.interpreter import Engine
+
+    target, run, steps = os.environ["PPCTL_WATCH"], Engine.run, [0]
+    log = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def audit(event: str, arguments: tuple) -> None:
+        if steps[0] > 1 and event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            os.write(log, f"{steps[0]} {arguments[0]}\n".encode())
+
+    def counting_run(self: Engine) -> None:
+        steps[0] += 1
+        run(self)
+
+    Engine.run = counting_run
+    sys.addaudithook(audit)
+
+
+if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
+    _arm()
+if "RANK" in os.environ and "PPCTL_WATCH" in os.environ:
+    _watch()
