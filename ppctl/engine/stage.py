@@ -69,11 +69,6 @@ class Stage:
         self.gradient_inbox_of_previous: dict[int, Arrival] | None = None
         self._live: dict[int, Live] = {}
 
-    @property
-    def in_flight(self) -> int:
-        """How many microbatches are between their forward and the end of their backward."""
-        return len(self._live)
-
     def wait_for_input(self, mb: int) -> None:
         """Return once the input of a microbatch is there."""
         if not self.is_first:

@@ -14,7 +14,7 @@ from ppctl.schedule.action import Action, Op, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 
-SAMPLE = 12
+SAMPLE = 24
 
 
 def schedule_of(name, pp, vpp, m):
