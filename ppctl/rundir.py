@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 import shutil
 import time
@@ -70,7 +71,8 @@ class RunDir:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the run for this process: no second launcher goes on with it. Ends with the process at the latest.
+        """Hold the run for this process: no second launcher goes on with it. Ends with the process at the latest,
+        and stays if the process becomes another program.
 
         Raises ConfigError (PP-E613) where another process holds it. A file system without locks holds nothing.
         """
@@ -79,6 +81,8 @@ class RunDir:
             raise ConfigError(
                 Problem("PP-E613", f"run {self.id} is still going on", f"ppctl runs show {self.path}", str(self.path))
             )
+        if descriptor is not None:
+            os.set_inheritable(descriptor, True)
         try:
             yield
         finally:

@@ -1,19 +1,16 @@
-"""Who started this process, on what machine, and what a rank has to find in its environment.
+"""Who started this process, and what a rank has to find in its environment.
 
-Knows the variables of torchrun and SLURM and how to count GPUs without torch. Must not know configs or plans.
+Knows the variables of torchrun and SLURM. Must not know configs, plans or devices.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem
 
@@ -117,32 +114,8 @@ def _tasks_on(per_node: str, node: int) -> int:
     return counts[node] if node < len(counts) else counts[-1]
 
 
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA GPUs that a process started here would see, without importing torch."""
-    present = _gpus_by_driver()
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return present
-    names = [name.strip() for name in chosen.split(",")]
-    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything behind them.
-    usable = 0
-    for name in names:
-        if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
-            break
-        usable += 1
-    return min(usable, present)
-
-
-def _gpus_by_driver() -> int:
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        try:
-            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return 0
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    devices = Path("/dev")
-    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
+USUAL = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+"""What every rank gets unless the environment says otherwise: ranks share a machine, and a crash shows its stack."""
 
 
 def choose_port(extra: Mapping[str, str]) -> int:
@@ -159,12 +132,9 @@ def choose_port(extra: Mapping[str, str]) -> int:
         raise ConfigError(Problem("PP-E605", message, "unset MASTER_PORT", "environment")) from error
 
 
-def rank_environment(rank: int, world_size: int, port: int, device: str, extra: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of one local rank: what is usual here, this process's own, `launch.env`, the rank's."""
-    usual = {"PYTHONFAULTHANDLER": "1"}
-    if device == "cpu":
-        usual["OMP_NUM_THREADS"] = "1"
-        usual["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    usual = USUAL | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     own = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -52,6 +52,9 @@ class Failure:
     exit_code: int = 1
     stage: int | None = None
     action: str | None = None
+    told: bool = False
+    """Whether the rank itself said so."""
+    remedy: str = ""
     frame: str = ""
     """Where in the code, as a traceback says it."""
 
@@ -77,7 +80,9 @@ def _told(error: Mapping[str, Any]) -> Failure:
         exit_code=int(error.get("exit_code") or 1),
         stage=error.get("stage"),
         action=error.get("action"),
-        frame=frames[-1] if frames else "",
+        told=True,
+        remedy=str(error.get("remedy") or ""),
+        frame=frames[-1] if frames and code == RAISED else "",
     )
 
 
@@ -108,14 +113,13 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
     """The text for the terminal: the culprit, where its log is, and one line about the others."""
     first = found[0]
     beat = beats.get(first.rank)
-    stage, doing = place(run, beat)
-    if first.action is not None:
-        stage, doing = first.stage, f"in {first.action}"
+    stage, doing = _where(run, first, beat)
     what, *more = first.what.splitlines() or [""]
     owner = f"rank {first.rank}" + (f" (stage {stage})" if stage is not None else "")
     failed = f"failed {doing}" if doing else "failed"
     lines = [f"error {first.code}: {owner} {failed}: {what}", *(f"  {line}" for line in more)]
     lines += [f"  {first.frame}"] * bool(first.frame)
+    lines += [f"  try: {first.remedy}"] * bool(first.remedy)
     step = f"at step {beat.step + 1}; " if beat is not None and beat.index >= 0 else ""
     lines.append(f"  {step}its log: {run.log(first.rank)}")
     if first.code == SILENT:
@@ -125,6 +129,15 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
     if world_size > 1:
         lines.append(f"  {_others(found[1:], world_size)}")
     return "\n".join([*lines, f"  more: ppctl explain {first.code}"])
+
+
+def _where(run: RunDir, first: Failure, beat: Beat | None) -> tuple[int | None, str | None]:
+    """(stage, what it was doing): as the rank told; of a rank that could not tell, as its heartbeat says."""
+    if first.action is not None:
+        return first.stage, f"in {first.action}"
+    if first.told and beat is not None and beat.index >= 0:
+        return first.stage, None  # it failed outside the list, and the record still shows the last action
+    return place(run, beat)
 
 
 def _others(others: Sequence[Failure], world_size: int) -> str:

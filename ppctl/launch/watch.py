@@ -38,7 +38,6 @@ class Job:
 
     run: RunDir
     world_size: int
-    device: str = "cpu"
     environment: Mapping[str, str] = field(default_factory=dict)
     """`launch.env`, set for every rank."""
     command: Sequence[str] = ()
@@ -81,6 +80,7 @@ class Watch:
                 heartbeat.create(run.id, rank, owner=os.getpid())
                 self._ranks.append(self._start(rank, port))
             pump = Pump(self._ranks[0].stdout, self._out)
+            run.write_status("running")
             publisher.start()
             self._wait()
         finally:
@@ -94,7 +94,7 @@ class Watch:
     def _start(self, rank: int, port: int) -> RankProcess:
         job = self.job
         command = job.command or (sys.executable, "-m", "ppctl.worker", "--run", str(job.run.path))
-        environment = rank_environment(rank, job.world_size, port, job.device, job.environment)
+        environment = rank_environment(rank, job.world_size, port, job.environment)
         return RankProcess(rank, command, environment, job.run.log(rank), piped=rank == 0)
 
     def _wait(self) -> None:

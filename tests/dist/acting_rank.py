@@ -52,7 +52,13 @@ def finish() -> None:
 
 def raises() -> None:
     time.sleep(0.2)
-    fail("ValueError", "boom\nand why", stage=5, action="5B2", traceback='x\n  File "model.py", line 3, in forward\n    y')
+    fail(
+        "ValueError",
+        "boom\nand why",
+        stage=5,
+        action="5B2",
+        traceback='x\n  File "model.py", line 3, in forward\n    y',
+    )
     os._exit(1)
 
 

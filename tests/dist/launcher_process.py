@@ -1,4 +1,7 @@
-"""A launcher in a process of its own, for tests that send it signals: python launcher_process.py RUN WORLD BEHAVIOUR..."""
+"""A launcher in a process of its own, for tests that send it signals.
+
+python launcher_process.py RUN WORLD BEHAVIOUR...
+"""
 
 import sys
 from pathlib import Path

@@ -81,7 +81,10 @@ def test_ranks_that_finish_end_the_job_with_0_and_rank_0_is_heard(run: RunDir) -
 def test_every_rank_finds_its_variables(run: RunDir) -> None:
     launcher = Launcher(run, 2, "finish")
     launcher.end()
-    first, second = (dict(line.split("=", 1) for line in text.splitlines() if "=" in line) for text in launcher.wait_for("environment"))
+    first, second = (
+        dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+        for text in launcher.wait_for("environment")
+    )
     own = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     assert second | own == second
     assert first["MASTER_PORT"] == second["MASTER_PORT"]

@@ -1,0 +1,139 @@
+"""`ppctl resume [RUN] [KEY=VALUE ...]`: go on from a run's last checkpoint, in the same directory, in another cut too.
+
+Knows which keys may change without changing what is computed. Must not know torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppctl.cli.console import note
+from ppctl.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from ppctl.config.compose import Composed
+    from ppctl.launch.environment import Started
+    from ppctl.launch.prepare import Launch
+    from ppctl.rundir import RunDir
+
+TELLS_PROBLEMS = True
+"""As for train."""
+
+_MATH = ("model.", "data.", "optim.")
+_MATH_KEYS = frozenset({"train.global_batch_size", "train.seed", "parallel.bf16", "parallel.fp16"})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="directory, id, unique prefix or SLURM job; default: newest"
+    )
+    parser.add_argument("--dir", default="runs", metavar="DIR", help="where runs are looked for (default: runs)")
+    parser.add_argument("--allow", action="store_true", help="let overrides change what is computed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Go on. Exit codes as for train; 3 where there is no checkpoint."""
+    from ppctl.cli import training
+    from ppctl.launch.environment import detect
+    from ppctl.launch.others import become_worker
+    from ppctl.runs import find_run
+
+    started = detect(os.environ)
+    if started.rank > 0:
+        become_worker(started, "--join")
+    with training.told_once(started, args.json):
+        training.refuse(args.problems)
+        found = find_run(args.run, Path(args.dir))
+        launch, checkpoint = prepare(args, found, started)
+        return training.conduct(launch, _held(found, launch, checkpoint), started, args.json, args.overrides)
+
+
+@contextmanager
+def _held(run: RunDir, launch: Launch, checkpoint: Path) -> Iterator[RunDir]:
+    from ppctl.launch.prepare import go_on
+
+    with run.hold():
+        yield go_on(run, launch, checkpoint)
+
+
+def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:
+    """The run as it is to go on, and from where. Raises PpctlError where it cannot."""
+    from ppctl.cli import training
+    from ppctl.config.compose import override
+    from ppctl.launch.prepare import Launch, find_checkpoint
+    from ppctl.plan import build_plan
+
+    before = run.read_config()
+    history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
+    composed = override(before, history, args.overrides, for_training=True)
+    changes = differences(_values(before), _values(composed.config))
+    plan = build_plan(composed.config, composed.provenance)
+    training.refuse([*plan.problems, *([] if args.allow else forbidden(changes, args))])
+    given = "checkpoint.resume" in changes
+    checkpoint = find_checkpoint(str(composed.config.checkpoint.resume) if given else str(run.path), Path(args.dir))
+    _refuse_finished(run, composed, checkpoint, args)
+    for line in (*composed.notes, f"going on with {run.path} from {checkpoint.name}"):
+        note(f"note: {line}")
+    for key, (old, new) in changes.items():
+        note(f"  {key}: {old} -> {new}")
+    config = training.settle(composed.config, plan, args.overrides, started)
+    return Launch(config, plan, f"{training.program()} {_typed(args, run)}"), checkpoint
+
+
+def _earlier(run: RunDir, source: str) -> str:
+    """Where a value came from, seen from a later command line: that one is stronger than an earlier one."""
+    return f"run {run.id}" if source == "command line" else source
+
+
+def _values(config: Any) -> dict[str, Any]:
+    from ppctl.config.mapping import to_mapping
+
+    flat: dict[str, Any] = {}
+    for section, value in to_mapping(config).items():
+        if isinstance(value, dict):
+            flat |= {f"{section}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[section] = value
+    return flat
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (old, new), of those that differ."""
+    return {key: (old, after[key]) for key, old in before.items() if old != after[key]}
+
+
+def forbidden(changes: Mapping[str, tuple[Any, Any]], args: argparse.Namespace) -> list[Problem]:
+    """One problem for each change that would make the run another one: other numbers from the next step on."""
+    return [
+        Problem(
+            "PP-E617",
+            f"{key} was {old} and would be {new}: the run would go on with other mathematics",
+            f"ppctl resume {shlex.join([*([args.run] if args.run else []), *args.overrides])} --allow",
+            f"{key} (command line)",
+        )
+        for key, (old, new) in changes.items()
+        if key.startswith(_MATH) or key in _MATH_KEYS or key.endswith("dtype")
+    ]
+
+
+def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: argparse.Namespace) -> None:
+    from ppctl.launch.prepare import step_of
+
+    done, steps = step_of(checkpoint), composed.config.train.steps
+    if run.status()["state"] == "finished" and done >= steps:
+        message = f"run {run.id} has done its {steps} steps"
+        remedy = f"ppctl resume {args.run or run.id} steps={2 * steps}"
+        raise ConfigError(Problem("PP-E618", message, remedy, str(run.path)))
+
+
+def _typed(args: argparse.Namespace, run: RunDir) -> str:
+    flags = ["--allow"] if args.allow else []
+    return shlex.join(["resume", str(run.path), *args.overrides, *flags])

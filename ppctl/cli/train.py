@@ -1,0 +1,78 @@
+"""`ppctl train`: compose, check, plan, make the run directory, run. Ranks that others started become workers.
+
+Knows the order. Must not know torch: what trains is started as `python -m ppctl.worker`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ppctl.cli.console import note
+
+if TYPE_CHECKING:
+    from ppctl.launch.environment import Started
+    from ppctl.launch.prepare import Launch
+    from ppctl.rundir import RunDir
+
+TELLS_PROBLEMS = True
+"""Asks the front for its own problems: ranks that others started must all leave with their code."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train. Exit codes: 0 done, 1 failed, 2 config, 3 checkpoint, 4 memory, 75 stopped after saving, 130 and 143."""
+    from ppctl.cli import training
+    from ppctl.launch.environment import detect
+    from ppctl.launch.others import become_worker
+
+    started = detect(os.environ)
+    if started.rank > 0:
+        become_worker(started, "--join")
+    with training.told_once(started, args.json):
+        launch = prepare(args, started)
+        return training.conduct(launch, _held(launch, started), started, args.json, args.overrides)
+
+
+@contextmanager
+def _held(launch: Launch, started: Started) -> Iterator[RunDir]:
+    from ppctl.launch.prepare import new_run
+
+    run = new_run(launch, started)
+    with run.hold():
+        yield run
+
+
+def prepare(args: argparse.Namespace, started: Started) -> Launch:
+    """The run that the command line describes. Raises PpctlError with all problems where it cannot be started."""
+    from ppctl.cli import training
+    from ppctl.cli.plan import planned
+    from ppctl.launch.prepare import Launch, find_checkpoint, with_value
+
+    composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
+    training.refuse(problems)
+    assert composed is not None and plan is not None  # without problems there are both
+    for line in composed.notes:
+        note(f"note: {line}")
+    config = training.settle(composed.config, plan, args.overrides, started)
+    if config.checkpoint.resume is not None:
+        found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
+        config = with_value(config, "checkpoint", resume=str(found))
+    return Launch(config, plan, command_line(args))
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """What was typed, with full names, ready to paste."""
+    from ppctl.cli.training import program
+
+    recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
+    return f"{program()} train {shlex.join([*recipes, *args.overrides])}".rstrip()

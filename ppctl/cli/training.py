@@ -1,0 +1,179 @@
+"""What `train` and `resume` share: from a checked plan to the last line on the screen.
+
+Knows what a person sees of a run that is started. Must not know how a config was composed, nor processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ppctl.cli.console import note
+from ppctl.cli.plan import exit_code, planned, summary
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
+from ppctl.launch.environment import Started
+from ppctl.launch.machine import choose_device, shortage
+from ppctl.launch.others import become_worker
+from ppctl.launch.prepare import Launch, with_value
+from ppctl.launch.supervisor import DONE, STOPPED, Outcome, supervise
+from ppctl.launch.watch import Job
+from ppctl.plan import Plan
+from ppctl.rundir import RunDir
+
+_CUT = (
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "parallel.pipeline_model_parallel_layout",
+    "pipeline.pp_schedule",
+)
+_CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise what `problems` deserve: a ConfigError (2), or a MemoryPlanError (4) where only memory is wrong."""
+    if problems:
+        raise (MemoryPlanError if exit_code(problems) == MemoryPlanError.exit_code else ConfigError)(problems)
+
+
+@contextmanager
+def told_once(started: Started, as_json: bool) -> Iterator[None]:
+    """Problems inside are told once, by rank 0; ranks that others started then all leave with their exit code."""
+    try:
+        yield
+    except PpctlError as error:
+        if as_json:
+            problems = [problem.to_json() for problem in error.problems]
+            print(json.dumps({"state": "refused", "exit_code": error.exit_code, "problems": problems}), flush=True)
+        if not started.by_others:
+            raise
+        for problem in dict.fromkeys(map(str, error.problems)):
+            note(f"error {problem}")
+        become_worker(started, "--refuse", str(error.exit_code))
+
+
+def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started) -> RunConfig:
+    """`config` with its device settled. Raises ConfigError where this machine cannot run the plan."""
+    world, typed = plan.sizes.world, shlex.join(arguments)
+    ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
+    device = choose_device(config.launch.device, ranks_here, os.environ)
+    problems = []
+    if find_spec("torch") is None:
+        problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", _install("torch")))
+    if started.by_others and started.world_size != world:
+        problems.append(_other_world(started, world, typed))
+    elif not started.by_others and config.launch.target == "env":
+        message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
+        problems.append(Problem("PP-E607", message, f"ppctl train {typed} launch.target=local", "launch.target = env"))
+    else:
+        problems += shortage(device, ranks_here, typed, os.environ)
+    refuse(problems)
+    return with_value(config, "launch", device=device)
+
+
+def _install(package: str) -> str:
+    return f"{shlex.quote(sys.executable)} -m pip install {package}"
+
+
+def _other_world(started: Started, world: int, typed: str) -> Problem:
+    how = {"slurm": f"srun -n {world} ppctl train {typed}", "torchrun": f"torchrun --nproc-per-node {world}"}
+    remedy = how.get(started.by, f"WORLD_SIZE={world}")
+    if started.by == "torchrun":
+        remedy += f" -m ppctl train {typed}"
+    starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
+    message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
+    return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")
+
+
+def program() -> str:
+    """What to type to run ppctl here: its name where the PATH has it, else its path."""
+    if shutil.which("ppctl"):
+        return "ppctl"
+    script = Path(sys.executable).with_name("ppctl")
+    return shlex.quote(shown(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def conduct(
+    launch: Launch,
+    opened: AbstractContextManager[RunDir],
+    started: Started,
+    as_json: bool,
+    overrides: Sequence[str],
+) -> int:
+    """Open the run directory, show the first screen, run the job to its end and tell how it ended."""
+    out = sys.stderr if as_json else sys.stdout
+    with opened as run:
+        device = launch.config.launch.device
+        print(f"{summary(launch.plan)}\n\nrun {shown(run.path)} on {device}\n", file=out, flush=True)
+        if started.by_others:
+            become_worker(started, "--publish", str(run.path), environment=launch.config.launch.env)
+        outcome = supervise(Job(run, launch.plan.sizes.world, launch.config.launch.env), out)
+    if outcome.report:
+        note(outcome.report)
+    if as_json:
+        print(json.dumps(_report(run, outcome)))
+    elif outcome.exit_code in (DONE, STOPPED):
+        print("\n".join(ending(run, launch, outcome, overrides)))
+    return outcome.exit_code
+
+
+def _report(run: RunDir, outcome: Outcome) -> dict[str, Any]:
+    told: dict[str, Any] = {"error": outcome.report} if outcome.report else {}
+    return {"run": str(run.path), "id": run.id, **run.result(), **told} | {
+        "state": outcome.state,
+        "exit_code": outcome.exit_code,
+    }
+
+
+def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[str]) -> list[str]:
+    """The last lines: the sample, the paths, and commands that go on from here."""
+    name, lines = program(), [""]
+    sample = run.result().get("sample")
+    if isinstance(sample, dict):
+        lines += ["what the model writes:", _indented(str(sample.get("text", ""))), ""]
+    checkpoint = run.latest_checkpoint()
+    lines.append(f"run         {shown(run.path)}")
+    lines += [f"checkpoint  {shown(checkpoint)}"] if checkpoint else []
+    where = shlex.quote(shown(run.path))
+    if outcome.exit_code == STOPPED:
+        return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
+    cut = _another_cut(launch.plan, overrides)
+    lines += ["", "next:", f"  {name} plan {_another_recipe(launch.config)}"]
+    lines += [f"  {name} train {cut}"] if cut else []
+    return [*lines, f"  {name} resume {where} steps={2 * launch.config.train.steps}"]
+
+
+def _indented(text: str) -> str:
+    visible = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
+    return "\n".join(f"  {line}" for line in visible.split("\n"))
+
+
+def _another_recipe(config: RunConfig) -> str:
+    from ppctl.config.resources import recipes
+
+    others = [name for name in recipes() if name != config.recipe] or ["quickstart"]
+    return f"+recipe={'deepseek_v3' if 'deepseek_v3' in others else others[0]}"
+
+
+def _another_cut(plan: Plan, overrides: Sequence[str]) -> str | None:
+    """The overrides of this run with other pp and vpp that plan without a problem."""
+    kept = [override for override in overrides if override.partition("=")[0] not in _CUT]
+    for pp, vpp in _CUTS:
+        cut = [*kept, f"pp={pp}", f"vpp={vpp}"]
+        if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and not planned(cut, for_training=True)[2]:
+            return shlex.join(cut)
+    return None

@@ -1,0 +1,76 @@
+"""What this machine has, without torch: is it enough for the ranks that it is to run?
+
+Knows how NVIDIA's driver and CUDA_VISIBLE_DEVICES tell of GPUs. Must not know configs or plans.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from ppctl.errors import Problem
+
+_FEW_PROCESSES = 64
+_SMALL_JOB = 8
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA GPUs that a process started here would see, without importing torch."""
+    present = _gpus_by_driver()
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything behind them.
+    usable = 0
+    for name in names:
+        if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
+            break
+        usable += 1
+    return min(usable, present)
+
+
+def _gpus_by_driver() -> int:
+    tool = shutil.which("nvidia-smi")
+    if tool is not None:
+        try:
+            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return 0
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    devices = Path("/dev")
+    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
+
+
+def choose_device(asked: str, ranks: int, environ: Mapping[str, str]) -> str:
+    """`cuda` or `cpu` for `launch.device`: `any` is cuda where this machine has a GPU for each of its ranks."""
+    if asked != "any":
+        return asked
+    return "cuda" if count_gpus(environ) >= ranks else "cpu"
+
+
+def shortage(device: str, ranks: int, arguments: str, environ: Mapping[str, str]) -> list[Problem]:
+    """What is missing here to run all `ranks` on this machine. `arguments` are the command line's, for the remedies."""
+    if device == "cuda":
+        found = count_gpus(environ)
+        if found < ranks:
+            ways = [f"ppctl plan {arguments}", "ppctl train +recipe=quickstart"]
+            if ranks <= _SMALL_JOB:
+                ways.insert(1, f"ppctl train {arguments} launch.device=cpu")
+            message = f"needs {_many(ranks, 'GPU')}, this machine has {found}"
+            return [Problem("PP-E601", message, "\n".join(ways), "launch.device = cuda")]
+        return []
+    cores = os.cpu_count() or 1
+    if ranks > max(_FEW_PROCESSES, 4 * cores):
+        message = f"needs {_many(ranks, 'process')}, this machine has {_many(cores, 'core')}"
+        return [Problem("PP-E602", message, f"ppctl plan {arguments}", "launch.device = cpu")]
+    return []
+
+
+def _many(count: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"

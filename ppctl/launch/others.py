@@ -1,0 +1,28 @@
+"""Becoming a worker, in a process that torchrun, srun or another scheduler has started as one rank.
+
+Knows how the process turns into `python -m ppctl.worker`. Must not know configs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+from ppctl.launch.environment import USUAL, Started
+
+
+def become_worker(started: Started, *arguments: str, environment: Mapping[str, str] | None = None) -> NoReturn:
+    """Replace this process by a worker of the same rank: `--publish DIR`, `--join` or `--refuse CODE`.
+
+    `environment` is `launch.env`. SIGTERM and SIGUSR1, which mean "save and leave", are ignored until the worker hears
+    them.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    variables = USUAL | dict(os.environ) | dict(environment or {}) | dict(started.variables)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", *arguments], variables)

@@ -1,0 +1,92 @@
+"""From a config and its plan to a run directory that is ready to start: made anew, or set to go on.
+
+Knows what a run directory must hold before the first rank reads it. Must not know how a config was composed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ppctl.config.schema import RunConfig
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.launch.environment import Started
+from ppctl.launch.record import environment_record
+from ppctl.plan import Plan
+from ppctl.rundir import RunDir
+from ppctl.runs import find_run
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is to be run. `config.launch.device` is settled: `cuda` or `cpu`."""
+
+    config: RunConfig
+    plan: Plan
+    command: str
+    """The command line, ready to paste."""
+
+
+def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    """`config` with other values in one section; the original is left alone."""
+    return replace(config, **{section: replace(getattr(config, section), **values)})
+
+
+def new_run(launch: Launch, started: Started) -> RunDir:
+    """Make the run directory. A job that its starter has started again goes on in the directory that it has."""
+    root, name = Path(launch.config.log.dir), launch.config.log.name
+    before = root.absolute() / name / str(started.run_id)
+    if started.run_id and started.restarts and (before / "config.yaml").exists():
+        return go_on(RunDir(before), launch, RunDir(before).latest_checkpoint())
+    return RunDir.create(root, name, lambda draft: _fill(draft, launch), started.run_id)
+
+
+def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
+    """Set `run` to go on from `checkpoint` as `launch` says; what it was before is kept under numbered names."""
+    resume = launch.config.checkpoint.resume if checkpoint is None else str(checkpoint)
+    run.set_aside()
+    run.drop_metrics_from(0 if checkpoint is None else step_of(checkpoint))
+    _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
+    return run
+
+
+def _fill(run: RunDir, launch: Launch) -> None:
+    run.write_environment(environment_record(launch.config.launch.device, launch.config.launch.env))
+    run.write_plan(launch.plan)
+    run.add_command(launch.command)
+    run.write_status("starting")
+    run.write_config(launch.config)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of completed steps that a checkpoint's name says; 0 for a name of another kind."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else 0
+
+
+def find_checkpoint(text: str, root: Path) -> Path:
+    """The checkpoint that `checkpoint.resume` means: its directory, that of its run, or a run under `root`.
+
+    Raises CheckpointError (PP-E615) where there is none.
+    """
+    path = Path(text).absolute()
+    if path.is_dir() and path.name.startswith("step-"):
+        return path
+    run = RunDir(path.parent if path.name == "checkpoints" else path)
+    found = run.latest_checkpoint()
+    if found is None:
+        try:
+            run = find_run(text, root)
+        except ConfigError as error:
+            message = f"checkpoint.resume={text}: there is no such checkpoint and no such run"
+            raise CheckpointError(Problem("PP-E615", message, "ppctl runs", "checkpoint.resume")) from error
+        found = run.latest_checkpoint()
+    if found is None:
+        raise CheckpointError(_no_checkpoint(run))
+    return found
+
+
+def _no_checkpoint(run: RunDir) -> Problem:
+    again = run.commands()[0]
+    return Problem("PP-E615", f"run {run.id} has no checkpoint to go on from", again, str(run.checkpoints))
