@@ -64,16 +64,24 @@ class Draft:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        for name in leaves:
+            try:
+                OmegaConf.create({"value": self.get(name)})
+            except OmegaConfBaseException as error:
+                self._unresolved(name, error)
         tree = OmegaConf.create(self.tree)
         for name in leaves:
             try:
                 value = OmegaConf.select(tree, name)
-                plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+                self.put(name, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
             except OmegaConfBaseException as error:
-                reason = str(error).splitlines()[0]
-                self.problems.append(Problem("PP-E114", f"{name}: {reason}", place=self.place(name)))
-                plain = text_keys()[name].default if name in text_keys() else None
-            self.put(name, plain)
+                self._unresolved(name, error)
+
+    def _unresolved(self, name: str, error: Exception) -> None:
+        message = f"{name}: {str(error).splitlines()[0]}"
+        self.problems.append(Problem("PP-E114", message, place=self.place(name)))
+        self.put(name, None)  # first, since a mapping would be added to the one that is wrong
+        self.put(name, text_keys()[name].default if name in text_keys() else None)
 
     def set_layout_aside(self, before: Mapping[str, Any], given: set[str]) -> None:
         """The command line is stronger than a recipe: a layout made for other sizes gives way, unless typed as well.

@@ -86,9 +86,9 @@ class PpctlSource(ConfigSource):
         header = ConfigSource._get_header_dict(file.text[:512])
         if header.get("package") is None and config_path.startswith("recipe/"):
             header["package"] = "_global_"
-        return ConfigResult(
-            provider=self.provider, path=file.label, config=OmegaConf.create(file.values), header=header
-        )
+        # Hydra has only to see the defaults list: the values go their own way, which keeps them plain and fast.
+        seen = OmegaConf.create({key: value for key, value in file.values.items() if key == "defaults"})
+        return ConfigResult(provider=self.provider, path=file.label, config=seen, header=header)
 
     def is_group(self, config_path: str) -> bool:
         """Whether the path names a group."""

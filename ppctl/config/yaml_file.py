@@ -1,23 +1,46 @@
 """One YAML file of the configuration: its values, and the line of every key.
 
-Knows YAML as OmegaConf reads it (1e-5 is a number) and marks. Must not know Hydra's composition or the schema.
+Knows YAML, read as OmegaConf reads it: 1e-5 is a number, a date is text, a key given twice is an error. Must not know
+Hydra's composition or the schema.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ppctl.errors import ConfigError, Problem
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_FAST):  # type: ignore[misc,valid-type]
+    """YAML 1.1 without its two surprises in configs: numbers that are text, text that is a date."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way of holding them
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in _FAST.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping, in which a key stands once."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+            seen.add(key.value)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping
+
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)
@@ -33,30 +56,34 @@ class YamlFile:
         try:
             return self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                Problem("PP-E115", f"{self.label} cannot be read: {error}", place=str(self.path))
-            ) from None
+            raise self._error(f"cannot be read: {error}") from None
 
     @cached_property
     def values(self) -> dict[str, Any]:
         """The mapping in the file, interpolations unresolved. Raises ConfigError where it is not one."""
-        try:
-            tree = OmegaConf.to_container(OmegaConf.create(self.text), resolve=False)
-        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(
-                Problem("PP-E115", f"{self.label} is not valid YAML: {error}", place=str(self.path))
-            ) from None
-        if tree is None:
-            return {}
-        if not isinstance(tree, dict):
-            raise ConfigError(Problem("PP-E115", f"{self.label} holds no mapping of keys", place=str(self.path)))
-        return {str(key): value for key, value in tree.items()}
+        return self._parsed[0]
 
     @cached_property
     def lines(self) -> dict[str, int]:
         """Dotted key -> line, counted from 1; sections included."""
-        root = yaml.compose(self.text, Loader=_LOADER)
-        return dict(_marks(root, ""))
+        return self._parsed[1]
+
+    @cached_property
+    def _parsed(self) -> tuple[dict[str, Any], dict[str, int]]:
+        try:
+            loader = _Loader(self.text)
+            node = loader.get_single_node()
+            tree = None if node is None else loader.construct_document(node)
+        except (yaml.YAMLError, ValueError, TypeError) as error:
+            raise self._error(f"is not valid YAML: {error}") from None
+        if tree is None:
+            return {}, {}
+        if not isinstance(tree, dict):
+            raise self._error("holds no mapping of keys")
+        return {str(key): value for key, value in tree.items()}, dict(_marks(node, ""))
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(Problem("PP-E115", f"{self.label} {what}", place=str(self.path)))
 
 
 def _marks(node: Any, prefix: str) -> Iterator[tuple[str, int]]:

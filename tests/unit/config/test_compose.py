@@ -3,10 +3,13 @@
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ppctl.config.argv import LAYOUT
+from ppctl.config.argv import ALIASES, LAYOUT
 from ppctl.config.compose import compose, override
 from ppctl.config.keys import text_keys, value_of
+from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.resources import RECIPES_PATH, recipes
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
@@ -317,3 +320,29 @@ def test_the_dense_recipes_may_train(name):
 
 def test_composing_never_imports_torch():
     assert "torch" not in sys.modules or "tests/torch" in " ".join(sys.argv)
+
+
+_VALUES = st.one_of(
+    st.sampled_from(
+        ["1", "-1", "0", "1e3", "null", "true", "x", "", "${train.steps}", "${x", "[1,2]", "{a: 1}", "'q", "nan"]
+    ),
+    st.text(alphabet="aE1,.()[]{}$'\"\\ |*:@", max_size=8),
+)
+_TOKENS = st.builds(
+    "{}{}={}".format,
+    st.sampled_from(["", "+", "++", "~"]),
+    st.sampled_from([*ALIASES, *text_keys(), "recipe", "model", "train", "launch.env.X", "hydra.x", "published"]),
+    _VALUES,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(_TOKENS, st.text(max_size=12)), max_size=4))
+def test_any_command_line_is_a_config_or_a_list_of_problems(tokens):
+    try:
+        composed = compose(tokens)
+    except ConfigError as error:
+        assert error.problems
+        assert all(problem.code.startswith("PP-E1") and problem.message for problem in error.problems)
+    else:
+        assert from_mapping(to_mapping(composed.config)) == composed.config
