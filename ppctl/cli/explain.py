@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ppctl.config.argv import ALIASES
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
-from ppctl.config.support import MEANING, PYTHON, support
+from ppctl.config.support import MEANING, PYTHON, WORKS, support
 from ppctl.errors import ConfigError, Problem
 
 PAGES = Path(__file__).resolve().parent.parent / "pages"
@@ -53,8 +53,9 @@ def explain(topic: str | None) -> str:
 
 
 def pages() -> dict[str, tuple[str, str]]:
-    """Error code -> (title, text), over all pages."""
-    return {code: (title, text) for path in sorted(PAGES.glob("E*.md")) for code, title, text in _sections_of(path)}
+    """Error code -> (title, text), over all pages, in order of codes."""
+    found = {code: (title, text) for path in PAGES.glob("E*.md") for code, title, text in _sections_of(path)}
+    return dict(sorted(found.items()))
 
 
 def _sections_of(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -73,8 +74,13 @@ def _contents() -> str:
 def _section(name: str) -> str:
     found = [key for key in text_keys().values() if key.name.startswith(f"{name}.")]
     width = max(len(key.name) for key in found)
-    lines = [f"{key.name:<{width}}  {_value(key)}" for key in found]
+    lines = [f"{key.name:<{width}}  {_value(key):<10}  {_short(key)}".rstrip() for key in found]
     return "\n".join([(sections()[name].__doc__ or "").splitlines()[0], "", *lines])
+
+
+def _short(key: Key) -> str:
+    state = support(key.name)
+    return "" if state.state == WORKS else MEANING[state.state]
 
 
 def _key(key: Key) -> str:

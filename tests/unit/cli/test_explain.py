@@ -26,7 +26,6 @@ def test_a_code_is_on_the_page_of_its_range_once():
     for path in sorted(PAGES.glob("E*.md")):
         codes = re.findall(r"^## (PP-E[0-9]{3}) \S", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert all(code.startswith(f"PP-{path.stem}") for code in codes)
-        assert codes == sorted(codes)
         seen += codes
     assert len(seen) == len(set(seen))
 
