@@ -166,7 +166,7 @@ def make_schedule(
     if name not in POLICIES:
         near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
         message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
-        problems.append(Problem("PP-E303", message, f"pipeline.pp_schedule={near[0]}"))
+        problems.append(Problem("PP-E304", message, f"pipeline.pp_schedule={near[0]}"))
     if problems:
         raise ScheduleError(problems)
     return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches))

@@ -213,9 +213,10 @@ def _hanging(schedule: Schedule) -> list[Problem]:
 def _line(schedule: Schedule, pp_rank: int, index: int) -> str:
     """A stuck rank's list around the action it waits at."""
     row = schedule.actions[pp_rank]
-    before = ("... " if index > 2 else "") + " ".join(map(str, row[max(index - 2, 0) : index]))
-    after = " ".join(map(str, row[index + 1 : index + 3])) + (" ..." if index + 3 < len(row) else "")
-    return f"rank {pp_rank}: {before} {row[index]} <-- here, waits for {_awaited(schedule, pp_rank, index)}; {after}"
+    before = ["..."] * (index > 2) + [str(action) for action in row[max(index - 2, 0) : index + 1]]
+    after = [str(action) for action in row[index + 1 : index + 3]] + ["..."] * (index + 3 < len(row))
+    awaited = _awaited(schedule, pp_rank, index)
+    return f"rank {pp_rank}: {' '.join(before)} <-- here, waits for {awaited}; {' '.join(after)}"
 
 
 def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:

@@ -1,0 +1,139 @@
+"""Lowering: where messages, receives and gradient sync stand, and how large the channels are."""
+
+from __future__ import annotations
+
+import pytest
+from schedule_sizes import made, out_of_order, sample, v_shaped
+
+from ppctl.errors import ScheduleError
+from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Channel, Op, Schedule, receive_slots
+from ppctl.schedule.passes import (
+    BACKWARD_SECONDS,
+    FORWARD_SECONDS,
+    MESSAGE_SECONDS,
+    add_messages,
+    least_capacities,
+    lower,
+    place_gradient_sync,
+)
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.verify import verify
+
+SAMPLE = [*map(made, sample(60)), v_shaped(), out_of_order()]
+
+
+def default_costs(schedule: Schedule) -> Costs:
+    return Costs.uniform(schedule.placement.num_stages, FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS)
+
+
+def test_a_small_schedule_is_lowered_as_on_paper() -> None:
+    lowered = lower(make_schedule("1f1b", pp=2, num_microbatches=3), capacity=3)
+    assert lowered.to_csv().splitlines() == [
+        "0RECV_B0,0RECV_B1,0F0,0SEND_F0,0F1,0SEND_F1,0B0,0RECV_B2,0F2,0SEND_F2,0B1,0B2,0REDUCE_GRAD",
+        "1RECV_F0,1RECV_F1,1F0,1RECV_F2,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1F2,1B2,1SEND_B2,1REDUCE_GRAD",
+    ]
+    assert lowered.capacities == {Channel(0, 1, "F"): 3, Channel(1, 0, "B"): 3}
+
+
+@pytest.mark.parametrize("schedule", SAMPLE, ids=lambda s: f"{s.name}-{s.placement.num_stages}-{s.num_microbatches}")
+def test_lowering_adds_and_never_reorders(schedule: Schedule) -> None:
+    for row, full in zip(schedule.actions, lower(schedule).actions, strict=True):
+        assert tuple(action for action in full if action.op in COMPUTE) == row
+
+
+@pytest.mark.parametrize("schedule", SAMPLE, ids=lambda s: f"{s.name}-{s.placement.num_stages}-{s.num_microbatches}")
+def test_a_lowered_schedule_has_nothing_wrong_with_it(schedule: Schedule) -> None:
+    assert verify(lower(schedule)) == []
+
+
+@pytest.mark.parametrize("schedule", SAMPLE, ids=lambda s: f"{s.name}-{s.placement.num_stages}-{s.num_microbatches}")
+def test_at_the_default_capacities_nothing_runs_later_than_without_limits(schedule: Schedule) -> None:
+    free, limited = (simulate(s, default_costs(schedule)).spans for s in (schedule, lower(schedule)))
+    assert [span for span in limited if span.action.op in COMPUTE] == list(free)
+
+
+def test_one_less_on_any_channel_makes_something_late() -> None:
+    for sizes in (
+        ("1f1b", 4, 1, 9, 4),
+        ("interleaved_1f1b", 3, 2, 8, 3),
+        ("interleaved_1f1b", 3, 3, 11, 5),
+        ("gpipe", 3, 2, 9, 3),
+    ):
+        schedule = made(sizes)
+        costs = default_costs(schedule)
+        free = simulate(schedule, costs)
+        for channel, capacity in least_capacities(schedule).items():
+            if capacity > 2:
+                tight = lower_with(schedule, {**least_capacities(schedule), channel: capacity - 1})
+                spans = [span for span in simulate(tight, costs).spans if span.action.op in COMPUTE]
+                assert spans != list(free.spans), (sizes, channel)
+
+
+def lower_with(schedule: Schedule, capacities: dict[Channel, int]) -> Schedule:
+    return add_messages(place_gradient_sync(schedule), capacities)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "group"), [(2, 2, 2), (4, 2, 4), (4, 4, 4), (8, 2, 8), (8, 3, 11), (16, 2, 24)])
+@pytest.mark.parametrize("rounds", [2, 8])
+def test_capacity_does_not_grow_with_the_number_of_microbatches(pp: int, vpp: int, group: int, rounds: int) -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved_1f1b", vpp)):
+        schedule = made((name, pp, chunks, rounds * group, group))
+        assert max(least_capacities(schedule).values()) <= 2 * (group - pp) + 4
+
+
+def test_a_channel_never_has_more_receives_posted_than_slots() -> None:
+    for capacity in (1, 2, 3, 6):
+        lowered = lower(make_schedule("interleaved_1f1b", pp=3, vpp=2, num_microbatches=7), capacity=capacity)
+        for row in lowered.actions:
+            posted: dict[Channel, int] = {}
+            for op, stage, mb in row:
+                used = Action({Op.F: Op.RECV_F, Op.B: Op.RECV_B}.get(op, op), stage, mb)
+                if op in (Op.RECV_F, Op.RECV_B):
+                    channel = lowered.placement.channel(used)
+                    posted[channel] = posted.get(channel, 0) + 1
+                    assert posted[channel] <= receive_slots(capacity)
+                elif op in COMPUTE and used in row:
+                    posted[lowered.placement.channel(used)] -= 1
+
+
+def test_every_stage_reduces_its_gradients_once_after_its_last_backward() -> None:
+    for schedule in SAMPLE:
+        for row in lower(schedule).actions:
+            for stage in {action.stage for action in row}:
+                own = [a.op for a in row if a.stage == stage and a.op not in MESSAGES]
+                backward = Op.B in own or Op.W in own
+                assert own.count(Op.REDUCE_GRAD) == backward
+                assert not backward or own[-1] is Op.REDUCE_GRAD
+
+
+def test_receives_follow_the_order_of_the_sends_even_if_they_are_used_in_another() -> None:
+    lowered = lower(out_of_order())
+    receives = [action.mb for action in lowered.actions[1] if action.op is Op.RECV_F]
+    assert receives == [0, 1, 2]
+    assert lowered.actions[1].index(next(a for a in lowered.actions[1] if a.op is Op.F)) == 3  # all three stand before
+
+
+def test_local_edges_carry_no_messages() -> None:
+    assert not any(a.op in MESSAGES for row in lower(made(("gpipe", 1, 3, 4, 1))).actions for a in row)
+    turning = [a for row in lower(v_shaped()).actions for a in row if a.op in (Op.SEND_F, Op.RECV_B) and a.stage == 1]
+    assert turning == []
+
+
+@pytest.mark.parametrize(
+    ("schedule", "capacity", "code"),
+    [
+        (lower(made(("1f1b", 2, 1, 2, 2))), None, "PP-E307"),
+        (lower(made(("1f1b", 1, 1, 2, 1))), None, "PP-E307"),
+        (made(("1f1b", 2, 1, 2, 2)), 0, "PP-E308"),
+    ],
+)
+def test_what_cannot_be_lowered_is_refused(schedule: Schedule, capacity: int | None, code: str) -> None:
+    with pytest.raises(ScheduleError, match=code):
+        lower(schedule, capacity=capacity)
+
+
+def test_a_hanging_order_has_no_capacities() -> None:
+    hanging = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    with pytest.raises(ScheduleError, match="PP-E317"):
+        lower(hanging)

@@ -1,0 +1,138 @@
+"""The policies against what Megatron-core does, and against their own promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppctl.errors import ScheduleError
+from ppctl.schedule.action import Op
+from ppctl.schedule.policies import (
+    POLICIES,
+    convert_schedule_table_to_order,
+    get_schedule_table,
+    make_schedule,
+    warmup_counts,
+)
+from ppctl.schedule.verify import verify
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+RECORDS = json.loads((GOLDEN / "schedule.json").read_text())["records"]
+ORDERS = json.loads((GOLDEN / "schedule_orders.json").read_text())["records"]
+
+
+def _of(function: str) -> list[dict]:
+    return [record for record in RECORDS if record["fn"] == function]
+
+
+def test_every_golden_record_is_looked_at() -> None:
+    looked_at = ["get_schedule_table", "convert_schedule_table_to_order", "get_pp_rank_microbatches"]
+    assert sum(len(_of(function)) for function in looked_at) == len(RECORDS) == 558
+
+
+def test_schedule_tables_are_megatrons() -> None:
+    for record in _of("get_schedule_table"):
+        table = get_schedule_table(**record["args"])
+        assert [mb for mb, _ in table] == record["result"]["microbatch_id"], record["args"]
+        assert [chunk for _, chunk in table] == record["result"]["model_chunk_id"], record["args"]
+
+
+def test_orders_are_megatrons() -> None:
+    for record in _of("convert_schedule_table_to_order"):
+        args = dict(record["args"])
+        table = get_schedule_table(**args.pop("schedule_table_of"))
+        assert convert_schedule_table_to_order(**args, schedule_table=table) == record["result"], record["args"]
+
+
+def test_warmup_counts_are_megatrons() -> None:
+    for record in _of("get_pp_rank_microbatches"):
+        args = dict(record["args"])
+        pp, virtual = args.pop("pp_size"), args.pop("virtual_pipeline_model_parallel_size")
+        counts = [list(warmup_counts(pp, rank, **args, interleaved=virtual is not None)) for rank in range(pp)]
+        assert counts == record["result_per_pp_rank[total,all_in_warmup,num_warmup,num_remaining]"], record["args"]
+
+
+@pytest.mark.parametrize("record", ORDERS, ids=lambda r: f"pp{r['pp']}-vpp{r['vpp']}-m{r['m']}-g{r['group']}")
+def test_every_rank_runs_in_the_order_that_megatron_ran_in(record: dict) -> None:
+    name = "forward_only" if record["forward_only"] else "interleaved_1f1b" if record["vpp"] else "1f1b"
+    schedule = make_schedule(
+        name,
+        pp=record["pp"],
+        vpp=record["vpp"] or 1,
+        num_microbatches=record["m"],
+        microbatch_group_size=record["group"] or None,
+    )
+    assert schedule.to_csv().splitlines() == record["rows"]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("vpp", [1, 2, 3, 4])
+def test_where_megatron_runs_the_order_is_its_formula(pp: int, vpp: int) -> None:
+    for m in range(pp, 4 * pp + 1):
+        for group in (g for g in range(pp, m + 1) if m % g == 0 or m % g >= pp):
+            schedule = make_schedule(
+                "interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m, microbatch_group_size=group
+            )
+            table = get_schedule_table(m, vpp, group)
+            for rank, row in enumerate(schedule.actions):
+                warmup = min(2 * (pp - rank - 1) + (vpp - 1) * group, m * vpp)
+                forwards = [("F", chunk * pp + rank, mb) for mb, chunk in table]
+                backwards = [("B", (vpp - 1 - chunk) * pp + rank, mb) for mb, chunk in table]
+                order = forwards[:warmup]
+                for number in range(m * vpp - warmup):
+                    order += [forwards[warmup + number], backwards[number]]
+                assert list(row) == order + backwards[m * vpp - warmup :]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("m", [1, 2, 7])
+def test_one_rank_is_a_pipeline_too(name: str, m: int) -> None:
+    for vpp in (1,) if name == "1f1b" else (1, 2, 3):
+        schedule = make_schedule(name, pp=1, vpp=vpp, num_microbatches=m)
+        assert verify(schedule) == []
+
+
+def test_few_microbatches_make_a_short_1f1b() -> None:
+    rows = make_schedule("1f1b", pp=4, num_microbatches=2).to_csv().splitlines()
+    assert rows == ["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1", "2F0,2F1,2B0,2B1", "3F0,3B0,3F1,3B1"]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m", "group"), [(16, 2, 120, 16), (4, 3, 5, 4), (3, 2, 4, 3), (5, 4, 13, 6)])
+def test_a_short_last_group_is_a_full_one_less_what_does_not_exist(pp: int, vpp: int, m: int, group: int) -> None:
+    filled = m - m % group + pp
+    short = make_schedule("interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m, microbatch_group_size=group)
+    full = make_schedule("interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=filled, microbatch_group_size=group)
+    assert short.actions == tuple(tuple(action for action in row if action.mb < m) for row in full.actions)
+    assert verify(short) == []
+
+
+def test_backwards_of_a_stage_run_in_microbatch_order() -> None:
+    for name in ("gpipe", "1f1b", "interleaved_1f1b"):
+        schedule = make_schedule(name, pp=4, vpp=1 if name == "1f1b" else 3, num_microbatches=9)
+        for row in schedule.actions:
+            for stage in {action.stage for action in row}:
+                backwards = [action.mb for action in row if action.op is Op.B and action.stage == stage]
+                assert backwards == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "codes"),
+    [
+        ("1f1b", {"pp": 0, "num_microbatches": 0}, ["PP-E304", "PP-E304", "PP-E304"]),
+        ("zigzag", {"pp": 2, "num_microbatches": 4}, ["PP-E304"]),
+        ("1f1b", {"pp": 2, "vpp": 2, "num_microbatches": 4}, ["PP-E305"]),
+        ("interleaved_1f1b", {"pp": 4, "vpp": 2, "num_microbatches": 8, "microbatch_group_size": 3}, ["PP-E306"]),
+        ("interleaved_1f1b", {"pp": 4, "vpp": 2, "num_microbatches": 8, "microbatch_group_size": -1}, ["PP-E304"]),
+    ],
+)
+def test_impossible_sizes_are_refused(name: str, sizes: dict[str, int], codes: list[str]) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        make_schedule(name, **sizes)
+    assert [problem.code for problem in caught.value.problems] == codes
+
+
+def test_a_misspelt_name_gets_the_near_one() -> None:
+    with pytest.raises(ScheduleError, match=r"pipeline\.pp_schedule=interleaved_1f1b"):
+        make_schedule("interleaved1f1b", pp=2, num_microbatches=2)
