@@ -4,7 +4,8 @@ Knows the parallel sizes and Megatron's rank order. Must not know torch, configs
 arithmetic on ranks. Standard library only.
 
 One world has two views that share the pp axis: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp),
-with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest: Megatron's default order `tp-cp-ep-dp-pp`.
+with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest, as in Megatron's default order
+`tp-cp-ep-dp-pp`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VIEWS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How many ranks there are and how each axis divides them. Raises ConfigError where they do not make up the world."""
+    """How many ranks there are and how each axis divides them. Raises ConfigError unless they make up the world."""
 
     world: int
     pp: int = 1

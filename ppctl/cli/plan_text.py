@@ -67,7 +67,7 @@ def drawing(plan: Plan) -> str:
 
 
 def table(plan: Plan, width: int) -> str:
-    """Who holds what and what it costs. In folded rows, numbers that differ are told from the first rank to the last."""
+    """Who holds what and what it costs; where numbers differ in a folded row, the first rank's and the last one's."""
     header = ["pp_rank", "params", "FLOPs", "in flight", "state GiB", "activations", "peak GiB"]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
     rows = []

@@ -43,7 +43,7 @@ def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> i
 
 
 def layer_flops(model: ModelConfig, kind: str, moe: bool, batch: int, seq: int) -> int:
-    """One layer of a kind: "embedding" (a look-up: 0), "decoder", "mtp", "loss" (the output, and once per MTP module)."""
+    """One layer: "embedding" (a look-up: 0), "decoder", "mtp", "loss" (the output, once more per MTP module)."""
     h = model.hidden_size
     if kind == "loss":
         return 2 * batch * seq * h * model.vocab_size * (1 + (model.mtp_num_layers or 0))

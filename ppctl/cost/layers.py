@@ -6,6 +6,8 @@ Knows Megatron's `moe_layer_freq` language. Must not know sizes in bytes, ranks 
 from __future__ import annotations
 
 import ast
+import shlex
+from itertools import groupby
 from typing import Any
 
 from ppctl.config.schema import ModelConfig
@@ -23,22 +25,36 @@ def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
     """
     if not model.num_moe_experts:
         return (False,) * model.num_layers
+    freq = _listed(model)
+    if freq is None:
+        raise _wrong(f"takes a positive number, or a list of 0 and 1, not {model.moe_layer_freq!r}", model)
+    if len(freq) != model.num_layers:
+        raise _wrong(f"lists {len(freq)} layers, and model.num_layers is {model.num_layers}", model)
+    return freq
+
+
+def fitted_moe_layer_freq(model: ModelConfig) -> str:
+    """`moe_layer_freq` cut, or continued with its last entry, to the model's number of layers, as an expression."""
+    freq = _listed(model) or (True,)
+    fitted = (freq + freq[-1:] * model.num_layers)[: model.num_layers]
+    return "+".join(f"[{int(moe)}]*{len(list(run))}" for moe, run in groupby(fitted))
+
+
+def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
+    """What `moe_layer_freq` lists, however many layers that is; None if it lists nothing."""
     freq = model.moe_layer_freq
     if isinstance(freq, str):
         freq = _evaluate(freq)
     if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
         return tuple(i % freq == 0 for i in range(model.num_layers))
     if not isinstance(freq, list | tuple) or any(entry not in (0, 1) for entry in freq):
-        raise _wrong(f"takes a positive number, or a list of 0 and 1, not {model.moe_layer_freq!r}", model)
-    if len(freq) != model.num_layers:
-        raise _wrong(f"lists {len(freq)} layers, and model.num_layers is {model.num_layers}", model)
+        return None
     return tuple(bool(entry) for entry in freq)
 
 
 def _wrong(what: str, model: ModelConfig) -> ConfigError:
-    return ConfigError(
-        Problem("PP-E210", f"model.moe_layer_freq {what}", f"'model.moe_layer_freq=[1]*{model.num_layers}'")
-    )
+    remedy = shlex.quote(f"model.moe_layer_freq={fitted_moe_layer_freq(model)}")
+    return ConfigError(Problem("PP-E210", f"model.moe_layer_freq {what}", remedy))
 
 
 def _evaluate(text: str) -> Any:

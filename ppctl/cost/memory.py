@@ -126,17 +126,22 @@ def stage_activation_bytes(model: ModelConfig, layer_names: Iterable[str], share
     return total
 
 
-def peak_of(actions: Iterable[Action], weight_of: Sequence[int]) -> int:
-    """The largest sum of `weight_of[stage]` over the (stage, microbatch) pairs alive at once on one rank.
+def peaks(actions: Iterable[Action], bytes_of: Sequence[int]) -> tuple[int, int]:
+    """(activations in flight, their bytes) of one rank, each at its largest.
 
-    A pair lives from the start of its F to the end of its B, or of its W where the backward is split. Exact, since a
-    rank runs its list in order. With all weights 1 it counts activations in flight.
+    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
+    and holds `bytes_of[stage]`. Exact, since a rank runs its list in order. One walk for both: plans hold many actions.
     """
-    alive = peak = 0
+    alive = most = held = largest = 0
     for op, stage, _ in actions:
         if op is Op.F:
-            alive += weight_of[stage]
-            peak = max(peak, alive)
+            alive += 1
+            held += bytes_of[stage]
+            if alive > most:
+                most = alive
+            if held > largest:
+                largest = held
         elif op is Op.B or op is Op.W:
-            alive -= weight_of[stage]
-    return peak
+            alive -= 1
+            held -= bytes_of[stage]
+    return most, largest

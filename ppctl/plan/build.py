@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
@@ -18,17 +18,11 @@ from ppctl.plan.fit import memory_problems
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import rank_costs, stage_specs, tie_groups
-from ppctl.plan.timing import Choice, choose_schedule, predicted
-from ppctl.plan.types import Derived, Plan, StageSpec
+from ppctl.plan.timing import CAPACITY, Choice, choose_schedule, compute_only, predicted, proved
+from ppctl.plan.types import Derived, Plan
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.trace import bubble_fraction, step_time
-from ppctl.schedule.verify import verify
 from ppctl.topology import ParallelSizes
-
-GROUP = "parallel.microbatch_group_size_per_vp_stage"
-CAPACITY = "pipeline.p2p_capacity"
 
 
 def build_plan(
@@ -47,13 +41,12 @@ def build_plan(
     """
     said = Said(config, provenance or {})
     derivation = derive(said)
+    if problems and {finding.code for finding in derivation.findings} == {"PP-E201"}:
+        raise ConfigError(problems)  # the rules on single values have told of these sizes already
     if derivation.findings or not derivation.complete:
         raise ConfigError([*problems, *told(said, derivation.findings, lambda other: derive(other).findings)])
-    found = list(problems)
-    schedule = _schedule(said, derivation, found)
-    plan = _assemble(said, derivation, schedule, title or config.recipe or config.log.name)
-    found += memory_problems(said, plan.pp_ranks, _peak)
-    return replace(plan, problems=tuple(found))
+    plan = _assemble(said, derivation, title or config.recipe or config.log.name)
+    return replace(plan, problems=(*problems, *plan.problems, *memory_problems(said, plan.pp_ranks, _peak)))
 
 
 @dataclass(slots=True)
@@ -102,36 +95,13 @@ def _layer_kinds(said: Said) -> Iterable[Finding]:
         for problem in error.problems:
             key = "model.moe_layer_freq"
             place = said.told(key, "model.num_layers")
-            every = f"[1]*{said['model.num_layers']}"
-            yield Finding(problem.code, key, problem.message, place, ((key, every),), ((key, 1),))
-
-
-def _schedule(said: Said, derivation: Derivation, problems: list[Problem]) -> Schedule:
-    """The lowered schedule, proved. What the proof finds is added to `problems`."""
-    plain = _compute_only(said, derivation)
-    capacity = said[CAPACITY]
-    schedule = lower(plain, capacity=capacity)
-    wrong = verify(schedule)
-    if wrong and capacity is not None:
-        enough = max(lower(plain).capacities.values(), default=1)
-        remedies = [f"{CAPACITY}={size}" for size in (enough, "null")]
-        place = said.told(CAPACITY)
-        wrong = [
-            Problem(each.code, each.message, "\n".join(remedies), f"{each.place}\n{place}".strip()) for each in wrong
-        ]
-    problems += wrong
-    return schedule
+            ways = (((key, fitted_moe_layer_freq(said.config.model)),), ((key, 1),))
+            yield Finding(problem.code, key, problem.message, place, *ways)
 
 
 def _compute_only(said: Said, derivation: Derivation) -> Schedule:
     assert derivation.cut and derivation.batch and derivation.choice
-    return make_schedule(
-        derivation.choice.name,
-        pp=said["pp"],
-        vpp=derivation.cut.vpp,
-        num_microbatches=derivation.batch.num_microbatches,
-        microbatch_group_size=said[GROUP] if said.given(GROUP) else None,
-    )
+    return compute_only(said, derivation.choice, derivation.cut.vpp, derivation.batch.num_microbatches)
 
 
 def _sizes(said: Said, world: World, cut: Cut) -> ParallelSizes:
@@ -140,24 +110,27 @@ def _sizes(said: Said, world: World, cut: Cut) -> ParallelSizes:
     )
 
 
-def _assemble(said: Said, derivation: Derivation, schedule: Schedule, name: str) -> Plan:
-    world, cut, batch, choice = derivation.world, derivation.cut, derivation.batch, derivation.choice
-    assert world and cut and batch and choice
+def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
+    world, cut, batch = derivation.world, derivation.cut, derivation.batch
+    assert world and cut and batch
     config, model = said.config, said.config.model
     sizes = _sizes(said, world, cut)
     stages = stage_specs(config, cut.layout, batch.micro_batch_size)
-    costs = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
-    bubble, seconds = _times(schedule, stages, sizes, config.launch.device)
+    plain = _compute_only(said, derivation)
+    schedule, wrong = proved(said, plain)
+    # A schedule that hangs has no time; what it computes has.
+    flops = [stage.flops_forward for stage in stages]
+    trace = predicted(plain if wrong else schedule, flops, sizes.tp * sizes.cp, config.launch.device)
     return Plan(
         name=name,
         sizes=sizes,
         layout=cut.layout.canonical(),
         stages=stages,
-        pp_ranks=costs,
+        pp_ranks=rank_costs(config, stages, sizes, schedule, batch.micro_batch_size),
         schedule=schedule,
         num_microbatches=batch.num_microbatches,
-        bubble_fraction=bubble,
-        step_time_s=seconds,
+        bubble_fraction=bubble_fraction(trace),
+        step_time_s=step_time(trace),
         time_calibrated=False,
         params_total=parameters.total_parameters(model),
         params_mtp=parameters.mtp_parameters(model),
@@ -167,12 +140,8 @@ def _assemble(said: Said, derivation: Derivation, schedule: Schedule, name: str)
         p2p_capacity=said[CAPACITY],
         derived=derivation.derived,
         provenance=dict(said.provenance),
+        problems=tuple(wrong),
     )
-
-
-def _times(schedule: Schedule, stages: Sequence[StageSpec], sizes: ParallelSizes, device: str) -> tuple[float, float]:
-    trace = predicted(schedule, [stage.flops_forward for stage in stages], sizes.tp * sizes.cp, device)
-    return bubble_fraction(trace), step_time(trace)
 
 
 def _peak(said: Said) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ppctl.config.argv import PLACE
 from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.plan.findings import Finding, Findings
@@ -115,10 +116,17 @@ def _agreements(said: Said, count: int) -> Iterator[tuple[Override, ...]]:
     if count % pp == 0:
         yield (("vpp", count // pp),)
     yield from _even(said)
+    # A layout that was typed stays; another one would give way to the new sizes unless it is typed as well.
+    keep = () if said.source("layout").startswith(PLACE) else (("layout", _text(said)),)
     if vpp is not None and count % vpp == 0:
-        yield (("pp", count // vpp), ("layout", said["layout"]))
+        yield (("pp", count // vpp), *keep)
     for size in nearest_divisors(count, pp):
-        yield (("pp", size), ("vpp", count // size), ("layout", said["layout"]))
+        yield (("pp", size), ("vpp", count // size), *keep)
+
+
+def _text(said: Said) -> str:
+    """The given layout as a string, whatever it was given as."""
+    return PipelineParallelLayerLayout(said["layout"], 1).canonical()
 
 
 def _even(said: Said) -> Iterator[tuple[Override, ...]]:

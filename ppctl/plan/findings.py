@@ -36,27 +36,35 @@ class Finding:
 Findings = list[Finding]
 
 
-def told(said: Said, findings: Iterable[Finding], judge: Callable[[Said], Iterable[Finding]]) -> list[Problem]:
-    """The findings as problems. `judge` finds all that is wrong with something said.
+Judge = Callable[[Said], Iterable[Finding]]
+"""Finds all that is wrong with something said."""
 
-    A candidate becomes a remedy if, once typed, its own rule is kept and no other is newly broken.
-    """
+
+def told(said: Said, findings: Iterable[Finding], judge: Judge) -> list[Problem]:
+    """The findings as problems, with at most REMEDIES remedies each."""
     findings = list(findings)
     rules = {finding.rule for finding in findings}
-    problems = []
-    for finding in findings:
-        remedies: list[str] = []
-        for candidate in finding.candidates:
-            if len(remedies) == REMEDIES:
-                break
-            text = command(candidate)
-            if text not in remedies and _mends(said.typed(candidate), finding, rules, judge):
-                remedies.append(text)
-        problems.append(Problem(finding.code, finding.message, "\n".join(remedies), finding.place))
-    return problems
+    return [
+        Problem(finding.code, finding.message, "\n".join(_remedies(said, finding, rules, judge)), finding.place)
+        for finding in findings
+    ]
 
 
-def _mends(
-    said: Said, finding: Finding, rules: set[tuple[str, str]], judge: Callable[[Said], Iterable[Finding]]
-) -> bool:
-    return {other.rule for other in judge(said)} <= rules - {finding.rule}
+def _remedies(said: Said, finding: Finding, rules: set[tuple[str, str]], judge: Judge) -> list[str]:
+    """Candidates that work: once typed, the finding's own rule is kept and no other is newly broken.
+
+    Those that mend everything come first. One that newly breaks a single other rule is tried again together with that
+    rule's first candidate.
+    """
+    whole: list[str] = []
+    partial: list[str] = []
+    together: list[tuple[Override, ...]] = []
+    for candidate in finding.candidates:
+        broken = list(judge(said.typed(candidate)))
+        new = [other for other in broken if other.rule not in rules - {finding.rule}]
+        if not new:
+            (partial if broken else whole).append(command(candidate))
+        elif len(new) == 1 and new[0].rule != finding.rule:
+            together += [(*candidate, *more) for more in new[0].candidates[:1]]
+    whole += [command(candidate) for candidate in together if not list(judge(said.typed(candidate)))]
+    return list(dict.fromkeys([*whole, *partial]))[:REMEDIES]

@@ -40,8 +40,9 @@ class Said:
         return self[key] is not None and source != "default" and not source.startswith("derived")
 
     def told(self, *keys: str) -> str:
-        """One line per key: name, value and source."""
-        return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in keys)
+        """One line per key that has a value: name, value and source."""
+        shown = [key for key in keys if self[key] is not None]
+        return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
 
     def typed(self, overrides: tuple[Override, ...]) -> Said:
         """What would be said if `overrides` were typed at the end of the command line.

@@ -19,7 +19,8 @@ AXES = ("tp", "cp", "pp")
 POSITIVE = (
     *("pp", "vpp", "tp", "cp", "ep", "etp", "dp", "nodes", "gpus_per_node", "gbs", "mbs", "seq"),
     *("pipeline.pp_microbatch_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
-    *("model.num_query_groups", "model.ffn_hidden_size", "model.vocab_size"),
+    *("model.num_query_groups", "model.ffn_hidden_size", "model.vocab_size", "pipeline.p2p_capacity"),
+    "parallel.microbatch_group_size_per_vp_stage",
 )
 
 
@@ -86,12 +87,11 @@ def _mismatch(said: Said, world: int, machines: str, factors: str, nodes: int, g
     code = "PP-E203" if dp else "PP-E204"
     right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"
     verb = "is not" if dp else "is not a multiple of"
-    keys = [key for key in ("nodes", "gpus_per_node", *AXES, "dp") if said[key] is not None]
     return Finding(
         code,
         "world",
         f"the job's world {world}{machines} {verb} {right}",
-        said.told(*keys),
+        said.told("nodes", "gpus_per_node", *AXES, "dp"),
         *_worlds(said, world, nodes, gpus),
     )
 
@@ -129,8 +129,8 @@ def _experts(said: Said, dense: int, findings: Findings) -> tuple[int, int, int]
     if dense % (etp * ep):
         message = f"tp {said['tp']} x cp {said['cp']} x dp {dense // said['tp'] // said['cp']} = {dense} ranks "
         message += f"are not a multiple of etp {etp} x ep {ep} = {etp * ep}"
-        keys = [key for key in ("tp", "cp", "dp", "etp", "ep", "nodes", "gpus_per_node") if said[key] is not None]
-        findings.append(Finding("PP-E205", "ep", message, said.told(*keys), *_expert_worlds(said, dense, etp, ep)))
+        place = said.told("tp", "cp", "dp", "etp", "ep", "nodes", "gpus_per_node")
+        findings.append(Finding("PP-E205", "ep", message, place, *_expert_worlds(said, dense, etp, ep)))
         return None
     return ep, etp, dense // etp // ep
 

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
-from ppctl.cost.memory import PRECISIONS, Precision, Shares, peak_of, stage_activation_bytes
+from ppctl.cost.memory import PRECISIONS, Precision, Shares, peaks, stage_activation_bytes
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.simulate import in_flight as most_in_flight
 from ppctl.topology import ParallelSizes
 
 
@@ -72,11 +71,11 @@ def rank_costs(
     alive = [stage_activation_bytes(model, stage.layers, shares, precision) for stage in stages]
     held = [_per_device(model, stage, sizes) for stage in stages]
     costs = []
-    for pp_rank, (actions, in_flight) in enumerate(zip(schedule.actions, most_in_flight(schedule), strict=True)):
+    for pp_rank, actions in enumerate(schedule.actions):
         own = [stage for stage in stages if stage.pp_rank == pp_rank]
         here = sum(held[stage.stage] for stage in own)
         state = (here * precision.weight, here * precision.gradient, here * precision.optimizer)
-        activations = peak_of(actions, alive)
+        in_flight, activations = peaks(actions, alive)
         costs.append(
             RankCost(
                 pp_rank,

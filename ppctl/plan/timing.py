@@ -1,27 +1,34 @@
-"""Which schedule runs, and what it would take.
+"""Which schedule runs, the proof that it can, and what it would take.
 
-Knows how a schedule is chosen and priced. Must not know how schedules work (`ppctl.schedule`), layouts or bytes.
+Knows how a schedule is chosen, proved and priced. Must not know how schedules work (`ppctl.schedule`) or layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
 from ppctl.config.support import schedule_policy
+from ppctl.errors import Problem
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
+from ppctl.schedule.verify import verify
 
 ASSUMED_FLOPS_PER_S = {"cuda": 400e12, "cpu": 50e9}
 """What one device does per second of the model's operations. A round guess, so predicted times count as uncalibrated;
 shares and bubbles do not depend on it."""
 
 SCHEDULE = "pipeline.pp_schedule"
+GROUP = "parallel.microbatch_group_size_per_vp_stage"
+CAPACITY = "pipeline.p2p_capacity"
 
 
 class Choice(NamedTuple):
@@ -43,7 +50,8 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
         if not said.given(SCHEDULE):
             return Choice(_fitting(vpp), (_chosen(vpp, "no schedule was given"),))
         message = f"schedule 1f1b runs one chunk per rank, and vpp is {vpp}"
-        remedies = (((SCHEDULE, _fitting(vpp)),), (("vpp", 1), ("layout", None)))
+        one_chunk = (("vpp", 1),) if said["layout"] is None else (("vpp", 1), ("layout", None))
+        remedies = (((SCHEDULE, _fitting(vpp)),), one_chunk)
         findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *remedies))
         return None
     if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
@@ -58,6 +66,35 @@ def _fitting(vpp: int) -> str:
 def _chosen(vpp: int, why: str) -> Derived:
     chunks = "one chunk" if vpp == 1 else f"{vpp} chunks"
     return Derived("schedule", _fitting(vpp), f"schedule {_fitting(vpp)}: {chunks} per rank, and {why}")
+
+
+def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int) -> Schedule:
+    """The chosen policy's schedule. A group size counts only where it was given: its default follows pp."""
+    return make_schedule(
+        choice.name,
+        pp=said["pp"],
+        vpp=vpp,
+        num_microbatches=num_microbatches,
+        microbatch_group_size=said[GROUP] if said.given(GROUP) else None,
+    )
+
+
+def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
+    """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity was given."""
+    capacity = said[CAPACITY]
+    schedule = lower(plain, capacity=capacity)
+    wrong = verify(schedule)
+    if capacity is None:
+        return schedule, wrong
+    place = schedule.placement
+    vpp = place.num_stages // place.pp
+    twin = make_schedule("forward_only", pp=place.pp, vpp=vpp, num_microbatches=plain.num_microbatches)
+    wrong = wrong or verify(lower(twin, capacity=capacity))
+    enough = max([*lower(plain).capacities.values(), *lower(twin).capacities.values()], default=1)
+    remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
+    return schedule, [
+        replace(each, remedy=remedy, place=f"{each.place}\n{said.told(CAPACITY)}".strip()) for each in wrong
+    ]
 
 
 def predicted(schedule: Schedule, flops_forward: Sequence[int], ranks_per_stage: int, device: str) -> Trace:

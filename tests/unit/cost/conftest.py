@@ -1,4 +1,4 @@
-"""Makes `models.py`, the table of published models, importable from the tests beside it."""
+"""Makes `published_models.py`, the table of published models, importable from the tests beside it."""
 
 import sys
 from pathlib import Path

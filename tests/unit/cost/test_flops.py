@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from models import MODELS
+from published_models import MODELS
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.flops import stage_flops

@@ -3,7 +3,7 @@
 import pytest
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.memory import PRECISIONS, Shares, parse_bytes, peak_of, stage_activation_bytes
+from ppctl.cost.memory import PRECISIONS, Shares, parse_bytes, peaks, stage_activation_bytes
 from ppctl.schedule.action import Action
 
 
@@ -62,14 +62,17 @@ def test_context_parallelism_divides_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("actions", "weights", "peak"),
+    ("actions", "sizes", "most"),
     [
-        ("0F0 0B0 0F1 0B1", [1], 1),
-        ("0F0 0F1 0B0 0F2 0B1 0B2", [1], 2),
-        ("0F0 2F0 2B0 0B0", [5, 0, 7], 12),
-        ("0F0 0I0 0F1 0W0 0I1 0W1", [1], 2),
-        ("", [1], 0),
+        ("0F0 0B0 0F1 0B1", [3], (1, 3)),
+        ("0F0 0F1 0B0 0F2 0B1 0B2", [3], (2, 6)),
+        ("0F0 2F0 2B0 0B0", [5, 0, 7], (2, 12)),
+        ("0F0 0F1 0B0 0B1 2F0 2B0", [5, 0, 70], (2, 70)),
+        ("0F0 0I0 0F1 0W0 0I1 0W1", [3], (2, 6)),
+        ("", [1], (0, 0)),
     ],
 )
-def test_a_peak_counts_what_is_alive_from_forward_to_backward(actions: str, weights: list[int], peak: int) -> None:
-    assert peak_of(map(Action.parse, actions.split()), weights) == peak
+def test_a_peak_counts_what_is_alive_from_forward_to_backward(
+    actions: str, sizes: list[int], most: tuple[int, int]
+) -> None:
+    assert peaks(map(Action.parse, actions.split()), sizes) == most

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import MODELS
+from published_models import MODELS
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost import parameters as count

@@ -1,0 +1,148 @@
+"""`ppctl plan` in its own process: what it prints, where, its exit codes, and what it never imports."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ppctl.cli.main import main
+from ppctl.cli.plan import planned, summary
+
+LAYOUT = "layout=Et*3|(tt|)*29,m|L"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["plan", *args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_deepseek_v3_in_json(capsys) -> None:
+    code, out, err = run(capsys, "+recipe=deepseek_v3", "--json")
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (data["params_total"], data["params_mtp"]) == (671_026_419_200, 11_610_068_224)
+    assert (data["params_hf"], data["params_active"]) == (684_489_845_504, 37_552_297_472)
+    assert data["world_size"] == 2048
+    assert data["parallel"] == {"pp": 16, "vpp": 2, "tp": 1, "cp": 1, "dp": 128, "ep": 64, "etp": 1, "edp": 2}
+    assert data["stages"][30]["layers"] == ["mtp.0"]
+    assert data["replicated_params"][30] == 926_679_040
+    assert data["schedule"]["name"] == "interleaved_1f1b"
+    equations = {derived["equation"] for derived in data["derived"]}
+    assert "world 2048 = nodes 256 x 8 = tp 1 x cp 1 x pp 16 x dp 128" in equations
+
+
+def test_the_text_shows_equations_table_schedule_and_the_published_table(capsys) -> None:
+    code, out, _ = run(capsys, "+recipe=deepseek_v3")
+    assert code == 0
+    lines = out.splitlines()
+    for part in (
+        "world 2048 = nodes 256 x 8 = tp 1 x cp 1 x pp 16 x dp 128",
+        "global_batch_size 15360 = dp 128 x num_microbatches 120 x micro_batch_size 1",
+        "recipes/deepseek_v3.yaml",
+        "m multi-token prediction",
+        "schedule interleaved_1f1b: 120 microbatches, bubble",
+        "uncalibrated",
+        "published and here",
+    ):
+        assert part in out
+    (row,) = [line for line in lines if line.startswith("1-13 ")]
+    assert "46.03 B" in row
+    assert "45 to 21" in row
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_a_small_pipeline_is_drawn(capsys) -> None:
+    _, out, _ = run(capsys, "+recipe=quickstart")
+    assert "rank 0  stage 0" in out
+    assert "each row is a process, each column a chunk that it owns" in out
+
+
+def test_no_line_is_wider_than_a_page_for_many_chunks(capsys) -> None:
+    _, out, _ = run(capsys, "pp=2", "vpp=12", "model.num_layers=48")
+    assert "chunks, first to last" in out
+
+
+@pytest.mark.parametrize("args", [("pp=8", "vpp=1"), ("pp=8", "vpp=2"), ("pp=4",)])
+def test_overriding_a_recipes_sizes_derives_another_layout_and_says_so(capsys, args) -> None:
+    code, out, err = run(capsys, "+recipe=deepseek_v3", *args, "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert len(data["stages"]) == data["parallel"]["pp"] * data["parallel"]["vpp"]
+    assert data["stages"][-1]["layers"][-2:] == ["mtp.0", "loss"]
+    assert sum(name.startswith("decoder") for stage in data["stages"] for name in stage["layers"]) == 61
+    assert "set aside" in err
+    assert any("set aside" in derived["equation"] for derived in data["derived"])
+
+
+def test_a_typed_layout_that_disagrees_is_refused_with_numbers_sources_and_two_ways_out(capsys) -> None:
+    code, out, err = run(capsys, "+recipe=deepseek_v3", "pp=8", "vpp=1", LAYOUT)
+    assert code == 2
+    for part in ("32", "pp 8", "vpp 1", "vpp=4", "command line", "PP-E220"):
+        assert part in err
+    assert "PP-E220" in out
+
+
+def test_problems_of_flags_keys_values_and_sizes_come_together(capsys) -> None:
+    args = ("+recipe=quickstart", "--bogus", "optim.bta1=0.5", "optim.beta2=2", "gbs=7", "layout=Et|tL")
+    code, out, err = run(capsys, *args, "--json")
+    codes = [problem["code"] for problem in json.loads(out)["problems"]]
+    assert code == 2
+    assert codes[0] == "PP-E107"
+    assert {"PP-E101", "PP-E103", "PP-E211", "PP-E220", "PP-E015"} <= set(codes)
+    assert len(codes) == len(set(codes))
+    assert all(code in err for code in codes)
+
+
+def test_the_json_of_a_refused_config_has_the_same_keys(capsys) -> None:
+    _, refused, _ = run(capsys, "+recipe=quickstart", "gbs=7", "--json")
+    _, planned_, _ = run(capsys, "+recipe=quickstart", "--json")
+    assert json.loads(planned_).keys() - json.loads(refused).keys() == {"p2p_capacity"}
+    assert json.loads(refused)["problems"][0].keys() >= {"code", "message", "remedy"}
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("+recipe=quickstart",), 0),
+        (("+recipe=quickstart", "launch.device_memory=1MiB"), 4),
+        (("+recipe=quickstart", "launch.device_memory=1MiB", "--force"), 0),
+        (("+recipe=quickstart", "launch.device_memory=1MiB", "optim.beta1=2"), 2),
+        (("+recipe=quickstart", "optim.beta1=2", "--force"), 2),
+        (("+recipe=quickstrat",), 2),
+        (("pp=0",), 2),
+    ],
+)
+def test_exit_codes(capsys, args, code: int, form) -> None:
+    found, out, err = run(capsys, *args, *form)
+    assert found == code
+    assert out.strip()
+    assert ("error PP-E" in err) == (code != 0 or "--force" in args)
+
+
+def test_memory_over_the_limit_still_shows_the_plan(capsys) -> None:
+    _, out, _ = run(capsys, "+recipe=quickstart", "launch.device_memory=1MiB", "--json")
+    data = json.loads(out)
+    assert data["problems"][0]["code"] == "PP-E801"
+    assert len(data["pp_ranks"]) == 2
+
+
+def test_the_first_screen_of_a_run_explains_its_letters() -> None:
+    _, plan, _ = planned(["recipe=quickstart"])
+    assert plan is not None
+    screen = summary(plan)
+    assert screen.startswith("E embedding, t layer, L loss; each row is a process, each column a chunk that it owns")
+    assert "Ett [0-1]" in screen
+    assert "ttL [6-7]" in screen
+
+
+def test_a_plan_in_json_imports_neither_torch_nor_rich_nor_numpy() -> None:
+    code = (
+        "import sys; from ppctl.cli.main import main; main(['plan', '+recipe=deepseek_v3', '--json']);"
+        "print(sorted({'torch', 'rich', 'numpy'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip() == "[]"
+    assert json.loads(done.stdout)["world_size"] == 2048

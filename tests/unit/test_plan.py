@@ -1,0 +1,323 @@
+"""What follows from a config: sizes by equations, the layout, stages, costs and a proved schedule."""
+
+from dataclasses import replace
+
+import pytest
+
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.cost.parameters import mtp_parameters, total_parameters
+from ppctl.errors import ConfigError, Problem
+from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.plan import Plan, TensorSpec, build_plan
+from ppctl.plan.said import Said
+from ppctl.schedule.simulate import in_flight
+from ppctl.schedule.verify import verify
+
+
+def configured(**values: object) -> tuple[RunConfig, dict[str, str]]:
+    """A config with `values` typed on the command line (aliases; `__` for a dot)."""
+    said = Said(RunConfig(), {}).typed(tuple((key.replace("__", "."), value) for key, value in values.items()))
+    return said.config, dict(said.provenance)
+
+
+def plan(**values: object) -> Plan:
+    return build_plan(*configured(**values))
+
+
+def equation(plan: Plan, key: str) -> str:
+    (found,) = [derived.equation for derived in plan.derived if derived.key == key]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "dp", "microbatches"),
+    [
+        (dict(), 1, 1, 8),
+        (dict(pp=2), 2, 1, 8),
+        (dict(pp=2, dp=2), 4, 2, 4),
+        (dict(pp=2, nodes=1, gpus_per_node=8), 8, 4, 2),
+        (dict(pp=2, nodes=2), 2, 1, 8),
+        (dict(pp=4, gpus_per_node=2), 4, 1, 8),
+        (dict(pp=2, gpus_per_node=4), 4, 2, 4),
+        (dict(pp=2, tp=2, cp=2, nodes=2, gpus_per_node=8, seq=256), 16, 2, 4),
+        (dict(pp=2, mbs=4, gbs=24), 2, 1, 6),
+        (dict(pp=2, pipeline__pp_microbatch_size=4, gbs=24), 2, 1, 6),
+    ],
+)
+def test_the_world_and_the_batch_follow_from_what_was_given(values, world: int, dp: int, microbatches: int) -> None:
+    made = plan(**values)
+    assert (made.sizes.world, made.sizes.dp, made.num_microbatches) == (world, dp, microbatches)
+
+
+def test_every_derived_size_has_its_equation() -> None:
+    made = plan(pp=2, vpp=2, nodes=2, gpus_per_node=4, gbs=64, mbs=2, layout="Ett|tt|tt|ttL")
+    assert equation(made, "data_parallel_size") == "world 8 = nodes 2 x 4 = tp 1 x cp 1 x pp 2 x dp 4"
+    assert equation(made, "num_microbatches") == "global_batch_size 64 = dp 4 x num_microbatches 8 x micro_batch_size 2"
+    assert made.derived[0].value == 8
+
+
+def test_overriding_pp_keeps_the_world_and_moves_dp() -> None:
+    sizes = [plan(pp=pp, nodes=1, gpus_per_node=8, gbs=16).sizes for pp in (1, 2, 4, 8)]
+    assert [(size.world, size.dp) for size in sizes] == [(8, 8), (8, 4), (8, 2), (8, 1)]
+
+
+def test_experts_have_their_own_view_of_the_same_ranks() -> None:
+    made = plan(pp=2, ep=2, model__num_moe_experts=4, nodes=1, gpus_per_node=8)
+    assert (made.sizes.ep, made.sizes.etp, made.sizes.edp) == (2, 1, 2)
+    assert equation(made, "expert_data_parallel_size") == "tp 1 x cp 1 x dp 4 = etp 1 x ep 2 x edp 2"
+
+
+@pytest.mark.parametrize(
+    ("values", "layout", "vpp"),
+    [
+        (dict(), "Et*8L", 1),
+        (dict(pp=4), "Ett|tt|tt|ttL", 1),
+        (dict(pp=2, vpp=2), "Ett|tt|tt|ttL", 2),
+        (dict(pp=3), "Et*3|t*3|ttL", 1),
+        (dict(pp=2, layout="Et|tt|tt|tttL"), "Et|tt|tt|tttL", 2),
+        (dict(pp=2, layout=[["E"], ["t"] * 5, ["t"] * 3, ["L"]]), "E|t*5|t*3|L", 2),
+        (dict(pp=2, vpp=2, layout="E||t*8|L"), "E||t*8|L", 2),
+        (dict(pp=1, vpp=2), "Et*4|t*4L", 2),
+        (dict(pp=2, model__mtp_num_layers=1), "Et*4|t*4mL", 1),
+    ],
+)
+def test_the_layout_is_the_one_given_or_the_even_split(values, layout: str, vpp: int) -> None:
+    made = plan(**values)
+    assert made.layout == PipelineParallelLayerLayout(layout, made.sizes.pp).canonical()
+    assert made.sizes.vpp == vpp
+
+
+def test_what_was_chosen_for_the_user_is_said() -> None:
+    assert equation(plan(pp=2, layout="Et|tt|tt|tttL"), "vpp") == "vpp 2 = 4 stages of the layout / pp 2"
+    assert "even split of 8 layers over 4 stages (pp 2 x vpp 2)" in equation(plan(pp=2, vpp=2), "layout")
+    assert "2 stages have no decoder layer" in equation(plan(pp=2, vpp=5), "layout")
+    assert "interleaved_1f1b: 2 chunks per rank" in equation(plan(pp=2, vpp=2), "schedule")
+    config, provenance = configured(pp=4)
+    provenance["parallel.pipeline_model_parallel_layout"] = "derived: layout X set aside because pp was changed"
+    assert equation(build_plan(config, provenance), "layout").endswith("; layout X set aside because pp was changed")
+
+
+@pytest.mark.parametrize(
+    ("values", "schedule"),
+    [
+        (dict(pp=2), "1f1b"),
+        (dict(pp=1), "1f1b"),
+        (dict(pp=2, vpp=2), "interleaved_1f1b"),
+        (dict(pp=2, layout="Et|tt|tt|tttL"), "interleaved_1f1b"),
+        (dict(pp=2, pipeline__pp_schedule="GPipe"), "gpipe"),
+        (dict(pp=2, vpp=2, pipeline__pp_schedule="gpipe"), "gpipe"),
+        (dict(pp=2, pipeline__pp_schedule="Interleaved1F1B"), "interleaved_1f1b"),
+        (dict(pp=2, vpp=2, pipeline__pp_schedule="interleaved_1f1b"), "interleaved_1f1b"),
+    ],
+)
+def test_the_schedule_fits_the_number_of_chunks(values, schedule: str) -> None:
+    assert plan(**values).schedule.name == schedule
+
+
+def test_a_recipes_interleaving_gives_way_to_one_chunk_on_the_command_line() -> None:
+    config, provenance = configured(pp=2, vpp=1, pipeline__pp_schedule="interleaved1f1b")
+    provenance["pipeline.pp_schedule"] = "recipe x (recipes/x.yaml:3)"
+    made = build_plan(config, provenance)
+    assert made.schedule.name == "1f1b"
+    assert "recipes/x.yaml:3" in equation(made, "schedule")
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+@pytest.mark.parametrize("gbs", [1, 2, 5, 8])
+def test_every_plan_is_proved_and_counts_what_is_in_flight(pp: int, vpp: int, gbs: int) -> None:
+    made = plan(pp=pp, vpp=vpp, gbs=gbs)
+    assert made.problems == ()
+    assert verify(made.schedule) == []
+    assert verify(made.forward_schedule) == []
+    assert tuple(cost.in_flight for cost in made.pp_ranks) == in_flight(made.schedule)
+
+
+def test_a_group_size_counts_only_when_it_was_given() -> None:
+    config, provenance = configured(pp=2, vpp=2, gbs=8)
+    config.parallel.microbatch_group_size_per_vp_stage = 1
+    by_default = build_plan(config, provenance).schedule
+    assert by_default == plan(pp=2, vpp=2, gbs=8).schedule
+    provenance["parallel.microbatch_group_size_per_vp_stage"] = "recipe x"
+    config.parallel.microbatch_group_size_per_vp_stage = 4
+    assert build_plan(config, provenance).schedule != by_default
+
+
+def test_stages_say_what_they_hold_and_what_crosses_their_edges() -> None:
+    made = plan(pp=2, vpp=2, mbs=2, seq=64, layout="Et*3|tt||t*3L")
+    hidden = (TensorSpec((2, 64, 256), "float32"),)
+    assert [(s.stage, s.pp_rank, s.vpp_rank, s.receives, s.sends) for s in made.stages] == [
+        (0, 0, 0, (), hidden),
+        (1, 1, 0, hidden, hidden),
+        (2, 0, 1, hidden, hidden),
+        (3, 1, 1, hidden, ()),
+    ]
+    assert made.stages[0].layers == ("embedding", "decoder.0", "decoder.1", "decoder.2")
+    assert made.stages[2].layers == ()
+    assert made.stages[3].layers == ("decoder.5", "decoder.6", "decoder.7", "loss")
+
+
+@pytest.mark.parametrize(
+    ("values", "shape", "dtype"),
+    [
+        (dict(parallel__bf16=True), (1, 256, 256), "bfloat16"),
+        (dict(parallel__params_dtype="bfloat16"), (1, 256, 256), "bfloat16"),
+        (dict(parallel__bf16=True, parallel__pipeline_dtype="float32"), (1, 256, 256), "float32"),
+        (dict(cp=2), (1, 128, 256), "float32"),
+        (dict(tp=2, parallel__sequence_parallel=True), (1, 128, 256), "float32"),
+    ],
+)
+def test_messages_have_the_shape_and_dtype_of_one_ranks_hidden_states(values, shape, dtype: str) -> None:
+    assert plan(pp=2, **values).stages[0].sends == (TensorSpec(shape, dtype),)
+
+
+def test_mtp_sends_its_hidden_states_along_to_the_loss() -> None:
+    made = plan(pp=2, vpp=2, model__mtp_num_layers=1, layout="Et*4|t*4|m|L")
+    assert [len(stage.sends) for stage in made.stages] == [1, 1, 2, 0]
+    assert [len(stage.receives) for stage in made.stages] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "groups"),
+    [
+        (dict(), ()),
+        (dict(model__share_embeddings_and_output_weights=True), (0, 3)),
+        (dict(model__mtp_num_layers=1), (0, 3)),
+        (dict(model__mtp_num_layers=1, model__share_embeddings_and_output_weights=True), (0, 3, 3)),
+    ],
+)
+def test_parameters_with_several_uses_are_tied(values, groups: tuple[int, ...]) -> None:
+    made = plan(pp=2, vpp=2, **values)
+    assert made.tie_groups == ((("tok_embeddings.weight", groups),) if groups else ())
+    table = 320 * 256
+    assert sum(stage.replicated_params for stage in made.stages) == table * max(0, len(groups) - 1)
+
+
+@pytest.mark.parametrize(
+    "values", [dict(), dict(model__mtp_num_layers=1), dict(model__share_embeddings_and_output_weights=True)]
+)
+@pytest.mark.parametrize("sizes", [dict(), dict(pp=2), dict(pp=3, vpp=2)])
+def test_no_parameter_is_lost_or_counted_twice(values, sizes) -> None:
+    config, provenance = configured(**values, **sizes)
+    made = build_plan(config, provenance)
+    built = sum(stage.params - stage.replicated_params for stage in made.stages)
+    assert built == made.params_total + made.params_mtp
+    assert built == total_parameters(config.model) + mtp_parameters(config.model)
+    assert sum(cost.params for cost in made.pp_ranks) == sum(stage.params for stage in made.stages)
+
+
+def test_bytes_per_device_follow_from_precision_and_parallel_sizes() -> None:
+    fp32, bf16 = plan(pp=2), plan(pp=2, parallel__bf16=True)
+    for cost, half in zip(fp32.pp_ranks, bf16.pp_ranks, strict=True):
+        assert (cost.weight_bytes, cost.gradient_bytes, cost.optimizer_bytes) == tuple(
+            cost.params * n for n in (4, 4, 8)
+        )
+        assert (half.weight_bytes, half.gradient_bytes, half.optimizer_bytes) == tuple(
+            cost.params * n for n in (2, 4, 12)
+        )
+        assert cost.peak_bytes == 16 * cost.params + cost.activation_bytes
+    assert plan(pp=2, tp=2).pp_ranks[0].weight_bytes < fp32.pp_ranks[0].weight_bytes
+    experts = dict(pp=2, model__num_moe_experts=4, dp=2)
+    assert plan(**experts, ep=2).pp_ranks[0].weight_bytes < plan(**experts).pp_ranks[0].weight_bytes
+
+
+def test_peak_activations_do_not_grow_with_microbatches_but_do_with_gpipe() -> None:
+    few, many = plan(pp=4, gbs=8), plan(pp=4, gbs=64)
+    assert [c.activation_bytes for c in few.pp_ranks] == [c.activation_bytes for c in many.pp_ranks]
+    gpipe = plan(pp=4, gbs=64, pipeline__pp_schedule="gpipe")
+    assert gpipe.pp_ranks[0].in_flight == 64
+
+
+def test_predicted_bubble_is_the_textbooks_for_equal_stages() -> None:
+    """E and L weigh next to nothing beside 4 layers each: (p - 1) / (m + p - 1)."""
+    made = plan(pp=4, gbs=12, model__num_layers=16, model__vocab_size=1)
+    assert made.bubble_fraction == pytest.approx(3 / 15, abs=1e-3)
+    assert made.step_time_s > 0
+    assert made.time_calibrated is False
+
+
+def test_a_rank_sees_its_own_part() -> None:
+    made = plan(pp=2, vpp=2, nodes=1, gpus_per_node=4)
+    part = made.for_rank(3)
+    assert (part.rank, part.pp_rank, part.dp_rank) == (3, 1, 1)
+    assert [stage.stage for stage in part.stages] == [1, 3]
+    assert part.actions == made.schedule.actions[1]
+    with pytest.raises(IndexError):
+        made.for_rank(4)
+
+
+@pytest.mark.parametrize(("limit", "codes"), [("1KiB", ["PP-E801"]), ("80GiB", []), ("much", ["PP-E802"]), (None, [])])
+def test_a_peak_above_the_devices_memory_is_a_problem_of_a_plan_that_can_still_be_seen(limit, codes) -> None:
+    made = plan(pp=2, launch__device_memory=limit)
+    assert [problem.code for problem in made.problems] == codes
+
+
+def test_memory_that_does_not_fit_names_the_rank_and_ways_that_fit() -> None:
+    values = dict(pp=2, mbs=4, seq=512)
+    peak = max(cost.peak_bytes for cost in plan(**values).pp_ranks)
+    (problem,) = plan(**values, launch__device_memory=str(peak - 1)).problems
+    assert "pp_rank 0" in problem.message
+    for remedy in problem.remedy.splitlines():
+        key, _, value = remedy.partition("=")
+        value = int(value) if value.isdecimal() else value
+        assert plan(**(values | {"launch__device_memory": str(peak - 1), key.replace(".", "__"): value})).problems == ()
+
+
+def test_a_p2p_capacity_reaches_both_schedules() -> None:
+    made = plan(pp=2, vpp=2, pipeline__p2p_capacity=4)
+    assert set(made.schedule.capacities.values()) == {4}
+    assert set(made.forward_schedule.capacities.values()) == {4}
+
+
+@pytest.mark.parametrize("values", [dict(pp=2, vpp=2), dict(pp=3, vpp=2, gbs=6)])
+def test_a_capacity_at_which_the_schedule_hangs_is_refused_with_capacities_that_work(values) -> None:
+    (problem,) = plan(**values, pipeline__p2p_capacity=1).problems
+    assert "pipeline.p2p_capacity = 1 (command line)" in problem.place
+    for remedy in problem.remedy.splitlines():
+        text = remedy.partition("=")[2]
+        assert plan(**values, pipeline__p2p_capacity=None if text == "null" else int(text)).problems == ()
+
+
+def test_problems_that_are_known_already_come_first() -> None:
+    known = Problem("PP-E103", "something else")
+    assert build_plan(*configured(), problems=[known]).problems == (known,)
+    with pytest.raises(ConfigError) as caught:
+        build_plan(*configured(gbs=3, dp=2), problems=[known])
+    assert [problem.code for problem in caught.value.problems] == ["PP-E103", "PP-E211"]
+
+
+def test_the_digest_names_what_runs_and_not_where_values_came_from() -> None:
+    config, provenance = configured(pp=2, vpp=2)
+    made = build_plan(config, provenance)
+    assert made.digest == build_plan(config, {}, title="other").digest
+    assert made.digest != plan(pp=2, vpp=2, gbs=16).digest
+    assert made.digest != plan(pp=2, vpp=2, seq=128).digest
+    assert made.digest != plan(pp=2, vpp=2, layout="Ettt|t|tt|ttL").digest
+
+
+def test_deepseek_v3_as_published() -> None:
+    model = ModelConfig(
+        num_layers=61,
+        hidden_size=7168,
+        ffn_hidden_size=18432,
+        num_attention_heads=128,
+        vocab_size=129280,
+        multi_latent_attention=True,
+        q_lora_rank=1536,
+        num_moe_experts=256,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=2048,
+        moe_shared_expert_intermediate_size=2048,
+        moe_layer_freq="[0]*3+[1]*58",
+        moe_router_enable_expert_bias=True,
+        mtp_num_layers=1,
+    )
+    config, provenance = configured(
+        pp=16, vpp=2, ep=64, nodes=256, gpus_per_node=8, gbs=15360, seq=4096, layout="Et*3|(tt|)*29,m|L"
+    )
+    made = build_plan(replace(config, model=model), provenance)
+    assert made.sizes.num_stages == 32
+    assert (made.params_total, made.params_mtp, made.params_hf) == (671_026_419_200, 11_610_068_224, 684_489_845_504)
+    assert made.tie_groups == (("tok_embeddings.weight", (0, 30)),)
+    billions = [round(cost.params / 1e9, 3) for cost in made.pp_ranks]
+    assert billions == [25.692, *[46.029] * 13, 35.551, 23.941]

@@ -1,0 +1,152 @@
+"""What allows no plan: every problem at once, with sources, and remedies that themselves make a plan."""
+
+import shlex
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem
+from ppctl.plan import build_plan
+from ppctl.plan.build import derive
+from ppctl.plan.said import Said, command, typed
+
+
+def said(**values: object) -> Said:
+    return Said(RunConfig(), {}).typed(tuple((key.replace("__", "."), value) for key, value in values.items()))
+
+
+def problems_of(given_: Said) -> tuple[Problem, ...]:
+    try:
+        return build_plan(given_.config, given_.provenance).problems
+    except ConfigError as error:
+        return error.problems
+
+
+RULES = [
+    (dict(pp=0), {"PP-E201"}),
+    (dict(gbs=-1, mbs=0), {"PP-E201"}),
+    (dict(pp=2, dp=3, nodes=1, gpus_per_node=4), {"PP-E203"}),
+    (dict(pp=2, nodes=1, gpus_per_node=3), {"PP-E204"}),
+    (dict(pp=4, nodes=1, gpus_per_node=2), {"PP-E204"}),
+    (dict(tp=3, nodes=1, gpus_per_node=8), {"PP-E204", "PP-E207"}),
+    (dict(ep=2, dp=3, gbs=9, model__num_moe_experts=4), {"PP-E205"}),
+    (dict(ep=2), {"PP-E206"}),
+    (dict(ep=3, dp=3, gbs=9, model__num_moe_experts=4), {"PP-E206"}),
+    (dict(tp=16), {"PP-E207"}),
+    (dict(cp=3, seq=256), {"PP-E208"}),
+    (dict(model__num_moe_experts=4, model__moe_layer_freq="[0]*3+[1]*58"), {"PP-E210"}),
+    (dict(gbs=7, dp=2), {"PP-E211"}),
+    (dict(gbs=12, mbs=5), {"PP-E211"}),
+    (dict(pp=2, vpp=2, pipeline__pp_schedule="1f1b"), {"PP-E213"}),
+    (dict(pipeline__pp_schedule="zigzag"), {"PP-E213"}),
+    (dict(pp=8, vpp=1, layout="Et*2|t*2|t|t|t|tL"), {"PP-E220"}),
+    (dict(pp=3, layout="Et*4|t*4L"), {"PP-E220"}),
+    (dict(pp=2, vpp=2, layout="Et*4|t*4L"), {"PP-E220"}),
+    (dict(layout="auto", pp=2), {"PP-E221"}),
+    (dict(pp=2, layout="Et*4|t*5L"), {"PP-E015"}),
+    (dict(pp=2, layout="Et*4|t*4x"), {"PP-E001"}),
+    (dict(pp=2, vpp=2, layout="Et*3|t*4L", gbs=7, dp=2), {"PP-E220", "PP-E015", "PP-E211"}),
+]
+
+
+@pytest.mark.parametrize(("values", "codes"), RULES, ids=lambda value: " ".join(map(str, value)))
+def test_a_broken_rule_is_told_by_its_code(values: dict[str, object], codes: set[str]) -> None:
+    found = problems_of(said(**values))
+    assert {problem.code for problem in found} == codes
+    assert all(problem.remedy and problem.place for problem in found)
+
+
+@pytest.mark.parametrize(("values", "codes"), RULES, ids=lambda value: " ".join(map(str, value)))
+def test_every_remedy_mends_its_problem_and_breaks_nothing_else(values: dict[str, object], codes: set[str]) -> None:
+    start = said(**values)
+    before = problems_of(start)
+    for problem in before:
+        for line in problem.remedy.splitlines():
+            after = problems_of(start.typed(typed(line)))
+            assert len(after) < len(before), f"{problem} -- {line} -> {after}"
+            assert len(before) > 1 or after == ()
+
+
+def test_disagreeing_values_are_named_with_their_sources_and_two_ways_out() -> None:
+    config, provenance = (
+        said(pp=8, vpp=1, layout="Et*3|(tt|)*29,m|L", model__num_layers=61, model__mtp_num_layers=1),
+        {},
+    )
+    provenance = dict(config.provenance) | {
+        "parallel.virtual_pipeline_model_parallel_size": "recipe x (recipes/x.yaml:9)"
+    }
+    with pytest.raises(ConfigError) as caught:
+        build_plan(config.config, provenance)
+    (problem,) = caught.value.problems
+    told = str(problem)
+    for part in ("32 stages", "pp 8 x vpp 1 = 8", "vpp=4", "(command line)", "(recipe x (recipes/x.yaml:9))"):
+        assert part in told
+    assert len(problem.remedy.splitlines()) == 2
+
+
+def test_all_problems_are_told_at_once() -> None:
+    codes = [p.code for p in problems_of(said(pp=2, vpp=2, layout="Et*3|t*5L", gbs=7, dp=2, ep=2, tp=3))]
+    assert {"PP-E206", "PP-E207", "PP-E220"} <= set(codes)
+
+
+def test_a_typed_layout_is_never_changed() -> None:
+    start = said(pp=2, layout="Et*4|t*4L")
+    assert start.typed((("pp", 4),))["layout"] == "Et*4|t*4L"
+    config, provenance = start.config, dict(start.provenance)
+    provenance["parallel.pipeline_model_parallel_layout"] = "recipe x (recipes/x.yaml:9)"
+    assert Said(config, provenance).typed((("pp", 4),))["layout"] is None
+    assert Said(config, provenance).typed((("pp", 2),))["layout"] == "Et*4|t*4L"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(("pp", 4),), (("layout", "Et*3|(tt|)*29,m|L"), ("vpp", 2)), (("model.moe_layer_freq", "[0]*3+[1]*58"),)],
+)
+def test_a_command_reads_back(overrides) -> None:
+    assert typed(command(overrides)) == overrides
+    assert all("=" in word for word in shlex.split(command(overrides)))
+
+
+def test_hopeless_text_is_no_override() -> None:
+    assert typed("ppctl --help") == ()
+    assert typed("'unbalanced") == ()
+
+
+small = st.integers(1, 6)
+optional = st.none() | small
+layouts = st.none() | st.sampled_from(
+    ["Et*4|t*4L", "Ett|tt|tt|ttL", "Et*3|t*5L", "Et*8L", "E|t*8|L", "Et|t|t|t|t|t|t|tL", "Et*7|L", "Et*4|t*4mL"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        dict(
+            pp=small,
+            vpp=optional,
+            dp=optional,
+            nodes=optional,
+            gpus_per_node=optional,
+            mbs=small,
+            gbs=st.integers(1, 40),
+        ),
+        optional=dict(
+            tp=st.sampled_from([1, 2, 3]),
+            ep=st.sampled_from([1, 2, 3]),
+            model__num_moe_experts=st.sampled_from([None, 4, 6]),
+            layout=layouts,
+            pipeline__pp_schedule=st.sampled_from(["1f1b", "gpipe", "interleaved1f1b"]),
+        ),
+    )
+)
+def test_whatever_disagrees_each_remedy_is_accepted(values: dict[str, object]) -> None:
+    start = said(**{key: value for key, value in values.items() if value is not None})
+    rules = {finding.rule for finding in derive(start).findings}
+    assume(rules)
+    for problem in problems_of(start):
+        for line in problem.remedy.splitlines():
+            after = {finding.rule for finding in derive(start.typed(typed(line))).findings}
+            assert after < rules, f"{values}: {problem.code} {line}"
