@@ -152,3 +152,11 @@ def test_pipeline_time_runs_from_the_first_start_to_the_last_end() -> None:
     spans = (Span(0, Action(Op.F, 0, 0), 5.0, 6.0), Span(1, Action(Op.B, 1, 0), 7.0, 8.0))
     assert step_time(Trace(2, spans)) == 3.0
     assert bubble_fraction(Trace(2, spans)) == pytest.approx(1 - 2 / 6)
+
+
+def test_the_messages_of_a_channel_go_one_after_another() -> None:
+    """Three forwards of 1 s end at 1, 2 and 3; their messages of 3 s arrive at 4, 7 and 10."""
+    schedule = make_schedule("forward_only", pp=2, num_microbatches=3)
+    for form in (schedule, lower(schedule, capacity=6)):
+        spans = simulate(form, Costs.uniform(2, message=3.0)).spans
+        assert [span.start for span in spans if span.pp_rank == 1] == [4.0, 7.0, 10.0]
