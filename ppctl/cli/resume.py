@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         training.refuse(args.problems)
         found = find_run(args.run, Path(args.dir))
         launch, checkpoint = prepare(args, found, started)
-        return training.conduct(launch, _held(found, launch, checkpoint), started, args.json, args.overrides)
+        return training.conduct(launch, _held(found, launch, checkpoint), started, args.json)
 
 
 @contextmanager

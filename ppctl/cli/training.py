@@ -69,7 +69,7 @@ def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Sta
     if find_spec("torch") is None:
         problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", _install("torch")))
     if started.by_others and started.world_size != world:
-        problems.append(_other_world(started, world, typed))
+        problems.append(_other_world(started, world, arguments))
     elif not started.by_others and config.launch.target == "env":
         message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
         problems.append(Problem("PP-E607", message, f"ppctl train {typed} launch.target=local", "launch.target = env"))
@@ -83,11 +83,16 @@ def _install(package: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install {package}"
 
 
-def _other_world(started: Started, world: int, typed: str) -> Problem:
-    how = {"slurm": f"srun -n {world} ppctl train {typed}", "torchrun": f"torchrun --nproc-per-node {world}"}
+def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
+    typed = shlex.join(arguments)
+    how = {
+        "slurm": f"srun -n {world} ppctl train {typed}",
+        "torchrun": f"torchrun --nproc-per-node {world} -m ppctl train {typed}",
+    }
     remedy = how.get(started.by, f"WORLD_SIZE={world}")
-    if started.by == "torchrun":
-        remedy += f" -m ppctl train {typed}"
+    size = f"gpus_per_node={started.world_size}"
+    if not planned([*arguments, size], for_training=True)[2]:
+        remedy += f"\nppctl plan {typed} {size}"
     starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
     message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
     return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")
@@ -112,9 +117,12 @@ def conduct(
     opened: AbstractContextManager[RunDir],
     started: Started,
     as_json: bool,
-    overrides: Sequence[str],
+    overrides: Sequence[str] | None = None,
 ) -> int:
-    """Open the run directory, show the first screen, run the job to its end and tell how it ended."""
+    """Open the run directory, show the first screen, run the job to its end and tell how it ended.
+
+    `overrides` are those of a train command: commands that are proposed at the end build on them.
+    """
     out = sys.stderr if as_json else sys.stdout
     with opened as run:
         device = launch.config.launch.device
@@ -139,7 +147,7 @@ def _report(run: RunDir, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[str]) -> list[str]:
+def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[str] | None) -> list[str]:
     """The last lines: the sample, the paths, and commands that go on from here."""
     name, lines = program(), [""]
     sample = run.result().get("sample")
@@ -151,7 +159,7 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     where = shlex.quote(shown(run.path))
     if outcome.exit_code == STOPPED:
         return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
-    cut = _another_cut(launch.plan, overrides)
+    cut = None if overrides is None else _another_cut(launch.plan, overrides)
     lines += ["", "next:", f"  {name} plan {_another_recipe(launch.config)}"]
     lines += [f"  {name} train {cut}"] if cut else []
     return [*lines, f"  {name} resume {where} steps={2 * launch.config.train.steps}"]

@@ -19,7 +19,7 @@ from ppctl.rundir import RunDir
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
 _ECHO = re.compile(
-    r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(closed|refused|aborted|lost)|"
+    r"connection on channel .* broke|closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(closed|refused|aborted|lost)|"
     r"remote process (exited|has)|peer .*(died|exited|gone)|store.*(closed|shut ?down)|timed out waiting .*rank",
     re.IGNORECASE,
 )

@@ -1,0 +1,138 @@
+"""Who started this process: the variables of torchrun, SLURM and others, as the real ones set them."""
+
+import socket
+
+import pytest
+
+from ppctl.errors import ConfigError
+from ppctl.launch.environment import choose_port, detect, first_host, rank_environment
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+BATCH_SHELL = {"SLURM_JOB_ID": "47", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n[1-2]"}
+SRUN = BATCH_SHELL | {
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "by", "rank", "world", "run_id"),
+    [
+        ({}, "person", 0, 1, None),
+        (TORCHRUN, "torchrun", 3, 4, None),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "night-7"}, "torchrun", 3, 4, "night-7"),
+        ({k: v for k, v in TORCHRUN.items() if "ELASTIC" not in k}, "env", 3, 4, None),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "person", 0, 1, None),
+        (BATCH_SHELL, "person", 0, 1, None),
+        (BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"}, "person", 0, 1, None),
+        (SRUN, "slurm", 3, 4, "47.1"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, "person", 0, 1, None),
+        (SRUN | TORCHRUN, "torchrun", 3, 4, None),
+    ],
+    ids=[
+        "a person",
+        "torchrun",
+        "torchrun with an id",
+        "another scheduler",
+        "leftover variables without an address",
+        "the body of a batch script",
+        "the batch step by number",
+        "srun",
+        "a one-task step",
+        "torchrun inside a step",
+    ],
+)
+def test_who_started_this_process(environ: dict[str, str], by: str, rank: int, world: int, run_id: str | None) -> None:
+    started = detect(environ)
+    assert (started.by, started.rank, started.world_size, started.run_id) == (by, rank, world, run_id)
+    assert started.by_others == (by != "person")
+
+
+def test_a_task_of_srun_gets_a_workers_variables() -> None:
+    variables = detect(SRUN).variables
+    assert {name: value for name, value in variables.items() if name != "MASTER_PORT"} == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+    }
+
+
+def test_steps_and_requeues_of_a_job_meet_at_ports_of_their_own_outside_the_kernels_range() -> None:
+    starts = [SRUN | {"SLURM_STEP_ID": str(s), "SLURM_RESTART_COUNT": str(r)} for s in range(3) for r in range(3)]
+    ports = [int(detect(start).variables["MASTER_PORT"]) for start in starts]
+    assert len(set(ports)) == 9
+    assert all(20000 <= port < 30000 for port in ports)
+
+
+def test_restarts_are_counted_whoever_restarts() -> None:
+    assert detect(SRUN | {"SLURM_RESTART_COUNT": "2"}).restarts == 2
+    assert detect(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}).restarts == 1
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [TORCHRUN | {"RANK": "three"}, {k: v for k, v in SRUN.items() if k != "SLURM_LOCALID"}],
+    ids=["no number", "one is missing"],
+)
+def test_variables_that_make_no_sense_are_an_error(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="PP-E606"):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node7", "node7"),
+        ("node7,node9", "node7"),
+        ("n[1-2]", "n1"),
+        ("n[03-11,17]", "n03"),
+        ("n[5,7-9],x1", "n5"),
+        ("rack[1-2]n[3-4]", "rack1n3"),
+        ("a-b[1-2]-ib,c", "a-b1-ib"),
+    ],
+)
+def test_the_first_host_of_slurms_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+def test_a_port_is_free_unless_the_user_chose_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    port = choose_port({})
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        with pytest.raises(ConfigError, match=f"PP-E605: MASTER_PORT is {port}"):
+            choose_port({"MASTER_PORT": str(port)})
+    assert choose_port({"MASTER_PORT": str(port)}) == port
+    with pytest.raises(ConfigError, match="PP-E605: MASTER_PORT is http"):
+        choose_port({"MASTER_PORT": "http"})
+    with pytest.raises(ConfigError, match="PP-E605: MASTER_PORT is 70000"):
+        choose_port({"MASTER_PORT": "70000"})
+
+
+def test_a_ranks_environment_is_what_is_usual_then_ours_then_launch_env(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("RANK", "77")
+    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
+    found = rank_environment(2, 4, 4711, {"NCCL_DEBUG": "INFO", "WORLD_SIZE": "9"})
+    wanted = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_PORT": "4711", "NCCL_DEBUG": "INFO"}
+    assert found | wanted | {"OMP_NUM_THREADS": "5", "PYTHONFAULTHANDLER": "1"} == found
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert rank_environment(0, 1, 1, {})["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(0, 1, 1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"

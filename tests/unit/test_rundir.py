@@ -1,0 +1,263 @@
+"""The run directory: made at once, written whole, found again."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ppctl.config.mapping import to_mapping
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError
+from ppctl.files import append, write_atomically
+from ppctl.rundir import RunDir
+from ppctl.runs import find_run, list_runs
+
+
+def make(root: Path, run_id: str | None = None, name: str = "job", config: RunConfig | None = None) -> RunDir:
+    return RunDir.create(root, name, lambda draft: draft.write_config(config or RunConfig()), run_id)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make(tmp_path)
+
+
+def test_two_launches_in_the_same_second_make_two_directories(tmp_path: Path) -> None:
+    assert len({make(tmp_path).path for _ in range(30)}) == 30
+
+
+def test_launches_at_the_same_moment_with_the_same_id_make_directories_of_their_own(tmp_path: Path) -> None:
+    made: list[RunDir] = []
+    threads = [threading.Thread(target=lambda: made.append(make(tmp_path, "4711.0"))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(run.id for run in made) == ["4711.0", *(f"4711.0-{n}" for n in range(2, 7))]
+
+
+def test_a_directory_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    seen: list[list[RunDir]] = []
+
+    def fill(draft: RunDir) -> None:
+        draft.write_config(RunConfig())
+        seen.append(list_runs(tmp_path))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RunDir.create(tmp_path, "job", fill)
+    assert seen == [[]]
+    assert list((tmp_path / "job").iterdir()) == [], "and leaves nothing behind"
+
+
+def test_a_place_that_cannot_be_written_is_told_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "job").write_text("a file where a directory belongs")
+    with pytest.raises(ConfigError, match="PP-E610: the run directory cannot be written: Not a directory"):
+        make(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path) -> None:
+    status = tmp_path / "status.json"
+    write_atomically(status, "old")
+    draft = tmp_path / f".status.json.{os.getpid()}.tmp"
+    draft.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(status, "new")
+    assert status.read_text() == "old"
+    assert not draft.is_symlink()
+    with pytest.raises(OSError, match="No space left"):
+        append(Path("/dev/full"), "line\n")
+
+
+def test_the_config_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    config = RunConfig()
+    config.optim.lr = 1e-5
+    config.parallel.pipeline_model_parallel_layout = "Et*3|(tt|)*29,m|L"
+    config.launch.env = {"NCCL_DEBUG": "INFO", "ANSWER": "042"}
+    config.log.name = "yes"
+    assert to_mapping(make(tmp_path, config=config).read_config()) == to_mapping(config)
+
+
+def test_a_directory_that_lost_its_config_says_so(run: RunDir) -> None:
+    (run.path / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"PP-E611: .* is not a complete run directory: config.yaml"):
+        run.read_config()
+
+
+def test_metrics_are_one_valid_line_a_step_and_numbers_that_are_none_become_null(run: RunDir) -> None:
+    run.add_metrics({"step": 0, "loss": 5.5, "mfu": None})
+    run.add_metrics({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail) for line in lines] == run.metrics()
+    assert run.metrics()[1] == {"step": 1, "loss": None, "grad_norm": None}
+
+
+def test_metrics_cut_short_by_a_crash_are_forgotten_with_the_steps_that_are_done_again(run: RunDir) -> None:
+    for step in range(5):
+        run.add_metrics({"step": step})
+    append(run.path / "metrics.jsonl", '{"step": 5, "lo')
+    assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3, 4]
+    run.drop_metrics_from(3)
+    run.add_metrics({"step": 3})
+    assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3]
+
+
+def test_the_status_says_when_and_only_what_is_a_state(run: RunDir) -> None:
+    assert run.status() == {"state": "starting"}
+    run.write_status("stopped", step=7)
+    status = run.status()
+    assert (status["state"], status["step"]) == ("stopped", 7)
+    assert time.time() - status["time"] < 60
+    with pytest.raises(ValueError, match="'done' is not one of starting"):
+        run.write_status("done")
+
+
+def test_readers_never_meet_half_of_a_status(run: RunDir) -> None:
+    over = threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            run.write_status("running", message="x" * 20000)
+
+    writer = threading.Thread(target=write)
+    run.write_status("running")
+    writer.start()
+    read = [json.loads((run.path / "status.json").read_text())["state"] for _ in range(300)]
+    over.set()
+    writer.join()
+    assert set(read) == {"running"}
+
+
+def test_errors_come_earliest_first_and_unreadable_ones_are_left_out(run: RunDir) -> None:
+    run.write_error(2, {"rank": 2, "time": 20.0})
+    run.write_error(11, {"rank": 11, "time": 10.0})
+    (run.path / "errors" / "rank-0003.json").write_text("{")
+    assert [error["rank"] for error in run.errors()] == [11, 2]
+    assert (run.path / "errors" / "rank-0011.json").exists()
+
+
+def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
+    for life in (1, 2):
+        run.write_plan_text(f'"plan of life {life}"')
+        run.write_error(0, {"rank": 0, "time": float(life)})
+        run.write_result({"state": "stopped"})
+        run.set_aside()
+        assert run.errors() == []
+        assert run.result() == {}
+        assert (run.path / f"plan-{life}.json").read_text() == f'"plan of life {life}"\n'
+        assert (run.path / f"errors-{life}").is_dir()
+    assert (run.path / "plan.json").exists(), "it is replaced, never missing"
+
+
+def test_the_latest_checkpoint_is_the_one_that_latest_names(run: RunDir) -> None:
+    assert run.latest_checkpoint() is None
+    (run.checkpoints / "step-4").mkdir()
+    (run.checkpoints / "step-8").mkdir()
+    (run.checkpoints / "latest").write_text("step-4\n")
+    assert run.latest_checkpoint() == run.checkpoints / "step-4"
+    (run.checkpoints / "latest").write_text("step-12\n")
+    assert run.latest_checkpoint() is None
+
+
+HOLD = """
+import sys, pathlib
+from ppctl.rundir import RunDir
+with RunDir(pathlib.Path(sys.argv[1])).hold():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_process_at_a_time_holds_a_run_and_its_death_lets_go(run: RunDir) -> None:
+    assert not run.is_held()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert run.is_held()
+    with pytest.raises(ConfigError, match=r"PP-E613: run .* is still going on"), run.hold():
+        pass
+    holder.kill()
+    holder.communicate()
+    with run.hold():
+        assert run.is_held()
+
+
+def test_looking_at_a_run_does_not_keep_a_launcher_from_it(run: RunDir) -> None:
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            run.is_held()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        for _ in range(50):
+            with run.hold():
+                pass
+    finally:
+        over.set()
+        looker.join()
+
+
+# Finding a run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for age, (name, run_id) in enumerate([("a", "20260101-1"), ("a", "20260101-2"), ("b", "4711.0"), ("b", "47110.0")]):
+        run = make(tmp_path, run_id, name)
+        run.write_environment({"variables": {"SLURM_JOB_ID": "99"} if run_id == "20260101-1" else {}})
+        os.utime(run.path / "config.yaml", (1000.0 + age, 1000.0 + age))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("reference", "found"),
+    [
+        (None, "47110.0"),
+        ("20260101-2", "20260101-2"),
+        ("4711", "4711.0"),
+        ("4711.0", "4711.0"),
+        ("47110", "47110.0"),
+        ("99", "20260101-1"),
+    ],
+)
+def test_a_run_is_found_by_id_prefix_job_or_as_the_newest(root: Path, reference: str | None, found: str) -> None:
+    assert find_run(reference, root).id == found
+
+
+def test_a_run_is_found_by_its_directory_from_anywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root / "a")
+    run = find_run("20260101-1", Path("nowhere"))
+    assert (run.id, run.name) == ("20260101-1", "a")
+    assert run.path.is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("reference", "says", "lists"),
+    [
+        ("2026", "PP-E612: 2026 means 2 runs", ["20260101-2", "20260101-1"]),
+        ("nine", "PP-E611: no run under", ["47110.0", "4711.0", "20260101-2", "20260101-1"]),
+    ],
+)
+def test_what_means_no_run_or_several_is_answered_with_the_candidates(
+    root: Path, reference: str, says: str, lists: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        find_run(reference, root)
+    (problem,) = caught.value.problems
+    assert [line.split()[0] for line in problem.place.splitlines()] == lists
+
+
+def test_an_empty_root_has_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="PP-E611: there are no runs under"):
+        find_run(None, tmp_path)
