@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ppctl.cli.console import PIPE_WIDTH, console, is_live
 from ppctl.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -116,13 +117,27 @@ def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
 def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> None:
     from ppctl.cli import plan_text
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else 120
-    blocks = []
+    terminal = is_live()
+    width = shutil.get_terminal_size().columns if terminal else PIPE_WIDTH
+    blocks: list[tuple[str, str]] = []
     if plan is not None and composed is not None:
-        blocks = plan_text.blocks(plan, composed.config, width)
+        blocks += [(text, "") for text in plan_text.blocks(plan, composed.config, width)]
     if problems:
-        blocks.append(plan_text.problem_lines(problems, planned=plan is not None))
+        blocks.append((plan_text.problem_lines(problems, planned=plan is not None), "red"))
     if composed is not None and composed.config.published:
-        blocks.append(plan_text.published(composed.config, width))
-    print("\n\n".join(blocks))
+        blocks.append((plan_text.published(composed.config, width), "dim"))
+    if terminal:
+        _render(blocks)
+    else:
+        print("\n\n".join(text for text, _ in blocks))
+
+
+def _render(blocks: Sequence[tuple[str, str]]) -> None:
+    """The same text, with the first line of each block set off and the colours that a terminal shows."""
+    from rich.text import Text
+
+    screen = console()
+    for number, (text, style) in enumerate(blocks):
+        first, newline, rest = text.partition("\n")
+        shown = Text("\n" if number else "").append(first, f"bold {style}").append(newline + rest, style)
+        screen.print(shown, soft_wrap=True)

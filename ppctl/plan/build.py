@@ -12,13 +12,14 @@ from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem
+from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import rank_costs, stage_specs, tie_groups
-from ppctl.plan.timing import CAPACITY, Choice, choose_schedule, compute_only, predicted, proved
+from ppctl.plan.timing import CAPACITY, Choice, check_length, choose_schedule, compute_only, predicted, proved
 from ppctl.plan.types import Derived, Plan
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.trace import bubble_fraction, step_time
@@ -77,7 +78,8 @@ def derive(said: Said) -> Derivation:
     findings = derivation.findings
     if findings:
         return derivation
-    findings.extend(_layer_kinds(said))
+    if said["model.num_layers"] <= MAX_ITEMS:  # else no layout can hold them, and the cut says so
+        findings.extend(_layer_kinds(said))
     derivation.world = derive_world(said, findings)
     divide_model(said, findings)
     derivation.cut = derive_cut(said, findings)
@@ -85,6 +87,8 @@ def derive(said: Said) -> Derivation:
         derivation.batch = derive_batch(said, derivation.world.dp, findings)
     if derivation.cut is not None:
         derivation.choice = choose_schedule(said, derivation.cut.vpp, findings)
+        if derivation.batch is not None:
+            check_length(said, said["pp"] * derivation.cut.vpp, derivation.batch.num_microbatches, findings)
     return derivation
 
 

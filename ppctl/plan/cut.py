@@ -46,11 +46,13 @@ def derive_cut(said: Said, findings: Findings) -> Cut | None:
 def _even_cut(said: Said, findings: Findings) -> Cut | None:
     """The even split; vpp is 1 unless it was given."""
     layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or 1
+    # What no layout can hold is a typing error in one of these.
+    fewer = ((("pp", min(pp, layers)), ("vpp", 1)), (("model.num_layers", pp * vpp),))
     try:
         text = even_layout(layers, pp * vpp, said["model.mtp_num_layers"] or 0)
         layout = PipelineParallelLayerLayout(text, pp)
     except LayoutError as error:
-        _adopt(findings, error, said)
+        _adopt(findings, error, said, *fewer)
         return None
     stages = f"{pp * vpp} stage{'' if pp * vpp == 1 else 's'}"
     why = f"even split of {layers} layers over {stages} (pp {pp} x vpp {vpp})"
@@ -89,12 +91,14 @@ def _given_cut(said: Said, given: Any, findings: Findings) -> Cut | None:
     return Cut(layout, derived)
 
 
-def _adopt(findings: Findings, error: LayoutError, said: Said) -> None:
-    """The layout's own problems, with the source of the layout; their own remedies come first."""
+def _adopt(findings: Findings, error: LayoutError, said: Said, *more: tuple[Override, ...]) -> None:
+    """The layout's own problems, with the source of the layout; their own remedies come first, then `more`."""
     for problem in error.problems:
         place = "\n".join(filter(None, [problem.place, f"layout from: {said.source('layout')}"]))
         own = [typed(line) for line in problem.remedy.splitlines()]
-        findings.append(Finding(problem.code, "layout", problem.message, place, *filter(None, own), *_even(said)))
+        findings.append(
+            Finding(problem.code, "layout", problem.message, place, *filter(None, own), *_even(said), *more)
+        )
 
 
 def _disagreement(said: Said, count: int) -> Finding:

@@ -69,11 +69,15 @@ def command(overrides: tuple[Override, ...]) -> str:
 
 
 def typed(text: str) -> tuple[Override, ...]:
-    """The inverse of `command` for numbers and text; nothing for what is no list of overrides."""
+    """The inverse of `command` for numbers, text and null; nothing for what is no list of overrides."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:
         return ()
     if not all(equals for _, equals, _ in pairs):
         return ()
-    return tuple((key, int(value) if value.isdecimal() else value) for key, _, value in pairs)
+    return tuple((key, _value(value)) for key, _, value in pairs)
+
+
+def _value(text: str) -> Any:
+    return None if text == "null" else int(text) if text.isdecimal() else text

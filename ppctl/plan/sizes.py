@@ -16,6 +16,9 @@ from ppctl.plan.types import Derived
 AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
 
+_LONGEST_SEARCH = 100_000
+"""Divisors are tried up to here: a typing error may be any number, and its remedy must not take a minute."""
+
 POSITIVE = (
     *("pp", "vpp", "tp", "cp", "ep", "etp", "dp", "nodes", "gpus_per_node", "gbs", "mbs", "seq"),
     *("pipeline.pp_microbatch_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
@@ -182,7 +185,7 @@ def derive_batch(said: Said, dp: int, findings: Findings) -> Batch | None:
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """The divisors of `number`, the one nearest to `wanted` first, at most four."""
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    small = [size for size in range(1, min(isqrt(number), _LONGEST_SEARCH) + 1) if number % size == 0]
     divisors = {*small, *(number // size for size in small)}
     return sorted(divisors, key=lambda size: (abs(size - wanted), size))[:4]
 

@@ -26,6 +26,9 @@ ASSUMED_FLOPS_PER_S = {"cuda": 400e12, "cpu": 50e9}
 """What one device does per second of the model's operations. A round guess, so predicted times count as uncalibrated;
 shares and bubbles do not depend on it."""
 
+MOST_ACTIONS = 1_000_000
+"""Forwards and backwards of one step."""
+
 SCHEDULE = "pipeline.pp_schedule"
 GROUP = "parallel.microbatch_group_size_per_vp_stage"
 CAPACITY = "pipeline.p2p_capacity"
@@ -57,6 +60,24 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
     if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
         return Choice("1f1b", (_chosen(vpp, f"{asked} ({said.source(SCHEDULE)}) was given for more chunks"),))
     return Choice(name)
+
+
+def check_length(said: Said, num_stages: int, num_microbatches: int, findings: Findings) -> None:
+    """Refuse a step with more actions than anyone can plan: some size is not what was meant."""
+    if 2 * num_stages * num_microbatches <= MOST_ACTIONS:
+        return
+    most = max(1, MOST_ACTIONS // 2 // num_stages)
+    message = (
+        f"{num_microbatches:,} microbatches through {num_stages:,} stages are {2 * num_stages * num_microbatches:,} "
+        f"forwards and backwards in a step; a plan holds at most {MOST_ACTIONS:,}"
+    )
+    gbs, mbs = said["gbs"], said["mbs"]
+    fewer = (("gbs", gbs // num_microbatches * most),)
+    larger = (
+        ("mbs", mbs * -(-num_microbatches // most)),
+        ("gbs", gbs // num_microbatches * -(-num_microbatches // most)),
+    )
+    findings.append(Finding("PP-E214", "gbs", message, said.told("gbs", "mbs", "dp", "pp", "vpp"), fewer, larger))
 
 
 def _fitting(vpp: int) -> str:

@@ -133,6 +133,16 @@ def test_every_plan_is_proved_and_counts_what_is_in_flight(pp: int, vpp: int, gb
     assert tuple(cost.in_flight for cost in made.pp_ranks) == in_flight(made.schedule)
 
 
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+@pytest.mark.parametrize("gbs", [1, 4, 16, 24])
+def test_activations_in_flight_are_the_textbooks(pp: int, gbs: int) -> None:
+    single, double = plan(pp=pp, gbs=gbs), plan(pp=pp, vpp=2, gbs=gbs, model__num_layers=16)
+    assert [cost.in_flight for cost in single.pp_ranks] == [min(pp - rank, gbs) for rank in range(pp)]
+    if pp > 1 and gbs % pp == 0:
+        expected = [min(2 * (pp - rank - 1) + pp + 1, 2 * gbs) for rank in range(pp)]
+        assert [cost.in_flight for cost in double.pp_ranks] == expected
+
+
 def test_a_group_size_counts_only_when_it_was_given() -> None:
     config, provenance = configured(pp=2, vpp=2, gbs=8)
     config.parallel.microbatch_group_size_per_vp_stage = 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.plan import build_plan
+from ppctl.plan import build_plan, timing
 from ppctl.plan.build import derive
 from ppctl.plan.said import Said, command, typed
 
@@ -40,6 +40,11 @@ RULES = [
     (dict(gbs=7, dp=2), {"PP-E211"}),
     (dict(gbs=12, mbs=5), {"PP-E211"}),
     (dict(pp=2, vpp=2, pipeline__pp_schedule="1f1b"), {"PP-E213"}),
+    (dict(gbs=90, pp=4), {"PP-E214"}),
+    (dict(gbs=100, pp=4, vpp=2, mbs=2), {"PP-E214"}),
+    (dict(model__num_layers=10**9), {"PP-E021"}),
+    (dict(pp=10**9), {"PP-E021"}),
+    (dict(pp=2, nodes=10**9 + 7, gpus_per_node=10**9 + 9), {"PP-E204"}),
     (dict(pipeline__pp_schedule="zigzag"), {"PP-E213"}),
     (dict(pp=8, vpp=1, layout="Et*2|t*2|t|t|t|tL"), {"PP-E220"}),
     (dict(pp=3, layout="Et*4|t*4L"), {"PP-E220"}),
@@ -49,6 +54,18 @@ RULES = [
     (dict(pp=2, layout="Et*4|t*4x"), {"PP-E001"}),
     (dict(pp=2, vpp=2, layout="Et*3|t*4L", gbs=7, dp=2), {"PP-E220", "PP-E015", "PP-E211"}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit on a plan's length is reached at once, so that nothing long is built here."""
+    monkeypatch.setattr(timing, "MOST_ACTIONS", 700)
+
+
+def test_a_batch_of_a_billion_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (problem,) = problems_of(said(gbs=10**9))
+    assert problem.code == "PP-E214"
 
 
 @pytest.mark.parametrize(("values", "codes"), RULES, ids=lambda value: " ".join(map(str, value)))
@@ -102,7 +119,12 @@ def test_a_typed_layout_is_never_changed() -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [(("pp", 4),), (("layout", "Et*3|(tt|)*29,m|L"), ("vpp", 2)), (("model.moe_layer_freq", "[0]*3+[1]*58"),)],
+    [
+        (("pp", 4),),
+        (("vpp", 1), ("layout", None)),
+        (("layout", "Et*3|(tt|)*29,m|L"), ("vpp", 2)),
+        (("model.moe_layer_freq", "[0]*3+[1]*58"),),
+    ],
 )
 def test_a_command_reads_back(overrides) -> None:
     assert typed(command(overrides)) == overrides

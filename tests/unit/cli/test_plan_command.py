@@ -1,6 +1,9 @@
 """`ppctl plan` in its own process: what it prints, where, its exit codes, and what it never imports."""
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 
@@ -136,6 +139,35 @@ def test_the_first_screen_of_a_run_explains_its_letters() -> None:
     assert screen.startswith("E embedding, t layer, L loss; each row is a process, each column a chunk that it owns")
     assert "Ett [0-1]" in screen
     assert "ttL [6-7]" in screen
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("1", False)])
+def test_a_terminal_gets_the_same_text_in_colour_unless_it_must_not(capsys, no_color, coloured: bool) -> None:
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "150"} | (
+        {"NO_COLOR": no_color} if no_color else {}
+    )
+    keyboard, terminal = pty.openpty()
+    args = ("+recipe=quickstart", "launch.device_memory=1MiB")
+    command = [sys.executable, "-m", "ppctl", "plan", *args]
+    process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
+    os.close(terminal)
+    seen = b""
+    while chunk := _read(keyboard):
+        seen += chunk
+    os.close(keyboard)
+    assert process.wait(timeout=60) == 4
+    text = seen.decode()
+    assert bool(re.search(r"\x1b\[[0-9;]*31m", text)) == coloured
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r\n", "\n")
+    _, out, _ = run(capsys, *args)
+    assert plain.split("last digit")[0] == out.split("last digit")[0]
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux tells the end of a closed terminal like this
+        return b""
 
 
 def test_a_plan_in_json_imports_neither_torch_nor_rich_nor_numpy() -> None:
