@@ -1,12 +1,11 @@
 """Bytes of state and of activations on one device.
 
 Knows the precision recipes of `train/precision.py` and what one microbatch's forward keeps for its backward. Must not
-know schedules beyond their order of F, B and W, or devices beyond their number of bytes.
+know schedules beyond their order of F, B and W, or devices.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -14,20 +13,6 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import moe_layer_pattern
 from ppctl.cost.parameters import expert_width, head_dim, mtp_is_moe, query_groups
 from ppctl.schedule.action import Action, Op
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
-
-
-def parse_bytes(text: str) -> int | None:
-    """ "80GiB", "141 GB" or "1024" as bytes (GB is 1000**3, GiB 1024**3); None if it is not a size."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
-    if match is None or match[2] not in _UNITS:
-        return None
-    return int(float(match[1]) * _UNITS[match[2]]) or None
 
 
 class Precision(NamedTuple):
