@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ from ppctl.train.rendezvous import (
     refuse_job,
 )
 from ppctl.train.session import Session, build_session, gather_costs
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +93,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: dist.Store) -> Job | int:
+def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job | int:
     """The job, or the code to leave with."""
     if arguments.refuse is not None:
         refuse_job(store, arguments.refuse, ranks)
@@ -103,7 +106,7 @@ def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: dist.Store) ->
     return job
 
 
-def _work(job: Job, ranks: Ranks, store: dist.Store, stop: StopRequest, *, by_others: bool) -> int:
+def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, *, by_others: bool) -> int:
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     publisher = _publisher(job.run, ranks)

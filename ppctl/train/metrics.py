@@ -55,12 +55,12 @@ def tensorboard_writer(directory: str) -> Writer:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as missing:
         raise _missing("log.tensorboard", "tensorboard") from missing
-    writer = SummaryWriter(directory)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    writer = SummaryWriter(directory)
 
     def write(record: Record) -> None:
         for key, value in _numbers(record).items():
-            writer.add_scalar(key, value, record["step"])  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+            writer.add_scalar(key, value, record["step"])
+        writer.flush()
 
     return write
 

@@ -14,16 +14,20 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 START_UP = timedelta(minutes=10)
 """How long ranks wait for each other to appear."""
@@ -66,9 +70,9 @@ class Job:
     plan: Plan
 
 
-def meet(ranks: Ranks) -> dist.Store:
+def meet(ranks: Ranks) -> Store:
     """The store that all ranks share (MASTER_ADDR, MASTER_PORT)."""
-    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_UP))
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_UP))
     return store
 
 
@@ -78,13 +82,13 @@ def read_job(directory: Path) -> Job:
     return Job(run, run.read_config(), run.read_plan())
 
 
-def publish_job(store: dist.Store, job: Job) -> None:
+def publish_job(store: Store, job: Job) -> None:
     """Hand the job to the ranks that `receive_job`."""
     parts = {"directory": str(job.run.path), "config": to_mapping(job.config), "plan": job.plan.to_json()}
     store.set(_KEY, json.dumps(parts))
 
 
-def receive_job(store: dist.Store) -> Job | int:
+def receive_job(store: Store) -> Job | int:
     """The job that rank 0 published, or the exit code with which it refused one."""
     parts: dict[str, Any] = json.loads(store.get(_KEY))
     if "refused" in parts:
@@ -93,7 +97,7 @@ def receive_job(store: dist.Store) -> Job | int:
     return Job(RunDir(Path(parts["directory"])), from_mapping(parts["config"]), Plan.from_json(parts["plan"]))
 
 
-def refuse_job(store: dist.Store, code: int, ranks: Ranks, patience_s: float = 30.0) -> None:
+def refuse_job(store: Store, code: int, ranks: Ranks, patience_s: float = 30.0) -> None:
     """Let every other rank leave with `code`. Rank 0 may hold the store, and stays until they have read it."""
     store.set(_KEY, json.dumps({"refused": code}))
     deadline = time.monotonic() + patience_s
@@ -101,7 +105,7 @@ def refuse_job(store: dist.Store, code: int, ranks: Ranks, patience_s: float = 3
         time.sleep(0.02)
 
 
-def join_world(store: dist.Store, ranks: Ranks, device: torch.device) -> None:
+def join_world(store: Store, ranks: Ranks, device: torch.device) -> None:
     """Make the default process group: gloo for what is said between hosts' CPUs, NCCL beside it on CUDA."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=START_UP)

@@ -53,7 +53,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """
     state = load(path, named_tensors(session))
     session.weights.publish()
-    now = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}
+    now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}
     if session.corpus is not None:
         now["data_digest"] = session.corpus.digest
     problems = [

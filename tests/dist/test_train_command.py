@@ -146,7 +146,7 @@ def test_a_killed_run_goes_on_bitwise(whole_run, text, tmp_path, cut):
 
 
 def test_ranks_that_torchrun_starts_make_one_run_with_the_same_losses(whole_run, text, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command = ["-m", "ppctl", "train", "+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=12"]
     done = subprocess.run(
         [*torchrun, *command], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
@@ -156,7 +156,7 @@ def test_ranks_that_torchrun_starts_make_one_run_with_the_same_losses(whole_run,
 
 
 def test_a_config_error_under_torchrun_is_printed_once_and_every_rank_leaves(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*torchrun, "-m", "ppctl", "train", "+recipe=quickstart", "model.hiden_size=3"],
         cwd=tmp_path,
@@ -278,7 +278,7 @@ def test_trackers_get_the_keys_of_metrics(text, tmp_path):
 def test_a_run_whose_stages_exchange_noise_misses_the_quickstarts_line(tmp_path):
     """The quickstart ends far below 2.9 nats a byte; a model that learns nothing but the bytes' own frequencies stays
     at 3.24, and so does one whose second rank gets noise instead of activations."""
-    command = ("+recipe=quickstart", "steps=40", "gbs=8", "seq=128", "launch.device=cpu")
+    command = ("+recipe=quickstart", "steps=40", "gbs=16", "seq=128", "launch.device=cpu")
     healthy, broken = tmp_path / "healthy", tmp_path / "broken"
     for cwd, fault in ((healthy, {}), (broken, {"PPCTL_FAULT": "noise 1 0 -"})):
         cwd.mkdir()
