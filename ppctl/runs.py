@@ -14,7 +14,7 @@ from ppctl.rundir import RunDir
 
 def list_runs(root: Path) -> list[RunDir]:
     """All runs under `root`, the one that was started (or resumed) last first."""
-    found = [file for file in Path(root).glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
+    found = [file for file in Path(root).absolute().glob("*/*/config.yaml") if not file.parent.name.startswith(".")]
     return [RunDir(file.parent) for file in sorted(found, key=_age)]
 
 
@@ -34,10 +34,10 @@ def find_run(reference: str | None, root: Path) -> RunDir:
         message = f"there are no runs under {root}" + (f", and {reference} is not a run directory" if reference else "")
         raise ConfigError(Problem("PP-E611", message, "ppctl train +recipe=quickstart"))
     if reference is None:
-        return RunDir(runs[0].path.absolute())
+        return runs[0]
     found = _matching(reference, runs)
     if len(found) == 1:
-        return RunDir(found[0].path.absolute())
+        return found[0]
     listed = "\n".join(f"{run.id}  {run.path}" for run in (found or runs)[:8])
     if not found:
         message = f"no run under {root} is called {reference}; the newest are below"

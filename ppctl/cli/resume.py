@@ -18,8 +18,10 @@ from ppctl.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ppctl.config.compose import Composed
+    from ppctl.config.schema import RunConfig
     from ppctl.launch.environment import Started
     from ppctl.launch.prepare import Launch
+    from ppctl.plan import Plan
     from ppctl.rundir import RunDir
 
 TELLS_PROBLEMS = True
@@ -50,33 +52,29 @@ def run(args: argparse.Namespace) -> int:
     if started.rank > 0:
         become_worker(started, "--join")
     with training.told_once(started, args.json):
-        training.refuse(args.problems)
         found = find_run(args.run, Path(args.dir))
-        launch, checkpoint = prepare(args, found, started)
-        return training.conduct(launch, _held(found, launch, checkpoint), started, args.json)
+        with found.hold():
+            launch, checkpoint = prepare(args, found, started)
+            return training.conduct(launch, _going_on(found, launch, checkpoint), started, args.json)
 
 
 @contextmanager
-def _held(run: RunDir, launch: Launch, checkpoint: Path) -> Iterator[RunDir]:
+def _going_on(run: RunDir, launch: Launch, checkpoint: Path) -> Iterator[RunDir]:
     from ppctl.launch.prepare import go_on
 
-    with run.hold():
-        yield go_on(run, launch, checkpoint)
+    yield go_on(run, launch, checkpoint)
 
 
 def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:
     """The run as it is to go on, and from where. Raises PpctlError where it cannot."""
     from ppctl.cli import training
-    from ppctl.config.compose import override
     from ppctl.launch.prepare import Launch, find_checkpoint
-    from ppctl.plan import build_plan
 
     before = run.read_config()
-    history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
-    composed = override(before, history, args.overrides, for_training=True)
+    composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
-    plan = build_plan(composed.config, composed.provenance)
-    training.refuse([*plan.problems, *([] if args.allow else forbidden(changes, args))])
+    training.refuse([*problems, *([] if args.allow else forbidden(changes, args))])
+    assert plan is not None  # without problems there is one
     given = "checkpoint.resume" in changes
     checkpoint = find_checkpoint(str(composed.config.checkpoint.resume) if given else str(run.path), Path(args.dir))
     _refuse_finished(run, composed, checkpoint, args)
@@ -86,6 +84,25 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"  {key}: {old} -> {new}")
     config = training.settle(composed.config, plan, args.overrides, started)
     return Launch(config, plan, f"{training.program()} {_typed(args, run)}"), checkpoint
+
+
+def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
+    """The config with the overrides on top, its plan if it has one, and all problems of both."""
+    from ppctl.config.compose import RefusedError, override
+    from ppctl.plan import build_plan
+
+    history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
+    found: list[Problem] = list(args.problems)
+    try:
+        composed = override(before, history, args.overrides, for_training=True)
+    except RefusedError as error:
+        composed = error.composed
+        found += error.problems
+    try:
+        plan = build_plan(composed.config, composed.provenance, problems=found)
+    except ConfigError as error:
+        return composed, None, list(error.problems)
+    return composed, plan, list(plan.problems)
 
 
 def _earlier(run: RunDir, source: str) -> str:

@@ -21,7 +21,7 @@ from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.launch.environment import Started
-from ppctl.launch.machine import choose_device, shortage
+from ppctl.launch.machine import choose_device, shortage, with_overrides
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, with_value
 from ppctl.launch.supervisor import DONE, STOPPED, Outcome, supervise
@@ -74,7 +74,7 @@ def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Sta
         message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
         problems.append(Problem("PP-E607", message, f"ppctl train {typed} launch.target=local", "launch.target = env"))
     else:
-        problems += shortage(device, ranks_here, typed, os.environ)
+        problems += shortage(device, ranks_here, arguments, os.environ)
     refuse(problems)
     return with_value(config, "launch", device=device)
 
@@ -90,9 +90,10 @@ def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Prob
         "torchrun": f"torchrun --nproc-per-node {world} -m ppctl train {typed}",
     }
     remedy = how.get(started.by, f"WORLD_SIZE={world}")
-    size = f"gpus_per_node={started.world_size}"
-    if not planned([*arguments, size], for_training=True)[2]:
-        remedy += f"\nppctl plan {typed} {size}"
+    larger = with_overrides(arguments, "launch.nodes=1", f"launch.gpus_per_node={started.world_size}")
+    plan, problems = planned(larger, for_training=True)[1:]
+    if plan is not None and plan.sizes.world == started.world_size and not problems:
+        remedy += f"\nppctl plan {shlex.join(larger)}"
     starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
     message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
     return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.errors import Problem
@@ -53,22 +54,29 @@ def choose_device(asked: str, ranks: int, environ: Mapping[str, str]) -> str:
     return "cuda" if count_gpus(environ) >= ranks else "cpu"
 
 
-def shortage(device: str, ranks: int, arguments: str, environ: Mapping[str, str]) -> list[Problem]:
+def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Problem]:
     """What is missing here to run all `ranks` on this machine. `arguments` are the command line's, for the remedies."""
+    planned = f"ppctl plan {shlex.join(arguments)}"
     if device == "cuda":
         found = count_gpus(environ)
         if found < ranks:
-            ways = [f"ppctl plan {arguments}", "ppctl train +recipe=quickstart"]
+            ways = [planned, "ppctl train +recipe=quickstart"]
             if ranks <= _SMALL_JOB:
-                ways.insert(1, f"ppctl train {arguments} launch.device=cpu")
+                ways.insert(1, f"ppctl train {shlex.join(with_overrides(arguments, 'launch.device=cpu'))}")
             message = f"needs {_many(ranks, 'GPU')}, this machine has {found}"
             return [Problem("PP-E601", message, "\n".join(ways), "launch.device = cuda")]
         return []
     cores = os.cpu_count() or 1
     if ranks > max(_FEW_PROCESSES, 4 * cores):
         message = f"needs {_many(ranks, 'process')}, this machine has {_many(cores, 'core')}"
-        return [Problem("PP-E602", message, f"ppctl plan {arguments}", "launch.device = cpu")]
+        return [Problem("PP-E602", message, planned, "launch.device = cpu")]
     return []
+
+
+def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:
+    """The overrides `arguments` with `new` ones in the place of those of the same keys."""
+    keys = {override.partition("=")[0] for override in new}
+    return [*(old for old in arguments if old.partition("=")[0] not in keys), *new]
 
 
 def _many(count: int, noun: str) -> str:

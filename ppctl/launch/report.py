@@ -19,8 +19,8 @@ from ppctl.rundir import RunDir
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
 _ECHO = re.compile(
-    r"connection on channel .* broke|closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(closed|refused|aborted|lost)|"
-    r"remote process (exited|has)|peer .*(died|exited|gone)|store.*(closed|shut ?down)|timed out waiting .*rank",
+    r"connection on channel .* broke|closed by peer|reset by peer|broken pipe|socket closed|"
+    r"remote process (exited|has)|connection (was )?(closed|refused|aborted|lost)|peer .*(died|exited|gone)|store.*(closed|shut ?down)",
     re.IGNORECASE,
 )
 

@@ -72,6 +72,7 @@ class Watch:
     def run(self, port: int) -> None:
         """Start all ranks and return when none is left, whatever happens."""
         run, everyone = self.job.run, range(self.job.world_size)
+        # While all goes well a rank publishes; what they did last is for the launcher to tell.
         publisher = heartbeat.Publisher(run.id, everyone, run.write_heartbeats)
         pump: Pump | None = None
         run.write_status("starting")
@@ -81,11 +82,10 @@ class Watch:
                 self._ranks.append(self._start(rank, port))
             pump = Pump(self._ranks[0].stdout, self._out)
             run.write_status("running")
-            publisher.start()
             self._wait()
         finally:
             self._end_all()
-            publisher.stop()
+            publisher.publish()
             if pump is not None:
                 pump.finish()
             self.beats = {beat.rank: beat for beat in heartbeat.read_all(run.id, everyone)}

@@ -236,7 +236,7 @@ def test_a_reader_that_leaves_does_not_end_the_job(run: RunDir) -> None:
     assert run.status()["state"] == "finished"
 
 
-def test_heartbeats_are_published_while_the_job_runs(run: RunDir) -> None:
+def test_what_the_ranks_did_last_is_published(run: RunDir) -> None:
     launcher = Launcher(run, 2, "wait")
     launcher.wait_for("pid")
     launcher.end(signal.SIGINT)

@@ -49,18 +49,18 @@ def test_any_device_is_cuda_where_every_rank_has_one(asked: str, ranks: int, dev
 
 @pytest.mark.usefixtures("four_gpus")
 def test_too_few_gpus_are_told_with_commands_that_work_here() -> None:
-    assert shortage("cuda", 4, "recipe=x", {}) == []
-    (problem,) = shortage("cuda", 2048, "recipe=x", {})
+    assert shortage("cuda", 4, ["recipe=x"], {}) == []
+    (problem,) = shortage("cuda", 2048, ["recipe=x"], {})
     assert problem.code == "PP-E601"
     assert problem.message == "needs 2,048 GPUs, this machine has 4"
     assert problem.remedy.splitlines() == ["ppctl plan recipe=x", "ppctl train +recipe=quickstart"]
-    (problem,) = shortage("cuda", 1, "recipe=x", {"CUDA_VISIBLE_DEVICES": ""})
+    (problem,) = shortage("cuda", 1, ["recipe=x"], {"CUDA_VISIBLE_DEVICES": ""})
     assert problem.message == "needs 1 GPU, this machine has 0"
     assert "ppctl train recipe=x launch.device=cpu" in problem.remedy.splitlines()
 
 
 def test_a_laptop_is_not_flooded_with_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
-    assert shortage("cpu", 64, "", {}) == []
-    (problem,) = shortage("cpu", 2048, "recipe=x", {})
+    assert shortage("cpu", 64, [], {}) == []
+    (problem,) = shortage("cpu", 2048, ["recipe=x"], {})
     assert (problem.code, problem.message) == ("PP-E602", "needs 2,048 processes, this machine has 2 cores")

@@ -1,0 +1,192 @@
+"""`ppctl train` before anything starts: refusals, the run directory, and the commands that it proposes."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from ppctl.cli import main as front
+from ppctl.cli import train, training
+from ppctl.cli.main import main
+from ppctl.launch.environment import Started
+from ppctl.launch.prepare import Launch, new_run
+from ppctl.rundir import RunDir
+from ppctl.runs import list_runs
+
+QUICK = ["recipe=quickstart", "launch.device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def arguments(*typed: str, command: str = "train") -> Namespace:
+    module = __import__(f"ppctl.cli.{command}", fromlist=["run"])
+    return front.parse(command, module, list(typed))
+
+
+def prepared(*typed: str) -> Launch:
+    return train.prepare(arguments(*typed), Started("person"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "says"),
+    [
+        (["+recipe=llama3_8b"], 2, ["PP-E601: needs 32 GPUs, this machine has 0", "ppctl plan recipe=llama3_8b"]),
+        (["+recipe=deepseek_v3"], 2, ["cannot train it yet"]),
+        (["+recipe=quickstrat", "model.hiden_size=3"], 2, ["did you mean quickstart", "hidden_size"]),
+        (["+recipe=quickstart", "pp=3", "gbs=7"], 2, ["PP-E2"]),
+        (["+recipe=quickstart", "launch.device_memory=1MiB"], 4, ["PP-E801"]),
+        (["+recipe=quickstart", "checkpoint.resume=nowhere"], 3, ["PP-E615: checkpoint.resume=nowhere"]),
+        (["+recipe=quickstart", "launch.target=env"], 2, ["launch.target"]),
+        (["+recipe=quickstart", "-m"], 2, ["PP-E106"]),
+        (["+recipe=quickstart", "--frobnicate"], 2, ["frobnicate"]),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], typed: list[str], code: int, says: list[str]
+) -> None:
+    assert main(["train", *typed]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    for text in says:
+        assert text in err
+    assert list(here.iterdir()) == []
+
+
+def test_with_json_a_refusal_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "+recipe=llama3_8b", "--json"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["state"], told["exit_code"]) == ("refused", 2)
+    assert [problem["code"] for problem in told["problems"]] == ["PP-E601"]
+    assert err.startswith("error PP-E601")
+
+
+def test_the_remedies_of_too_few_gpus_work(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "+recipe=quickstart", "launch.device=cuda", "--json"])
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    remedies = problem["remedy"].splitlines()
+    assert [remedy.split()[1] for remedy in remedies] == ["plan", "train", "train"]
+    assert main(shlex.split(remedies[0])[1:]) == 0
+    for remedy in remedies[1:]:
+        assert prepared(*shlex.split(remedy)[2:]).config.launch.device == "cpu"
+
+
+def test_torch_is_asked_for_by_name_where_it_is_missing(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util as util; find = util.find_spec\n"
+        "util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+        "from ppctl.cli.main import main; sys.exit(main(['train', '+recipe=quickstart']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "PP-E604: torch is not installed here" in done.stderr
+    assert f"{sys.executable} -m pip install torch" in done.stderr
+
+
+def test_the_control_tower_starts_a_run_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from ppctl.cli import train, training, resume, runs\n"
+        "from ppctl.cli import main as front\n"
+        "from ppctl.launch.environment import Started; from ppctl.launch.prepare import new_run\n"
+        "args = front.parse('train', train, ['+recipe=quickstart'])\n"
+        "new_run(train.prepare(args, Started('person')), Started('person'))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path).returncode == 0
+
+
+def test_a_new_run_directory_holds_what_ranks_need(here: Path) -> None:
+    launch = prepared("+recipe=quickstart", "layout=Ett|tt|tt|ttL", "steps=7")
+    run = new_run(launch, Started("person"))
+    assert run.path.parent == here / "runs" / "quickstart"
+    assert run.read_config() == launch.config
+    assert run.read_config().launch.device == "cpu", "any has been settled"
+    assert run.read_plan().digest == launch.plan.digest
+    assert (run.path / "schedule.csv").read_text() == launch.plan.schedule.to_csv()
+    assert run.environment()["device"] == "cpu"
+    assert run.status()["state"] == "starting"
+
+
+def test_the_command_in_command_txt_plans_the_same_run() -> None:
+    launch = prepared(
+        "+recipe=quickstart", "--pipeline-model-parallel-layout", "Ett|tt|tt|ttL", "log.name=a b", "lr=1e-3"
+    )
+    run = new_run(launch, Started("person"))
+    (line,) = run.commands()
+    words = shlex.split(line)
+    again = prepared(*words[words.index("train") + 1 :])
+    assert again.config == launch.config
+    assert again.plan.digest == launch.plan.digest
+
+
+@pytest.mark.parametrize(("by", "world"), [("torchrun", 4), ("slurm", 3), ("env", 1)])
+def test_another_number_of_ranks_than_the_plans_is_refused_with_both(by: str, world: int) -> None:
+    with pytest.raises(front.ConfigError) as caught:
+        train.prepare(arguments(*QUICK), Started(by, 0, world))
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E603"
+    assert "for 2 ranks" in problem.message and f"started {world}" in problem.message
+    for remedy in problem.remedy.splitlines():
+        words = shlex.split(remedy)
+        if "train" in words:
+            assert prepared(*words[words.index("train") + 1 :]).plan.sizes.world == 2
+        if "plan" in words:
+            assert prepared(*words[words.index("plan") + 1 :]).plan.sizes.world == world
+
+
+def test_a_job_that_its_starter_starts_again_goes_on_in_its_directory() -> None:
+    first = Started("slurm", 0, 2, "4711.0", 0)
+    run = new_run(train.prepare(arguments(*QUICK), first), first)
+    (run.checkpoints / "step-4").mkdir()
+    (run.checkpoints / "latest").write_text("step-4\n")
+    for step in range(6):
+        run.add_metrics({"step": step})
+    again = Started("slurm", 0, 2, "4711.0", 1)
+    second = new_run(train.prepare(arguments(*QUICK), again), again)
+    assert second.path == run.path
+    assert second.read_config().checkpoint.resume == str(run.checkpoints / "step-4")
+    assert [record["step"] for record in second.metrics()] == [0, 1, 2, 3], "the others will be done again"
+    assert len(second.commands()) == 2
+    assert len(list_runs(Path("runs"))) == 1
+
+
+@pytest.mark.parametrize("form", ["{run}", "{run}/checkpoints", "{run}/checkpoints/step-4", "{id}"])
+def test_a_checkpoint_is_named_by_itself_or_by_its_run(form: str) -> None:
+    run = new_run(prepared(*QUICK), Started("person"))
+    (run.checkpoints / "step-4").mkdir()
+    (run.checkpoints / "latest").write_text("step-4\n")
+    launch = prepared(*QUICK, f"checkpoint.resume={form.format(run=run.path, id=run.id)}")
+    assert launch.config.checkpoint.resume == str(run.checkpoints / "step-4")
+
+
+@pytest.mark.parametrize("typed", [QUICK, [*QUICK, "pp=4", "vpp=1"], [*QUICK, "layout=Ett|tt|tt|ttL", "steps=9"]])
+def test_the_next_commands_work(typed: list[str]) -> None:
+    launch = prepared(*typed)
+    run = new_run(launch, Started("person"))
+    (run.checkpoints / "step-9").mkdir()
+    (run.checkpoints / "latest").write_text("step-9\n")
+    run.write_result({"sample": {"prompt": "def", "text": "a\tb\x00\n  c"}})
+    lines = training.ending(run, launch, training.Outcome(0, "finished"), arguments(*typed).overrides)
+    assert "  a·b·" in lines[2] and "    c" in lines[2]
+    commands = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
+    plan, cut, resume = (
+        words[words.index(name) :] for words, name in zip(commands, ("plan", "train", "resume"), strict=True)
+    )
+    assert main(plan) == 0
+    other = prepared(*cut[1:])
+    assert other.config.model == launch.config.model
+    assert (other.plan.sizes.pp, other.plan.sizes.vpp) != (launch.plan.sizes.pp, launch.plan.sizes.vpp)
+    assert RunDir(Path(resume[1]).absolute()).latest_checkpoint() is not None
