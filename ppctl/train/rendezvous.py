@@ -72,7 +72,7 @@ class Job:
 
 def meet(ranks: Ranks) -> Store:
     """The store that all ranks share (MASTER_ADDR, MASTER_PORT)."""
-    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_UP))
+    store: Store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_UP))[0]
     return store
 
 
