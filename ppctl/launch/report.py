@@ -18,9 +18,10 @@ from ppctl.rundir import RunDir
 
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
+_BROKEN_CHANNEL = "PP-E711"
 _ECHO = re.compile(
-    r"connection on channel .* broke|closed by peer|reset by peer|broken pipe|socket closed|"
-    r"remote process (exited|has)|connection (was )?(closed|refused|aborted|lost)|peer .*(died|exited|gone)|store.*(closed|shut ?down)",
+    r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(closed|refused|aborted|lost)|"
+    r"remote process (exited|has)|peer .*(died|exited|gone)|store.*(closed|shut ?down)",
     re.IGNORECASE,
 )
 
@@ -76,7 +77,7 @@ def _told(error: Mapping[str, Any]) -> Failure:
         time=float(error["time"]),
         code=code,
         what=message if code != RAISED else f"{kind}: {message}" if message else kind,
-        echo=bool(_ECHO.search(message)),
+        echo=code == _BROKEN_CHANNEL or bool(_ECHO.search(message)),
         exit_code=int(error.get("exit_code") or 1),
         stage=error.get("stage"),
         action=error.get("action"),

@@ -227,6 +227,14 @@ def test_a_port_that_the_user_chose_and_is_in_use_is_an_error(run: RunDir) -> No
     assert err.startswith(f"error PP-E605: MASTER_PORT is {port}, and that port cannot be used")
 
 
+def test_ranks_that_cannot_be_started_are_an_error_and_nobody_stays(run: RunDir) -> None:
+    run.log(0).parent.rmdir()
+    code, _, err = Launcher(run, 2, "wait").end()
+    assert code == 2
+    assert err.startswith("error PP-E614: the ranks cannot be started: [Errno 2] No such file or directory")
+    assert run.status()["state"] == "failed"
+
+
 def test_a_reader_that_leaves_does_not_end_the_job(run: RunDir) -> None:
     launcher = Launcher(run, 1, "floods")
     assert launcher.process.stdout is not None
