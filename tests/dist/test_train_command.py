@@ -72,8 +72,8 @@ def test_the_screen_explains_counts_and_closes(whole_run):
     done, run = whole_run
     assert "E embedding, t layer, L loss" in done.stdout
     assert done.stdout.count("\nstep ") == 12
-    assert str(run) in done.stdout
-    assert str(run / "checkpoints" / "step-12") in done.stdout
+    assert f"runs/quickstart/{run.name}\n" in done.stdout
+    assert f"runs/quickstart/{run.name}/checkpoints/step-12\n" in done.stdout
     assert done.stdout.count("ppctl ") >= 3
 
 
