@@ -155,8 +155,8 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     if isinstance(sample, dict):
         lines += ["what the model writes:", _indented(str(sample.get("text", ""))), ""]
     checkpoint = run.latest_checkpoint()
-    lines.append(f"run         {shown(run.path)}")
-    lines += [f"checkpoint  {shown(checkpoint)}"] if checkpoint else []
+    lines.append(f"run         {run.path}")
+    lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
     where = shlex.quote(shown(run.path))
     if outcome.exit_code == STOPPED:
         return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
