@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = job.run
         return _work(job, ranks, store, stop, by_others=arguments.run is None)
     except Exception as error:
-        return _fail(error, run, ranks)
+        return _fail(error, run, ranks, by_others=arguments.run is None)
 
 
 class StopRequest:
@@ -72,6 +72,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a wait in C++
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._ask)
 
@@ -99,7 +100,10 @@ def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job 
         refuse_job(store, arguments.refuse, ranks)
         return int(arguments.refuse)
     if arguments.join:
-        return receive_job(store)
+        job = receive_job(store)
+        if isinstance(job, Job):
+            os.environ.update(job.config.launch.env)  # rank 0 was started with it
+        return job
     job = read_job(arguments.run or arguments.publish)
     if arguments.publish is not None:
         publish_job(store, job)
@@ -116,10 +120,10 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, *, by_others:
     leads = ranks.rank == 0
     if leads and by_others:
         job.run.write_status("running", step=0)
-    heartbeat.set_state("training")
 
-    def enter_step(step: int) -> None:
+    def enter(state: str, step: int) -> None:
         heartbeat.step = step
+        heartbeat.set_state(state)
 
     resume = job.config.checkpoint.resume
     outcome = train(
@@ -128,8 +132,9 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, *, by_others:
         resume=None if resume is None else Path(resume),
         write=_writer(job) if leads else None,
         stop_requested=stop,
-        enter_step=enter_step,
+        enter=enter,
     )
+    heartbeat.set_state("generating")
     _conclude(job, session, outcome, leads=leads, by_others=by_others)
     heartbeat.set_state("done")
     if publisher is not None:
@@ -190,12 +195,14 @@ def _conclude(job: Job, session: Session, outcome: Outcome, *, leads: bool, by_o
         print(json.dumps({"run": str(job.run.path), "state": state, "checkpoint": str(outcome.checkpoint)}), flush=True)
 
 
-def _fail(error: Exception, run: RunDir | None, ranks: Ranks) -> int:
+def _fail(error: Exception, run: RunDir | None, ranks: Ranks, *, by_others: bool) -> int:
     """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     if run is not None:
         with suppress(OSError):
             run.write_error(ranks.rank, _error_record(error, ranks, code))
+            if by_others:
+                run.write_status("failed", rank=ranks.rank)
     traceback.print_exception(error)
     return code
 

@@ -35,11 +35,11 @@ def train(
     resume: Path | None,
     write: Writer | None,
     stop_requested: Callable[[], bool],
-    enter_step: Callable[[int], None],
+    enter: Callable[[str, int], None],
 ) -> Outcome:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
-    `write` takes each step's record (rank 0 only); `enter_step` is told each step before it starts.
+    `write` takes each step's record (rank 0 only); `enter` is told what begins (`training`, `saving`) in which step.
     """
     config = session.config
     first, consumed = 0, 0
@@ -53,7 +53,7 @@ def train(
 
     saved, loss = resume, None
     for step in range(first, config.train.steps):
-        enter_step(step)
+        enter("training", step)
         result = trainer.step(step)
         loss, done = result.record["loss"], step + 1
         if write is not None:
@@ -61,6 +61,7 @@ def train(
         last = done == config.train.steps
         due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
         if last or due or result.stop:
+            enter("saving", step)
             saved = save_checkpoint(session, checkpoints, done, position(done))
         if result.stop and not last:
             return Outcome(done, True, loss, saved)
