@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ class StageProgram:
     forward: Callable[[int, Message], Message]
     receives: Sequence[TensorLike] = ()
     sends: Sequence[TensorLike] = ()
+    around_backward: Callable[[int, Callable[[], None]], None] | None = None
+    """Called as `around_backward(mb, run)` in place of a backward; it must call `run()`, which is that backward, once.
+    What has to happen around forwards, `forward` does itself."""
 
 
 class Live(NamedTuple):
@@ -114,7 +118,11 @@ class Stage:
         arrival, leaves, edges, outputs = self._live.pop(mb)
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
         seeds = (torch.ones_like(outputs[0]),) if gradient is None else gradient.message
-        _run_backward(edges, seeds)
+        around = self.program.around_backward
+        if around is None:
+            _run_backward(edges, seeds)
+        else:
+            around(mb, partial(_run_backward, edges, seeds))
         del edges, outputs, seeds
         gradients = tuple(leaf.grad for leaf in leaves)
         del leaves

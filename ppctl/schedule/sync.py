@@ -1,0 +1,111 @@
+"""When data parallelism may and must communicate during a step: a value beside a rank's list, made before it runs.
+
+Knows the order of a rank's forwards and backwards. Must not know what holding back, reducing or gathering does: the
+rules are Megatron's, the actors are a user's functions. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from ppctl.schedule.action import Action, Op
+
+
+class SyncKind(StrEnum):
+    """HOLD keeps backwards from starting communication until RELEASE; the other two start it for one stage."""
+
+    HOLD = "hold"
+    RELEASE = "release"
+    REDUCE = "reduce"
+    """Reduce the gradients of a stage."""
+    GATHER = "gather"
+    """Gather the parameters of a stage."""
+
+
+class Sync(NamedTuple):
+    """One event. `stage` is -1 where it concerns the whole rank."""
+
+    kind: SyncKind
+    stage: int = -1
+
+
+HOLD, RELEASE = Sync(SyncKind.HOLD), Sync(SyncKind.RELEASE)
+_Events = tuple[Sync, ...]
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """One rank's events: before its first action, before and after single ones, and when all messages are through."""
+
+    start: _Events
+    before: Mapping[Action, _Events] = field(default_factory=dict)
+    after: Mapping[Action, _Events] = field(default_factory=dict)
+    end: _Events = ()
+
+
+def _of(row: Sequence[Action], op: Op) -> list[Action]:
+    return [action for action in row if action.op is op]
+
+
+def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
+    """Held for all microbatches but the last, forward and backward."""
+    return SyncPlan((HOLD,), before={_of(row, Op.F)[-1]: (RELEASE,)})
+
+
+def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
+    """1F1B: held until the last backward, which starts the communication itself.
+
+    Where gradients are reduced by a function (`reduces`), that is called when all is done, except on the first stage:
+    it ends last, has no bubble left to hide a call in, and lets its last backward do it.
+    """
+    backwards = _of(row, Op.B)
+    if not backwards:
+        return SyncPlan((HOLD,), end=(RELEASE,))
+    stage = backwards[-1].stage
+    if reduces and stage > 0:
+        return SyncPlan((HOLD,), end=(RELEASE, Sync(SyncKind.REDUCE, stage)))
+    return SyncPlan((HOLD,), before={backwards[-1]: (RELEASE,)})
+
+
+def sync_of_chunks(
+    row: Sequence[Action], pp_rank: int, *, stages: Sequence[int], num_microbatches: int, reduces: bool, gathers: bool
+) -> SyncPlan:
+    """Interleaved: released for the last backward of every chunk.
+
+    Where functions reduce and gather, they are called `pp_rank` backwards late and `pp_rank` forwards early, so that
+    the ranks, each of which is one action behind the one before, call at about the same time. What a rank has no action
+    left for is called at the end, in chunk order. `stages` are the rank's, in chunk order.
+    """
+    backwards = _of(row, Op.B)
+    start = (HOLD, *(Sync(SyncKind.GATHER, stage) for stage in stages[:2] if gathers))
+    ahead = _gathers_ahead(_of(row, Op.F), pp_rank, stages) if gathers else {}
+    last = [index for index, action in enumerate(backwards) if action.mb == num_microbatches - 1]
+    if not reduces:
+        released = {backwards[index]: (RELEASE,) for index in last}
+        return SyncPlan(start, ahead | released, dict.fromkeys(released, (HOLD,)), (RELEASE,))
+    after: dict[Action, _Events] = {}
+    late = set()
+    for index in last:
+        stage = backwards[index].stage
+        if index + pp_rank < len(backwards):
+            after[backwards[index + pp_rank]] = (RELEASE, Sync(SyncKind.REDUCE, stage), HOLD)
+        else:
+            late.add(stage)
+    return SyncPlan(
+        start, ahead, after, (RELEASE, *(Sync(SyncKind.REDUCE, stage) for stage in stages if stage in late))
+    )
+
+
+def _gathers_ahead(forwards: list[Action], pp_rank: int, stages: Sequence[int]) -> dict[Action, _Events]:
+    """Before which forwards the chunks from the third on are gathered: when the chunk before begins, or is about to."""
+    following = dict(pairwise(stages[1:]))
+    ahead: dict[Action, _Events] = {}
+    for index, action in enumerate(forwards):
+        if action.mb == 0 and action.stage in following:
+            when = forwards[max(index - pp_rank, 0)]
+            ahead[when] = (*ahead.get(when, ()), Sync(SyncKind.GATHER, following[action.stage]))
+    return ahead

@@ -1,0 +1,88 @@
+"""Sync events as data: merged into every rank's list they give the order of events that Megatron was seen to run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ppctl.schedule.action import Action, Op
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.sync import SyncKind, sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+
+RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "trace.json").read_text())["records"]
+NAMES = {SyncKind.HOLD: "no_sync_enter", SyncKind.RELEASE: "no_sync_exit"}
+CALLS = {SyncKind.REDUCE: "grad_sync_func", SyncKind.GATHER: "param_sync_func"}
+
+
+def schedule_of(args):
+    """The compute-only schedule of a record."""
+    vpp = args.get("vpp")
+    name = "forward_only" if args.get("forward_only") else "interleaved_1f1b" if vpp else "1f1b"
+    return make_schedule(
+        name, pp=args["pp"], vpp=vpp or 1, num_microbatches=args["m"], microbatch_group_size=args.get("group")
+    )
+
+
+def plan_of(args, schedule, pp_rank):
+    row, gathers = schedule.actions[pp_rank], args.get("param_sync", False)
+    reduces = args.get("grad_sync", False) and not args.get("forward_only", False)
+    if args["pp"] == 1:
+        return sync_without_pipelining(row)
+    if "vpp" not in args:
+        return sync_of_one_chunk(row, reduces=reduces)
+    return sync_of_chunks(
+        row,
+        pp_rank,
+        stages=schedule.placement.stages_of(pp_rank),
+        num_microbatches=args["m"],
+        reduces=reduces,
+        gathers=gathers,
+    )
+
+
+def events(schedule, plan, pp_rank):
+    """What the rank does, in the words of the record."""
+
+    def told(syncs):
+        return [
+            [NAMES[sync.kind]] if sync.kind in NAMES else [CALLS[sync.kind], schedule.placement.chunk_of(sync.stage)]
+            for sync in syncs
+        ]
+
+    found = told(plan.start)
+    for action in schedule.actions[pp_rank]:
+        done = [str(action.op), action.mb, schedule.placement.chunk_of(action.stage)]
+        found += [*told(plan.before.get(action, ())), done, *told(plan.after.get(action, ()))]
+    return found + told(plan.end)
+
+
+def told_in(record_events):
+    return [e[:3] if e[0] == "F" else e for e in record_events if e[0] not in ("comm", "finalize")]
+
+
+@pytest.mark.parametrize("record", [r for r in RECORDS if r["ok"]], ids=lambda r: json.dumps(r["args"]))
+def test_events_come_in_the_order_of_the_original(record):
+    schedule = schedule_of(record["args"])
+    for rank in record["ranks"]:
+        plan = plan_of(record["args"], schedule, rank["rank"])
+        assert events(schedule, plan, rank["rank"]) == told_in(rank["events"])
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m"), [(4, 4, 1), (4, 3, 2), (3, 1, 2), (2, 2, 5)])
+def test_every_chunk_is_gathered_before_its_first_forward_and_reduced_after_its_last_backward(pp, vpp, m):
+    """Also where there are fewer microbatches than ranks, and where there is no second chunk."""
+    schedule = make_schedule("interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m)
+    for pp_rank, row in enumerate(schedule.actions):
+        stages = schedule.placement.stages_of(pp_rank)
+        plan = sync_of_chunks(row, pp_rank, stages=stages, num_microbatches=m, reduces=True, gathers=True)
+        ready = {sync.stage for sync in plan.start}
+        reduced = []
+        backwards = []
+        for action in row:
+            ready |= {sync.stage for sync in plan.before.get(action, ())}
+            assert action.op is not Op.F or action.stage in ready
+            backwards += [action.stage] if action == Action(Op.B, action.stage, m - 1) else []
+            reduced += [s.stage for s in plan.after.get(action, ()) if s.kind is SyncKind.REDUCE]
+            assert set(reduced) <= set(backwards)
+        reduced += [s.stage for s in plan.end if s.kind is SyncKind.REDUCE]
+        assert sorted(reduced) == list(stages)
