@@ -83,19 +83,6 @@ def test_the_remedies_of_too_few_gpus_work(capsys: pytest.CaptureFixture[str]) -
         assert prepared(*shlex.split(remedy)[2:]).config.launch.device == "cpu"
 
 
-def test_torch_is_asked_for_by_name_where_it_is_missing(tmp_path: Path) -> None:
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import importlib.util as util; find = util.find_spec\n"
-        "util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
-        "from ppctl.cli.main import main; sys.exit(main(['train', '+recipe=quickstart']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "PP-E604: torch is not installed here" in done.stderr
-    assert f"{sys.executable} -m pip install torch" in done.stderr
-
-
 def test_the_control_tower_starts_a_run_without_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from ppctl.cli import train, training, resume, runs\n"
