@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from ppctl.errors import Problem, ScheduleError
@@ -36,6 +36,9 @@ BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 MESSAGES = SENDS | RECEIVES
+
+BOTH = "FB"
+"""The direction of a queue that carries activations and gradients."""
 
 _ACTION = re.compile(r"([0-9]+)(REDUCE_GRAD|(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]+))", re.ASCII)
 _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
@@ -148,6 +151,10 @@ class Schedule:
 
     `capacities` is empty until the schedule is lowered; then it holds, per channel, how many messages may be under way:
     posted receives plus outstanding sends (see `receive_slots` and `send_slots`).
+
+    In a `batched` schedule the neighbouring messages of a rank's list are one batch: all are started together, then all
+    are waited for, and what goes from one rank to another is matched in order, activations and gradients alike. Nothing
+    travels while the rank computes.
     """
 
     name: str
@@ -155,6 +162,7 @@ class Schedule:
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     capacities: Mapping[Channel, int] = field(default_factory=dict)
+    batched: bool = False
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -172,8 +180,18 @@ class Schedule:
         stages = range(1, self.placement.num_stages)
         return (False, *(self.lowered and not self.placement.is_local(s - 1) for s in stages))
 
+    def queue(self, channel: Channel) -> Channel:
+        """What keeps a channel's messages in order: the channel itself, or in batches one queue for both directions."""
+        return Channel(channel.source, channel.target, BOTH) if self.batched else channel
+
+    def batch_ends(self, pp_rank: int) -> frozenset[int]:
+        """The indices in a rank's list at which a batch is complete: the last of each run of messages."""
+        row = self.actions[pp_rank]
+        messages = [action.op in MESSAGES for action in row]
+        return frozenset(i for i, (here, after) in enumerate(pairwise([*messages, False])) if here and not after)
+
     def to_csv(self) -> str:
-        """One line per pp_rank, cells in torch's spelling. Capacities are not part of it."""
+        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.actions)
 
     @classmethod
@@ -185,6 +203,7 @@ class Schedule:
         placement: Placement | None = None,
         num_microbatches: int | None = None,
         capacities: Mapping[Channel, int] | None = None,
+        batched: bool = False,
     ) -> Schedule:
         """Read one line per pp_rank, in torch's spelling; an empty cell is an idle time slot and means nothing.
 
@@ -202,7 +221,7 @@ class Schedule:
             raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows for pp {placement.pp}: one row per pp_rank"))
         if num_microbatches is None:
             num_microbatches = 1 + max((action.mb for row in rows for action in row), default=0)
-        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {})
+        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {}, batched)
 
 
 def _read_cells(text: str) -> tuple[list[list[Action]], list[Problem]]:

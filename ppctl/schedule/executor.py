@@ -20,6 +20,9 @@ from ppctl.schedule.action import Action, Channel, Op, Schedule, send_slots
 TIMED = (Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD)
 """The operations that take a rank's time; messages take a channel's."""
 
+_END = Action(Op.REDUCE_GRAD, -1)
+"""Behind the last action of a list: whatever is open is waited for."""
+
 _Ready = list[float | None]
 """Per microbatch: when a stage's input, or the gradient of its output, is there; None until that is known."""
 
@@ -113,7 +116,8 @@ def execute(
     stuck = dict.fromkeys(awake, 0)
     starts: list[list[float]] = [[] for _ in awake]
     ends: list[list[float]] = [[] for _ in awake]
-    ranks = [_run(r, row, tables, starts[r], ends[r], stuck) for r, row in enumerate(schedule.actions)]
+    run = _run_batched if schedule.batched else _run
+    ranks = [run(r, row, tables, starts[r], ends[r], stuck) for r, row in enumerate(schedule.actions)]
     while awake:
         pp_rank = awake.pop()
         waits_for = next(ranks[pp_rank], None)
@@ -151,6 +155,43 @@ def _run(
         else:
             line, wanted = receives[op][stage]
             line.post(clock, wanted, mb)
+    del stuck[pp_rank]
+
+
+def _run_batched(
+    pp_rank: int, row: Sequence[Action], tables: _Tables, starts: list[float], ends: list[float], stuck: dict[int, int]
+) -> Iterator[_Line]:
+    """One rank whose neighbouring messages are started together and waited for together, sends and receives alike."""
+    work, sends, receives = tables
+    clock = 0.0
+    batch: list[tuple[int, _Line, int]] = []
+    for index, (op, stage, mb) in enumerate((*row, _END)):
+        if op in sends:
+            line = sends[op][stage]
+            line.send(clock)
+            batch.append((index, line, len(line.sent)))
+            continue
+        if op in receives:
+            line, wanted = receives[op][stage]
+            line.post(clock, wanted, mb)
+            batch.append((index, line, len(line.posted)))
+            continue
+        for stuck[pp_rank], line, through in batch:
+            while len(line.delivered) < through:
+                yield line
+            clock = max(clock, line.delivered[through - 1])
+        batch.clear()
+        if index < len(row):
+            needs, line, seconds, gives, goes_by = work[op][stage]
+            while (ready := needs[mb]) is None:
+                stuck[pp_rank] = index
+                yield line
+            clock = max(clock, ready)
+            starts.append(clock)
+            clock += seconds
+            ends.append(clock)
+            if goes_by is not None:
+                goes_by.carry(clock, gives, mb)
     del stuck[pp_rank]
 
 
@@ -199,19 +240,21 @@ def _lines(
 ) -> tuple[list[_Line], list[_Line], list[bool]]:
     """The line of every edge, forwards and backwards, and whether the edge carries its messages without actions.
 
-    Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line.
+    Edge s leads into stage s; the first and the last lead nowhere. Edges between the same two ranks share a line, in a
+    batched schedule those of both directions.
     """
     place = schedule.placement
     ranks = [place.rank_of(stage) for stage in range(place.num_stages)]
     lines: dict[Channel, _Line] = {}
 
     def line(channel: Channel) -> _Line:
-        if channel not in lines:
+        queue = schedule.queue(channel)
+        if queue not in lines:
             local = channel.source == channel.target
             capacity = schedule.capacities.get(channel)
             free_sends = maxsize if capacity is None else send_slots(capacity)
-            lines[channel] = _Line(0.0 if local else message_seconds(channel), free_sends, awake)
-        return lines[channel]
+            lines[queue] = _Line(0.0 if local else message_seconds(channel), free_sends, awake)
+        return lines[queue]
 
     nowhere = _Line(0.0, 0, awake)
     ahead = [line(Channel(before, after, "F")) for before, after in pairwise(ranks)]

@@ -16,6 +16,7 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
+    MESSAGES,
     Action,
     Channel,
     Op,
@@ -24,20 +25,24 @@ from ppctl.schedule.action import (
     receive_slots,
     send_slots,
 )
+from ppctl.schedule.batching import batch_messages
 from ppctl.schedule.simulate import Costs, simulate
 
 FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS = 1.0, 2.0, 0.125
-"""The prices at which capacities are chosen: every stage alike, and messages that are short but not free."""
+"""The prices at which capacities and batches are chosen: every stage alike, messages that are short but not free."""
 
 
-def lower(schedule: Schedule, *, capacity: int | None = None) -> Schedule:
+def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = False) -> Schedule:
     """Add to a compute-only schedule all that its ranks need beyond computing: gradient sync, messages, capacities.
 
-    Every channel gets `capacity`, by default what `least_capacities` finds. Raises ScheduleError for a capacity below
-    1, for a schedule that is lowered already and, where capacities are to be found, for one that hangs.
+    Every channel gets `capacity`, by default what `least_capacities` finds. A `batched` schedule (`batch_messages`) has
+    no choice of capacity, and ignores it. Raises ScheduleError for a capacity below 1, for a schedule that is lowered
+    already and, where capacities are to be found, for one that hangs.
     """
     if any(action.op not in COMPUTE for row in schedule.actions for action in row):
         raise ScheduleError(Problem("PP-E307", f"schedule {schedule.name} is lowered already"))
+    if batched:
+        return place_gradient_sync(batch_messages(schedule, _costs(schedule)))
     if capacity is None:
         return add_messages(place_gradient_sync(schedule), least_capacities(schedule))
     if capacity < 1:
@@ -49,12 +54,14 @@ def lower(schedule: Schedule, *, capacity: int | None = None) -> Schedule:
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:
-    """REDUCE_GRAD of every stage right behind its last backward."""
+    """REDUCE_GRAD of every stage right behind its last backward, and behind the messages that follow it."""
     rows: list[tuple[Action, ...]] = []
     for row in schedule.actions:
         last = {action.stage: index for index, action in enumerate(row) if action.op in BACKWARDS}
         synced = list(row)
         for index, stage in sorted(((index, stage) for stage, index in last.items()), reverse=True):
+            while index + 1 < len(row) and row[index + 1].op in MESSAGES:
+                index += 1  # what a neighbour waits for goes first
             synced.insert(index + 1, Action(Op.REDUCE_GRAD, stage))
         rows.append(tuple(synced))
     return replace(schedule, actions=tuple(rows))
@@ -163,11 +170,14 @@ def _sent(schedule: Schedule) -> _Routes:
     return routes._replace(lines=[line for line in routes.lines if line.sent])
 
 
+def _costs(schedule: Schedule) -> Costs:
+    return Costs.uniform(schedule.placement.num_stages, FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS)
+
+
 def _timed(schedule: Schedule) -> _Routes:
     """The routes, with what goes over their lines, and when, in a run without limits."""
     routes = _routes(schedule)
-    costs = Costs.uniform(schedule.placement.num_stages, FORWARD_SECONDS, BACKWARD_SECONDS, MESSAGE_SECONDS)
-    for _, (op, stage, mb), start, end in simulate(schedule, costs).spans:
+    for _, (op, stage, mb), start, end in simulate(schedule, _costs(schedule)).spans:
         if (goes := routes.goes[op][stage]) is not None:
             line = goes.line
             line.sent.append(goes.receives[mb])

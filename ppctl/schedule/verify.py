@@ -38,7 +38,9 @@ def verify(schedule: Schedule) -> list[Problem]:
     that owns the stage and after what it needs. In a lowered schedule every edge between ranks has its messages, in the
     same order at both ends and with no more receives posted than `receive_slots`; every stage reduces its gradients
     after its last backward; and the lists run to their ends with sends that complete only once their receive is posted.
-    Linear in the number of actions. Order is judged where nothing is missing, deadlock where nothing else is wrong.
+    In a batched schedule the order is judged per pair of ranks, both directions together, and a batch is over when all
+    messages in it have met their other ends. Linear in the number of actions. Order is judged where nothing is missing,
+    deadlock where nothing else is wrong.
     """
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
@@ -122,32 +124,38 @@ def _disordered(schedule: Schedule) -> Iterator[Problem]:
             yield Problem("PP-E313", f"rank {pp_rank} has things before what they need: {_some(early)}")
 
 
-def _sequences(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[tuple[int, int]]]:
-    """Per channel, in list order, the (receiving stage, microbatch) of its messages: at the end of `ops`."""
-    step = {Op.SEND_F: 1, Op.SEND_B: -1, Op.RECV_F: 0, Op.RECV_B: 0}
-    sequences: dict[Channel, list[tuple[int, int]]] = {}
-    by_stage: dict[tuple[Op, int], list[tuple[int, int]]] = {}
+def _sequences(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[Action]]:
+    """Per queue, in list order, its messages, each named by its receive: at the end of `ops`."""
+    receive = {
+        Op.SEND_F: (Op.RECV_F, 1),
+        Op.SEND_B: (Op.RECV_B, -1),
+        Op.RECV_F: (Op.RECV_F, 0),
+        Op.RECV_B: (Op.RECV_B, 0),
+    }
+    sequences: dict[Channel, list[Action]] = {}
+    by_stage: dict[tuple[Op, int], list[Action]] = {}
     for row in schedule.actions:
         for action in row:
             op, stage, mb = action
             if op in ops:
                 if (op, stage) not in by_stage:
-                    by_stage[op, stage] = sequences.setdefault(schedule.placement.channel(action), [])
-                by_stage[op, stage].append((stage + step[op], mb))
+                    queue = schedule.queue(schedule.placement.channel(action))
+                    by_stage[op, stage] = sequences.setdefault(queue, [])
+                posted_as, step = receive[op]
+                by_stage[op, stage].append(Action(posted_as, stage + step, mb))
     return sequences
 
 
 def _crossed(schedule: Schedule) -> Iterator[Problem]:
-    """Per channel: messages that are sent in one order and received in another."""
+    """Per queue: messages that are sent in one order and received in another."""
     posted = _sequences(schedule, RECEIVES)
-    for channel, sent in _sequences(schedule, SENDS).items():
-        if sent != posted[channel]:
-            number, ((to, mb), (stage, other)) = next(
-                (n, pair) for n, pair in enumerate(zip(sent, posted[channel], strict=True), 1) if pair[0] != pair[1]
+    for queue, sent in _sequences(schedule, SENDS).items():
+        if sent != posted[queue]:
+            number, (sent_for, received_by) = next(
+                (n, pair) for n, pair in enumerate(zip(sent, posted[queue], strict=True), 1) if pair[0] != pair[1]
             )
-            receive = Op.RECV_F if channel.direction == "F" else Op.RECV_B
-            message = f"channel {channel}: message {number} is sent for {Action(receive, to, mb)} but received by "
-            yield Problem("PP-E314", message + str(Action(receive, stage, other)))
+            message = f"channel {queue}: message {number} is sent for {sent_for} but received by {received_by}"
+            yield Problem("PP-E314", message)
 
 
 def _beyond_slots(schedule: Schedule) -> Iterator[Problem]:
@@ -206,7 +214,7 @@ def _hanging(schedule: Schedule) -> list[Problem]:
     at = {pp_rank: schedule.actions[pp_rank][index] for pp_rank, index in sorted(stuck.items())}
     message = "the schedule hangs: " + _some(f"rank {pp_rank} waits at {action}" for pp_rank, action in at.items())
     lines = [_line(schedule, pp_rank, index) for pp_rank, index in sorted(stuck.items())]
-    sends = any(action.op in SENDS for action in at.values())
+    sends = not schedule.batched and any(action.op in SENDS for action in at.values())
     return [Problem("PP-E317", message, "pipeline.p2p_capacity=null" if sends else "", "\n".join(lines[:_SHOWN]))]
 
 
@@ -223,6 +231,9 @@ def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:
     """What would set a stuck rank free."""
     row, place = schedule.actions[pp_rank], schedule.placement
     action = row[index]
+    if schedule.batched and action.op in MESSAGES:
+        source, target, _ = place.channel(action)
+        return f"rank {target} to receive it" if action.op in SENDS else f"rank {source} to send it"
     if action.op in SENDS:
         channel = place.channel(action)
         sent = [a for a in row[: index + 1] if a.op in SENDS and place.channel(a) == channel]

@@ -2,7 +2,8 @@
 
 Written from the rules of a lowered list alone, and of nothing of ppctl but the schedule's fields. A rank is a thread. A
 wire is a pair of queues, sends and posted receives; a message moves when both have one. Every payload is the history of
-what it was computed from, so that a message taken for another is found where it is used.
+what it was computed from, so that a message taken for another is found where it is used. In a batched schedule the two
+wires from one rank to another are the same queues, and a rank sleeps behind every run of messages until all are over.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ class Wire:
     def __init__(self, capacity: int) -> None:
         self.pool = (capacity + 1) // 2
         self.may_lag = capacity // 2
-        self.sends: deque[object] = deque()
+        self.sends: deque[list] = deque()
         self.receives: deque[dict] = deque()
         self.unused = 0
 
     def match(self) -> None:
         while self.sends and self.receives:
-            self.receives.popleft()["payload"] = self.sends.popleft()
+            self.receives.popleft()["payload"] = self.sends.popleft()[0]
+
+    def share(self, other: Wire) -> None:
+        self.sends, self.receives = other.sends, other.receives
 
 
 class World:
@@ -39,6 +43,10 @@ class World:
         self.place = schedule.placement
         self.last = self.place.num_stages - 1
         self.wires = {(c.source, c.target, c.direction): Wire(n) for c, n in schedule.capacities.items()}
+        if schedule.batched:
+            for (source, target, direction), wire in self.wires.items():
+                if direction == "B" and (source, target, "F") in self.wires:
+                    wire.share(self.wires[source, target, "F"])
         self.moved = threading.Condition()
         self.asleep: dict[int, Callable[[], bool]] = {}
         self.running = len(schedule.actions)
@@ -77,6 +85,7 @@ class Rank:
         self.made: dict[tuple[str, int, int], object] = {}
         self.inbox: dict[tuple[str, int, int], dict] = {}
         self.reduced: set[int] = set()
+        self.batch: list[Callable[[], bool]] = []
 
     def main(self) -> None:
         world = self.world
@@ -85,7 +94,10 @@ class Rank:
                 for op, stage, mb in world.schedule.actions[self.rank]:
                     if world.wrong:
                         return
+                    if "_F" not in op and "_B" not in op:
+                        self.end_batch()
                     getattr(self, str(op).lower())(stage, mb)
+                self.end_batch()
                 self.check_complete()
             except Wrong:
                 pass
@@ -93,6 +105,11 @@ class Rank:
                 world.asleep.pop(self.rank, None)
                 world.running -= 1
                 world.moved.notify_all()
+
+    def end_batch(self) -> None:
+        for is_over in self.batch:
+            self.world.sleep_until(self.rank, is_over)
+        self.batch = []
 
     def wire(self, source_stage: int, target_stage: int, direction: str) -> Wire:
         for stage in (source_stage, target_stage):
@@ -161,10 +178,14 @@ class Rank:
             self.world.fail("nothing to send yet")
         self.keep(f"sent {kind}", stage, mb, None)
         wire = self.wire(stage, target, kind)
-        wire.sends.append(self.made[kind, stage, mb])
+        message = [self.made[kind, stage, mb]]
+        wire.sends.append(message)
         wire.match()
         self.world.moved.notify_all()
-        self.world.sleep_until(self.rank, lambda: len(wire.sends) <= wire.may_lag)
+        if self.world.schedule.batched:
+            self.batch.append(lambda: all(waiting is not message for waiting in wire.sends))
+        else:
+            self.world.sleep_until(self.rank, lambda: len(wire.sends) <= wire.may_lag)
 
     def receive(self, kind: str, stage: int, source: int, mb: int) -> None:
         wire = self.wire(source, stage, kind)
@@ -179,6 +200,8 @@ class Rank:
         wire.receives.append(slot)
         wire.match()
         self.world.moved.notify_all()
+        if self.world.schedule.batched:
+            self.batch.append(lambda: "payload" in slot)
 
     def send_f(self, stage: int, mb: int) -> None:
         self.send("F", stage, stage + 1, mb)

@@ -34,12 +34,19 @@ SMALL = [
     lower(made(("interleaved_1f1b", 2, 3, 3, 2)), capacity=3),
     lower(v_shaped()),
     lower(out_of_order()),
+    lower(made(("1f1b", 2, 1, 3, 2)), batched=True),
+    lower(made(("1f1b", 3, 1, 3, 3)), batched=True),
+    lower(made(("interleaved_1f1b", 2, 2, 3, 2)), batched=True),
+    lower(v_shaped(), batched=True),
+    lower(out_of_order(), batched=True),
 ]
 LARGE = [
     lower(made(("1f1b", 4, 1, 9, 4))),
     lower(made(("interleaved_1f1b", 2, 2, 6, 2)), capacity=2),
     lower(made(("interleaved_1f1b", 3, 2, 7, 3))),
     lower(made(("interleaved_1f1b", 4, 3, 5, 4)), capacity=4),
+    lower(made(("interleaved_1f1b", 2, 2, 6, 2)), batched=True),
+    lower(made(("interleaved_1f1b", 4, 2, 6, 4)), batched=True),
 ]
 
 
