@@ -144,7 +144,7 @@ def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
         return []
     flops = [stage.flops_forward for stage in plan.stages]
     trace = predicted(plan.schedule, flops, plan.sizes.tp * plan.sizes.cp, config.launch.device)
-    return ["", timeline_text(trace, width).rstrip()]
+    return ["", timeline_text(trace, width).rstrip()] if trace.spans else []
 
 
 def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:

@@ -116,7 +116,7 @@ class RunPipelineConfig(PipelineConfig):
     p2p_capacity: int | None = None
     """Messages under way per channel (posted receives plus outstanding sends); none lets the plan choose."""
     extra_warmup: Any = 0
-    """Forwards in flight beyond the textbook warm-up."""
+    """Forwards in flight beyond the textbook warm-up, at most pp - 1 - r on rank r; `auto` chooses by simulation."""
 
 
 @dataclass(kw_only=True, slots=True)

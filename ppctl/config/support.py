@@ -86,11 +86,10 @@ _PARALLEL = {
 }
 
 _PIPELINE = {
-    **_each("pp_schedule pp_microbatch_size p2p_capacity", WORKS),
+    **_each("pp_schedule pp_microbatch_size p2p_capacity extra_warmup", WORKS),
     **_each("pp_schedule_csv layers_per_stage round_virtual_stages_to_pp_multiple", LATER),
     **_each("module_fqns_per_model_part pp_seq_len dtype scale_grads_in_schedule", LATER),
     **_each("pp_batch_size", LATER, "gradient accumulation over several schedule calls"),
-    **_each("extra_warmup", LATER, "a longer warm-up"),
     **_each("patch_inner_model patch_causal_lm_model", IGNORED, "stages are built, no foreign model is patched"),
     **_each("patch_stage_backward_maybe_with_nosync", IGNORED, "there is no FSDP wrapper to hold back"),
 }

@@ -20,7 +20,8 @@ from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import rank_costs, stage_specs, tie_groups
 from ppctl.plan.timing import CAPACITY, Choice, check_length, choose_schedule, compute_only, predicted, proved
-from ppctl.plan.types import Derived, Plan
+from ppctl.plan.types import Derived, Plan, RankCost, StageSpec
+from ppctl.plan.warmup import check_warmup, decide_warmup
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.trace import bubble_fraction, step_time
 from ppctl.topology import ParallelSizes
@@ -89,6 +90,8 @@ def derive(said: Said) -> Derivation:
         derivation.choice = choose_schedule(said, derivation.cut.vpp, findings)
         if derivation.batch is not None:
             check_length(said, said["pp"] * derivation.cut.vpp, derivation.batch.num_microbatches, findings)
+        if derivation.choice is not None:
+            check_warmup(said, derivation.choice, findings)
     return derivation
 
 
@@ -103,9 +106,21 @@ def _layer_kinds(said: Said) -> Iterable[Finding]:
             yield Finding(problem.code, key, problem.message, place, *ways)
 
 
-def _compute_only(said: Said, derivation: Derivation) -> Schedule:
-    assert derivation.cut and derivation.batch and derivation.choice
-    return compute_only(said, derivation.choice, derivation.cut.vpp, derivation.batch.num_microbatches)
+def _compute_only(
+    said: Said, derivation: Derivation, stages: Sequence[StageSpec], sizes: ParallelSizes
+) -> tuple[Schedule, tuple[Derived, ...]]:
+    """The schedule without messages, and what was decided on the way."""
+    cut, batch, choice = derivation.cut, derivation.batch, derivation.choice
+    assert cut and batch and choice
+
+    def make(extra_warmup: int) -> Schedule:
+        return compute_only(said, choice, cut.vpp, batch.num_microbatches, extra_warmup)
+
+    def price(schedule: Schedule) -> Sequence[RankCost]:
+        return rank_costs(said.config, stages, sizes, schedule, batch.micro_batch_size)
+
+    extra, derived = decide_warmup(said, choice, stages, sizes.tp * sizes.cp, make, price)
+    return make(extra), derived
 
 
 def _sizes(said: Said, world: World, cut: Cut) -> ParallelSizes:
@@ -120,9 +135,8 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     config, model = said.config, said.config.model
     sizes = _sizes(said, world, cut)
     stages = stage_specs(config, cut.layout, batch.micro_batch_size)
-    plain = _compute_only(said, derivation)
+    plain, decided = _compute_only(said, derivation, stages, sizes)
     schedule, wrong = proved(said, plain)
-    # A schedule that hangs has no time; what it computes has.
     flops = [stage.flops_forward for stage in stages]
     trace = predicted(plain if wrong else schedule, flops, sizes.tp * sizes.cp, config.launch.device)
     return Plan(
@@ -142,7 +156,7 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
         params_hf=parameters.hugging_face_parameters(model),
         tie_groups=tie_groups(model, stages),
         p2p_capacity=said[CAPACITY],
-        derived=derivation.derived,
+        derived=(*derivation.derived, *decided),
         provenance=dict(said.provenance),
         problems=tuple(wrong),
     )
@@ -155,6 +169,6 @@ def _peak(said: Said) -> int | None:
         return None
     sizes = _sizes(said, derivation.world, derivation.cut)
     stages = stage_specs(said.config, derivation.cut.layout, derivation.batch.micro_batch_size)
-    schedule = _compute_only(said, derivation)
+    schedule, _ = _compute_only(said, derivation, stages, sizes)
     costs = rank_costs(said.config, stages, sizes, schedule, derivation.batch.micro_batch_size)
     return max(cost.peak_bytes for cost in costs)

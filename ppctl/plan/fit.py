@@ -58,6 +58,8 @@ def _remedies(said: Said, needed: int, available: int, peak: Callable[[Said], in
 
 def _smaller(said: Said) -> Iterator[tuple[Override, ...]]:
     pp, mbs = said["pp"], said["mbs"]
+    if said["pipeline.extra_warmup"] not in (0, "auto"):
+        yield (("pipeline.extra_warmup", "auto"),)
     if mbs > 1:
         yield (("mbs", mbs // 2),)
         yield (("mbs", 1),)

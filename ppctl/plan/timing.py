@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
 from ppctl.config.support import schedule_policy
-from ppctl.errors import Problem
+from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
 from ppctl.plan.types import Derived
@@ -89,7 +89,7 @@ def _chosen(vpp: int, why: str) -> Derived:
     return Derived("schedule", _fitting(vpp), f"schedule {_fitting(vpp)}: {chunks} per rank, and {why}")
 
 
-def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int) -> Schedule:
+def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0) -> Schedule:
     """The chosen policy's schedule. A group size counts only where it was given: its default follows pp."""
     return make_schedule(
         choice.name,
@@ -97,13 +97,18 @@ def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int) ->
         vpp=vpp,
         num_microbatches=num_microbatches,
         microbatch_group_size=said[GROUP] if said.given(GROUP) else None,
+        extra_warmup=extra_warmup,
     )
 
 
 def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
     """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity was given."""
     capacity = said[CAPACITY]
-    schedule = lower(plain, capacity=capacity)
+    try:
+        free = lower(plain)
+    except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
+        return plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)]
+    schedule = free if capacity is None else lower(plain, capacity=capacity)
     wrong = verify(schedule)
     if capacity is None:
         return schedule, wrong
@@ -111,7 +116,7 @@ def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
     vpp = place.num_stages // place.pp
     twin = make_schedule("forward_only", pp=place.pp, vpp=vpp, num_microbatches=plain.num_microbatches)
     wrong = wrong or verify(lower(twin, capacity=capacity))
-    enough = max([*lower(plain).capacities.values(), *lower(twin).capacities.values()], default=1)
+    enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
     return schedule, [
         replace(each, remedy=remedy, place=f"{each.place}\n{said.told(CAPACITY)}".strip()) for each in wrong
@@ -119,7 +124,18 @@ def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
 
 
 def predicted(schedule: Schedule, flops_forward: Sequence[int], ranks_per_stage: int, device: str) -> Trace:
-    """The step as it would run with costs proportional to model FLOPs, a backward twice a forward, messages free."""
+    """The step as it would run with costs proportional to model FLOPs, a backward twice a forward, messages free.
+
+    Empty for a schedule that hangs.
+    """
+    try:
+        return simulate(schedule, assumed_costs(flops_forward, ranks_per_stage, device))
+    except ScheduleError:
+        return Trace(schedule.placement.pp, ())
+
+
+def assumed_costs(flops_forward: Sequence[int], ranks_per_stage: int, device: str, message: float = 0.0) -> Costs:
+    """Seconds in proportion to model FLOPs, a backward twice a forward."""
     rate = ASSUMED_FLOPS_PER_S["cuda" if device == "cuda" else "cpu"] * ranks_per_stage
     forward = [flops / rate for flops in flops_forward]
-    return simulate(schedule, Costs(forward, [2 * seconds for seconds in forward]))
+    return Costs(forward, [2 * seconds for seconds in forward], message=message)

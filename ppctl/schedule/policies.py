@@ -89,6 +89,11 @@ def in_turn(forwards: Sequence[_T], backwards: Sequence[_T], warmup: int) -> lis
     return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[steady:]]
 
 
+def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
+    """How many more forwards than the textbook's a rank runs ahead: at most one per rank behind it."""
+    return min(extra_warmup, pp - pp_rank - 1)
+
+
 def forward_only(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """Forwards alone, in the order of the schedule table: evaluation and generation."""
     return _by_table("forward_only", Placement("loop", pp, pp * vpp), num_microbatches, group, None)
@@ -100,24 +105,30 @@ def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     return _by_table("gpipe", placement, num_microbatches, num_microbatches, lambda pp_rank: vpp * num_microbatches)
 
 
-def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk."""
+def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
+    """Non-interleaved 1F1B: `pp - pp_rank - 1` forwards ahead, then one forward and one backward in turn. One chunk.
+
+    That is tight: between neighbours two message times per microbatch are waited for. With `extra_warmup` forwards more
+    in flight (`extra_of` each rank) a message may take that much longer before anybody waits.
+    """
     if vpp > 1:
         message = f"1f1b runs one chunk per rank and vpp is {vpp}"
         raise ScheduleError(Problem("PP-E305", message, "pipeline.pp_schedule=interleaved_1f1b"))
 
     def warmup(pp_rank: int) -> int:
-        return warmup_counts(pp, pp_rank, num_microbatches=num_microbatches).warmup
+        counts = warmup_counts(pp, pp_rank, num_microbatches=num_microbatches)
+        return min(counts.warmup + extra_of(pp, pp_rank, extra_warmup), counts.total)
 
     return _by_table("1f1b", Placement("loop", pp, pp), num_microbatches, group, warmup)
 
 
-def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warmup: int = 0) -> Schedule:
     """Megatron's interleaved 1F1B: a group of microbatches runs through a chunk, then through the next chunk.
 
     A group must fill the pipeline, or its first microbatch has not come round when its second chunk is due. Where the
     last group is shorter than pp (Megatron refuses that), the order is the one in which it is filled up to pp, with the
-    microbatches that do not exist left out: sound because the full one is, and no rank holds more.
+    microbatches that do not exist left out: sound because the full one is, and no rank holds more. `extra_warmup` as in
+    1F1B.
     """
     if vpp > 1 and group < min(pp, num_microbatches):
         message = f"groups of {group} microbatches do not fill a pipeline of pp {pp}: interleaving would hang"
@@ -128,14 +139,15 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int) -> Sc
     def warmup(pp_rank: int) -> int:
         if pp == 1:  # Megatron does not pipeline here; the chunks still have to run one after the other
             return min((vpp - 1) * group, vpp * num_microbatches)
-        return warmup_counts(
+        counts = warmup_counts(
             pp,
             pp_rank,
             num_microbatches=filled,
             num_model_chunks=vpp,
             microbatch_group_size_per_vp_stage=group,
             interleaved=True,
-        ).warmup
+        )
+        return min(counts.warmup + extra_of(pp, pp_rank, extra_warmup), counts.total)
 
     schedule = _by_table("interleaved_1f1b", Placement("loop", pp, pp * vpp), filled, group, warmup)
     if filled == num_microbatches:
@@ -144,21 +156,32 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int) -> Sc
     return replace(schedule, num_microbatches=num_microbatches, actions=rows)
 
 
-POLICIES: dict[str, Callable[[int, int, int, int], Schedule]] = {
+POLICIES: dict[str, Callable[..., Schedule]] = {
     "forward_only": forward_only,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
 }
 
+WARMED_UP = ("1f1b", "interleaved_1f1b")
+"""The policies that know `extra_warmup`."""
+
 
 def make_schedule(
-    name: str, *, pp: int, vpp: int = 1, num_microbatches: int, microbatch_group_size: int | None = None
+    name: str,
+    *,
+    pp: int,
+    vpp: int = 1,
+    num_microbatches: int,
+    microbatch_group_size: int | None = None,
+    extra_warmup: int = 0,
 ) -> Schedule:
     """The compute-only schedule of a policy.
 
     `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before
-    the next; only the table of several chunks depends on it. Raises ScheduleError with every size that makes no sense.
+    the next; only the table of several chunks depends on it. `extra_warmup` (0 to pp - 1) is how many forwards more
+    than the textbook's are in flight, on each rank at most one for every rank behind it. Raises ScheduleError with every
+    size that makes no sense.
     """
     group = pp if microbatch_group_size is None else microbatch_group_size
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}
@@ -167,9 +190,14 @@ def make_schedule(
         near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
         message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
         problems.append(Problem("PP-E304", message, f"pipeline.pp_schedule={near[0]}"))
+    most = pp - 1 if name in WARMED_UP else 0
+    if not 0 <= extra_warmup <= max(most, 0):
+        message = f"extra_warmup is {extra_warmup}: 0 to {most} for {name} with pp {pp}"
+        problems.append(Problem("PP-E304", message, f"pipeline.extra_warmup={max(most, 0) if extra_warmup > 0 else 0}"))
     if problems:
         raise ScheduleError(problems)
-    return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches))
+    more = (extra_warmup,) if extra_warmup else ()
+    return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches), *more)
 
 
 def _by_table(

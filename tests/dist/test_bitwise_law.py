@@ -56,7 +56,7 @@ def config_of(
     )
     config.parallel.deallocate_pipeline_outputs = True
     for key, value in parallel.items():
-        setattr(config.pipeline if key.startswith("pp_") else config.parallel, key, value)
+        setattr(config.pipeline if hasattr(config.pipeline, key) else config.parallel, key, value)
     config.data.path, config.data.seq_length = str(text), SEQ
     config.train.steps, config.train.micro_batch_size = STEPS, 2
     config.train.global_batch_size = 2 * m * dp
@@ -162,6 +162,11 @@ def test_any_layout_gives_the_bits_of_one_process(text, pp, vpp, layout, tied):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
     hold_to_reference(text, pp=2, vpp=1, m=5, tied=True, pp_schedule=schedule, deallocate_pipeline_outputs=deallocate)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m", "extra"), [(4, 1, 9, 1), (4, 1, 6, 3), (3, 1, 2, "auto"), (4, 2, 9, 1)])
+def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, extra_warmup=extra)
 
 
 def test_two_replicas_agree_with_one_process_to_a_millionth(text):

@@ -53,11 +53,15 @@ class Census:
             del self.alive[key]
 
 
+def planned_of(name, pp, vpp, m, extra_warmup=0):
+    return lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m, extra_warmup=extra_warmup))
+
+
 def count_in_flight(cases):
     communicator = pipeline.make_communicator()
     peaks = []
-    for name, pp, vpp, m in cases:
-        schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))
+    for case in cases:
+        schedule = planned_of(*case)
         stages = {s: pipeline.build(s) for s in schedule.placement.stages_of(dist.get_rank())}
         census = Census()
         programs = [census.watch(p) for p in pipeline.programs_of(schedule, dist.get_rank(), stages, {})]
@@ -70,14 +74,15 @@ def count_in_flight(cases):
 IN_FLIGHT = {
     1: [("1f1b", 1, 1, 3), ("gpipe", 1, 2, 3), ("interleaved_1f1b", 1, 3, 4)],
     2: [("1f1b", 2, 1, 5), ("gpipe", 2, 1, 5), ("interleaved_1f1b", 2, 2, 6), ("interleaved_1f1b", 2, 3, 4)],
-    4: [("1f1b", 4, 1, 9), ("1f1b", 4, 1, 2), ("gpipe", 4, 2, 5), ("interleaved_1f1b", 4, 2, 8)],
+    4: [("1f1b", 4, 1, 9), ("1f1b", 4, 1, 2), ("gpipe", 4, 2, 5), ("interleaved_1f1b", 4, 2, 8)]
+    + [("1f1b", 4, 1, 9, 1), ("1f1b", 4, 1, 9, 3), ("interleaved_1f1b", 4, 2, 8, 2)],
 }
 
 
 @pytest.mark.parametrize("pp", IN_FLIGHT)
 def test_activations_in_flight_are_the_planned_ones_on_every_rank(pp):
     measured = run_ranks(count_in_flight, pp, IN_FLIGHT[pp])
-    planned = [in_flight(lower(make_schedule(n, pp=p, vpp=v, num_microbatches=m))) for n, p, v, m in IN_FLIGHT[pp]]
+    planned = [in_flight(planned_of(*case)) for case in IN_FLIGHT[pp]]
     assert list(zip(*measured, strict=True)) == planned
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,14 @@ import yaml
 from command import TINY, environment, metrics, only_run, ppctl, start
 from oracle.reference import train_reference
 
+from ppctl.cli import main as front
+from ppctl.cli import train
 from ppctl.config.mapping import from_mapping
 from ppctl.data.batches import Batches
 from ppctl.data.corpus import load_corpus
 from ppctl.data.tokenizer import ByteTokenizer
+from ppctl.launch.environment import Started
+from ppctl.launch.prepare import new_run
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -50,13 +55,28 @@ def reference_losses(run: Path, steps: int) -> list[float]:
     return train_reference(config.model, config.optim, config.train.seed, data, config.train.steps)[0]
 
 
+TWELVE = ("+recipe=quickstart", *TINY, "pp=4", "vpp=1", "steps=12")
+
+
 @pytest.fixture(scope="module")
 def whole_run(text, tmp_path_factory):
     """An uninterrupted run of 12 steps in 4 ranks, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
-    done = ppctl("train", "+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=12", cwd=cwd)
+    trackers = ("log.tensorboard=true", "log.wandb=true")
+    done = ppctl("train", *TWELVE, text, *trackers, cwd=cwd, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     return done, only_run(cwd)
+
+
+@pytest.fixture(scope="module")
+def killed_run(text, tmp_path_factory):
+    """The same run, its launcher killed at a random step: SIGKILL takes the ranks along."""
+    cwd = tmp_path_factory.mktemp("killed")
+    process = start("train", *TWELVE, text, "checkpoint.interval=2", cwd=cwd)
+    wait_for_step(process, random.randrange(4, 10))
+    process.kill()
+    process.communicate()
+    return only_run(cwd)
 
 
 def losses(run: Path) -> list[object]:
@@ -66,6 +86,20 @@ def losses(run: Path) -> list[object]:
 def test_the_losses_are_those_of_one_process(whole_run):
     _, run = whole_run
     assert losses(run) == reference_losses(run, 12)
+
+
+def test_a_longer_warmup_changes_the_schedule_and_no_loss(whole_run, text, tmp_path):
+    command = ("+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=12", "pipeline.extra_warmup=1")
+    done = ppctl("train", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    assert losses(run) == losses(whole_run[1])
+    assert [row.count("F") - row.count("_F") for row in _before_first_backward(run)] == [5, 4, 3, 1]
+    assert [row.count("F") - row.count("_F") for row in _before_first_backward(whole_run[1])] == [4, 3, 2, 1]
+
+
+def _before_first_backward(run: Path) -> list[str]:
+    return [re.split(r",[0-9]B", row)[0] for row in (run / "schedule.csv").read_text().splitlines()]
 
 
 def test_the_screen_explains_counts_and_closes(whole_run):
@@ -128,47 +162,75 @@ def test_every_parameter_of_every_stage_moves(whole_run):
 
 
 @pytest.mark.parametrize("cut", [(), ("pp=2", "vpp=2")], ids=["same cut", "pp=4 to pp=2 vpp=2"])
-def test_a_killed_run_goes_on_bitwise(whole_run, text, tmp_path, cut):
-    """The launcher and all ranks die by SIGKILL at some step; resume does the rest as if nothing had happened."""
-    command = ("+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=12", "checkpoint.interval=2")
-    process = start("train", *command, cwd=tmp_path)
-    victim = random.Random(len(cut)).randrange(4, 9)
-    for line in process.stdout:
-        if line.split()[:2] == ["step", f"{victim}/12"] or line.startswith(f"step {victim:>2}/12"):
-            break
-    process.kill()
-    process.communicate()
-    run = only_run(tmp_path)
+def test_a_killed_run_goes_on_bitwise(whole_run, killed_run, tmp_path, cut):
+    """Resume does the rest as if nothing had happened, at whatever step the kill came."""
+    run = shutil.copytree(killed_run, tmp_path / "runs" / "quickstart" / killed_run.name)
+    assert len(metrics(run)) < 12
     done = ppctl("resume", str(run), *cut, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(whole_run[1])
     assert [record["step"] for record in metrics(run)] == list(range(12))
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def torchrun(ranks: int, *arguments: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun -m ppctl train arguments`."""
+    command = [*TORCHRUN, str(ranks), "-m", "ppctl", "train", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=120)
+
+
 def test_ranks_that_torchrun_starts_make_one_run_with_the_same_losses(whole_run, text, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = ["-m", "ppctl", "train", "+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=12"]
-    done = subprocess.run(
-        [*torchrun, *command], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
-    )
+    told = tmp_path / "told"
+    told.mkdir()
+    done = torchrun(4, *TWELVE, text, f"launch.env.PPCTL_TELL={told}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert losses(only_run(tmp_path)) == losses(whole_run[1])
+    run = only_run(tmp_path)
+    assert losses(run) == losses(whole_run[1])
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert sorted(path.name for path in told.iterdir()) == ["0", "1", "2", "3"], "launch.env is there from the start"
 
 
 def test_a_config_error_under_torchrun_is_printed_once_and_every_rank_leaves(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "ppctl", "train", "+recipe=quickstart", "model.hiden_size=3"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = torchrun(2, "+recipe=quickstart", "model.hiden_size=3", cwd=tmp_path)
     assert done.returncode != 0
-    assert done.stderr.count("model.hiden_size") == 1 + done.stderr.count("model.hiden_size=3")
-    assert "exitcode  : 2" in done.stderr
+    assert done.stderr.count("error PP-E101") == 1
+    assert done.stderr.count("exitcode  : 2") == 2, "every rank's own code"
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_path):
+    (tmp_path / "corpus.txt").write_text("never read")
+    runs = [planned_run(tmp_path / "mine", "steps=3"), planned_run(tmp_path / "other", "steps=3", "gbs=16")]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ppctl.worker", "--run", str(run)],
+            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank, run in enumerate(runs)
+    ]
+    assert [rank.wait(timeout=60) for rank in ranks] == [2, 2]
+    for rank, run in enumerate(runs):
+        record = json.loads((run / "errors" / f"rank-{rank:04d}.json").read_text())
+        assert (record["code"], record["exit_code"], record["action"]) == ("PP-E742", 2, None)
+        assert record["message"] == "ranks 1 hold another config or plan than rank 0"
+        assert not (run / "metrics.jsonl").exists()
+
+
+def arguments(*typed: str):
+    return front.parse("train", train, ["+recipe=quickstart", *typed])
+
+
+def planned_run(root: Path, *overrides: str) -> Path:
+    """A run directory that is ready to start."""
+    launch = train.prepare(arguments(*TINY, "pp=2", "vpp=1", f"log.dir={root}", *overrides), Started("person"))
+    return new_run(launch, Started("person")).path
 
 
 def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
@@ -191,7 +253,7 @@ def ranks_of(where: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "code", "state"),
-    [(signal.SIGTERM, 75, "stopped"), (signal.SIGUSR1, 75, "stopped"), (signal.SIGINT, 130, "interrupted")],
+    [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_a_signal_ends_the_job_within_ten_seconds(text, tmp_path, number, code, state):
     process = start("train", "+recipe=quickstart", *TINY, text, "pp=2", "vpp=1", "steps=100000", cwd=tmp_path)
@@ -239,50 +301,63 @@ def test_the_first_line_names_the_culprit(text, tmp_path, fault, first_line):
     assert time.monotonic() - begin < 40
 
 
-def test_the_steady_state_writes_one_metrics_line_a_step_and_a_heartbeat(text, tmp_path):
-    watch = tmp_path / "writes"
-    done = ppctl(
-        *("train", "+recipe=quickstart", *TINY, text, "pp=2", "vpp=1", "steps=40"), cwd=tmp_path, PPCTL_WATCH=str(watch)
-    )
+def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_else(text, tmp_path):
+    watch, steps = tmp_path / "writes", 24
+    sizes = ("pp=2", "vpp=1", "dp=2", f"steps={steps}", "optim.eps=1e-4")  # test_bitwise_law says why this eps
+    done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path, PPCTL_WATCH=str(watch))
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
+    assert losses(run) == pytest.approx(reference_losses(run, steps), rel=1e-6)
     logs = {path.name: path.stat().st_size for path in (run / "logs").iterdir()}
-    assert set(logs.values()) == {0}, logs
+    assert logs == {f"rank-{rank:04d}.log": 0 for rank in range(4)}
     # The last step saves and concludes.
-    steady = [line.split()[1] for line in watch.read_text().splitlines() if int(line.split()[0]) < 40]
-    assert steady.count(str(run / "metrics.jsonl")) == 38
+    steady = [line.split()[1] for line in watch.read_text().splitlines() if int(line.split()[0]) < steps]
+    assert steady.count(str(run / "metrics.jsonl")) == steps - 2
     others = {path for path in steady if not path.endswith("metrics.jsonl")}
     assert all("heartbeats" in path for path in others), others
 
 
-def test_trackers_get_the_keys_of_metrics(text, tmp_path):
-    pytest.importorskip("wandb", reason="the wandb extra is for those who use it")
+def test_trackers_get_the_keys_of_metrics(whole_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
 
-    done = ppctl(
-        *("train", "+recipe=quickstart", *TINY, text, "pp=2", "vpp=1", "steps=3"),
-        *("log.tensorboard=true", "log.wandb=true"),
-        cwd=tmp_path,
-        WANDB_MODE="offline",
-    )
-    assert done.returncode == 0, done.stderr
-    run = only_run(tmp_path)
+    _, run = whole_run
     keys = {key for key, value in metrics(run)[0].items() if value is not None and key != "step"}
     events = EventAccumulator(str(run / "trace"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == keys
     assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(run))
-    assert list((run / "trace").glob("wandb/offline-run-*"))
+    (log,) = run.glob("trace/wandb/offline-run-*/run-*.wandb")
+    store, logged = DataStore(), []
+    store.open_for_scan(str(log))
+    while (data := store.scan_data()) is not None:
+        items = Record.FromString(data).history.item
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+        logged += [row] if row else []
+    assert [row["loss"] for row in logged] == losses(run)
+    assert all(keys <= row.keys() for row in logged)
+
+
+def test_the_quickstart_begins_with_the_bits_of_one_process(tmp_path):
+    """The recipe as it is, for its first 20 steps."""
+    process = start("train", "+recipe=quickstart", "launch.device=cpu", cwd=tmp_path)
+    wait_for_step(process, 20)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    run = only_run(tmp_path)
+    assert losses(run)[:20] == reference_losses(run, 20)
 
 
 def test_a_run_whose_stages_exchange_noise_misses_the_quickstarts_line(tmp_path):
     """The quickstart ends far below 2.9 nats a byte; a model that learns nothing but the bytes' own frequencies stays
     at 3.24, and so does one whose second rank gets noise instead of activations."""
-    command = ("+recipe=quickstart", "steps=40", "gbs=16", "seq=128", "launch.device=cpu")
+    command = ("+recipe=quickstart", "steps=80", "gbs=8", "seq=64", "launch.device=cpu")
     healthy, broken = tmp_path / "healthy", tmp_path / "broken"
     for cwd, fault in ((healthy, {}), (broken, {"PPCTL_FAULT": "noise 1 0 -"})):
         cwd.mkdir()
         done = ppctl("train", *command, cwd=cwd, timeout=120, **fault)
         assert done.returncode == 0, done.stderr
-    last = {cwd.name: sum(losses(only_run(cwd))[-5:]) / 5 for cwd in (healthy, broken)}
+    last = {cwd.name: sum(losses(only_run(cwd))[-20:]) / 20 for cwd in (healthy, broken)}
     assert last["healthy"] < 2.9 < last["broken"], last

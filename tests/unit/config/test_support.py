@@ -130,5 +130,5 @@ def test_what_works_is_what_this_release_promises():
         "parallel.pipeline_model_parallel_layout", "parallel.data_parallel_size", "parallel.bf16",
         "parallel.microbatch_group_size_per_vp_stage", "parallel.params_dtype", "parallel.pipeline_dtype",
         "parallel.deallocate_pipeline_outputs", "pipeline.pp_schedule", "pipeline.pp_microbatch_size",
-        "pipeline.p2p_capacity",
+        "pipeline.p2p_capacity", "pipeline.extra_warmup",
     }  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Op
+from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import (
     POLICIES,
     convert_schedule_table_to_order,
@@ -16,6 +17,7 @@ from ppctl.schedule.policies import (
     make_schedule,
     warmup_counts,
 )
+from ppctl.schedule.simulate import Costs, in_flight, simulate, step_time
 from ppctl.schedule.verify import verify
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -136,3 +138,50 @@ def test_impossible_sizes_are_refused(name: str, sizes: dict[str, int], codes: l
 def test_a_misspelt_name_gets_the_near_one() -> None:
     with pytest.raises(ScheduleError, match=r"pipeline\.pp_schedule=interleaved_1f1b"):
         make_schedule("interleaved1f1b", pp=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+def test_an_extra_warmup_runs_that_many_more_forwards_ahead_but_one_per_rank_behind_at_most(pp: int) -> None:
+    for m in (1, pp, 3 * pp):
+        plain = in_flight(make_schedule("1f1b", pp=pp, num_microbatches=m))
+        for extra in range(pp):
+            schedule = make_schedule("1f1b", pp=pp, num_microbatches=m, extra_warmup=extra)
+            assert verify(schedule) == [] == verify(lower(schedule))
+            assert in_flight(schedule) == tuple(
+                min(m, count + min(extra, pp - 1 - r)) if m >= pp else count for r, count in enumerate(plain)
+            )
+
+
+@pytest.mark.parametrize(
+    ("message", "textbook", "eager"),
+    [
+        (0.4, 0.981, 0.996),
+        (0.6, 0.971, 0.994),
+        (1, 0.953, 0.990),
+        (2, 0.911, 0.979),
+        (6.5, 0.758, 0.936),
+        (9, 0.693, 0.913),
+    ],
+)
+def test_an_extra_warmup_hides_messages_as_an_event_model_says(message: float, textbook: float, eager: float) -> None:
+    """Efficiency against (m + p - 1)(tf + tb), p = 4, m = 16, tf = 10, tb = 20."""
+    costs = Costs.uniform(4, 10, 20, message)
+    for extra, expected in ((0, textbook), (3, eager)):
+        schedule = lower(make_schedule("1f1b", pp=4, num_microbatches=16, extra_warmup=extra))
+        assert 19 * 30 / step_time(simulate(schedule, costs)) == pytest.approx(expected, abs=0.0006)
+
+
+@pytest.mark.parametrize("group", [4, 5, 8])
+@pytest.mark.parametrize("m", [4, 5, 9, 16])
+def test_an_interleaved_pipeline_has_room_for_one_more(m: int, group: int) -> None:
+    for extra in (1, 2):
+        schedule = make_schedule(
+            "interleaved_1f1b", pp=4, vpp=2, num_microbatches=m, microbatch_group_size=group, extra_warmup=extra
+        )
+        assert verify(lower(schedule)) == []
+
+
+@pytest.mark.parametrize(("name", "extra"), [("1f1b", 4), ("1f1b", -1), ("gpipe", 1), ("forward_only", 1)])
+def test_an_extra_warmup_that_no_rank_can_use_is_refused(name: str, extra: int) -> None:
+    with pytest.raises(ScheduleError, match="extra_warmup"):
+        make_schedule(name, pp=4, num_microbatches=8, extra_warmup=extra)

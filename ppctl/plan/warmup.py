@@ -1,0 +1,111 @@
+"""How far the forwards run ahead: `pipeline.extra_warmup` as given, or chosen by simulating the step.
+
+Knows message times on the devices that plans assume, and the memory that a longer warm-up takes. Must not know how
+schedules are made or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from ppctl.config.checks import memory_bytes
+from ppctl.errors import ScheduleError
+from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.fit import LIMIT
+from ppctl.plan.said import Said
+from ppctl.plan.timing import Choice, assumed_costs
+from ppctl.plan.types import Derived, RankCost, StageSpec
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.policies import WARMED_UP
+from ppctl.schedule.simulate import simulate, step_time
+
+EXTRA = "pipeline.extra_warmup"
+AUTO = "auto"
+
+ASSUMED_LINK = {"cuda": (25e9, 20e-6), "cpu": (2.1e9, 200e-6)}
+"""Bytes per second and seconds per message between ranks: a 200 Gbit/s network card; gloo over loopback, measured."""
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+CLOSE = 1.005
+"""A step is as good as the best one where it takes at most this much longer: activations are not spent on less."""
+
+
+def check_warmup(said: Said, choice: Choice, findings: Findings) -> None:
+    """Refuse what cannot take effect: no number, more than a rank can use, or a schedule without a warm-up."""
+    given, pp = said[EXTRA], said["pp"]
+    if given == AUTO or (given == 0 and not isinstance(given, bool)):
+        return
+    told = said.told(EXTRA, "pp", "pipeline.pp_schedule")
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        message = f"{EXTRA}={given} is neither a number of forwards (0 to pp - 1) nor auto"
+        findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, AUTO),), ((EXTRA, 0),)))
+    elif choice.name not in WARMED_UP:
+        message = f"schedule {choice.name} has no warm-up that {EXTRA}={given} could lengthen"
+        findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, 0),)))
+    elif given > pp - 1:
+        message = f"{EXTRA}={given}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
+        findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, pp - 1),), ((EXTRA, AUTO),)))
+
+
+def decide_warmup(
+    said: Said,
+    choice: Choice,
+    stages: Sequence[StageSpec],
+    ranks_per_stage: int,
+    make: Callable[[int], Schedule],
+    price: Callable[[Schedule], Sequence[RankCost]],
+) -> tuple[int, tuple[Derived, ...]]:
+    """The extra warm-up, and its equation where it was chosen.
+
+    `auto` simulates the step for 0, the powers of two below pp and pp - 1, with the assumed times of compute and of the
+    messages, and takes the smallest that is close to the best among those that fit into launch.device_memory. `make`
+    gives the compute-only schedule of a warm-up, `price` what its ranks hold.
+    """
+    if said[EXTRA] != AUTO:
+        return said[EXTRA], ()
+    if choice.name not in WARMED_UP or said["pp"] == 1:
+        return 0, (Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {said['pp']} needs none"),)
+    device = said.config.launch.device
+    message = message_seconds(stages, device)
+    costs = assumed_costs([stage.flops_forward for stage in stages], ranks_per_stage, device, message)
+    limit = _limit(said)
+    times: dict[int, float] = {}
+    for extra in _candidates(said["pp"]):
+        schedule = make(extra)
+        if extra and limit is not None and max(cost.peak_bytes for cost in price(schedule)) > limit:
+            break
+        try:
+            times[extra] = step_time(simulate(schedule, costs))
+        except ScheduleError:
+            break  # a group of microbatches leaves no room for more; nor for more than that
+    chosen = next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
+    return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, message, limit is not None)),)
+
+
+def message_seconds(stages: Sequence[StageSpec], device: str) -> float:
+    """What the largest message between stages takes on an assumed link."""
+    rate, latency = ASSUMED_LINK["cuda" if device == "cuda" else "cpu"]
+    largest = max(sum(prod(spec.shape) * BYTES.get(spec.dtype, 4) for spec in stage.sends) for stage in stages)
+    return latency + largest / rate
+
+
+def _candidates(pp: int) -> list[int]:
+    return sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)})
+
+
+def _limit(said: Said) -> int | None:
+    try:
+        return None if said[LIMIT] is None else memory_bytes(said[LIMIT])
+    except ValueError:
+        return None  # told where memory is checked
+
+
+def _equation(chosen: int, times: dict[int, float], message: float, limited: bool) -> str:
+    tried = ", ".join(f"{extra}: {seconds:.4g} s" for extra, seconds in times.items())
+    within = f" within {LIMIT}" if limited else ""
+    return (
+        f"extra_warmup {chosen}: the least{within} that is close to the best simulated step ({tried}; "
+        f"a message assumed to take {message * 1e3:.3g} ms)"
+    )

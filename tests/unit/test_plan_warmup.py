@@ -1,0 +1,74 @@
+"""pipeline.extra_warmup in a plan: bounded, priced, proved, and chosen where it is `auto`."""
+
+import pytest
+from unit_plan import equation, plan, refusal
+
+from ppctl.schedule.simulate import in_flight
+from ppctl.schedule.verify import verify
+
+
+@pytest.mark.parametrize(("extra", "alive"), [(0, (4, 3, 2, 1)), (1, (5, 4, 3, 1)), (3, (7, 5, 3, 1))])
+def test_the_plan_runs_and_prices_the_longer_warmup(extra: int, alive: tuple[int, ...]) -> None:
+    textbook, made = plan(pp=4, gbs=16), plan(pp=4, gbs=16, pipeline__extra_warmup=extra)
+    assert tuple(cost.in_flight for cost in made.pp_ranks) == alive == in_flight(made.schedule)
+    assert verify(made.schedule) == []
+    more = [a - b for a, b in zip(alive, (4, 3, 2, 1), strict=True)]
+    grown = [
+        cost.activation_bytes - before.activation_bytes
+        for cost, before in zip(made.pp_ranks, textbook.pp_ranks, strict=True)
+    ]
+    one = [before.activation_bytes // before.in_flight if before.in_flight else 0 for before in textbook.pp_ranks]
+    assert grown == [a * b for a, b in zip(more, one, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(pp=4, pipeline__extra_warmup=4),
+        dict(pp=4, pipeline__extra_warmup=-1),
+        dict(pp=4, pipeline__extra_warmup=True),
+        dict(pp=4, pipeline__extra_warmup="much"),
+        dict(pp=1, pipeline__extra_warmup=1),
+        dict(pp=4, pipeline__extra_warmup=1, pipeline__pp_schedule="gpipe"),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(values: dict[str, object]) -> None:
+    assert refusal(**values) == ["PP-E215"]
+
+
+def test_auto_takes_what_hides_the_messages_and_says_what_it_tried() -> None:
+    made = plan(pp=4, gbs=16, pipeline__extra_warmup="auto")
+    text = equation(made, "extra_warmup")
+    assert "0: " in text and "3: " in text and "message assumed to take" in text
+    chosen = next(d.value for d in made.derived if d.key == "extra_warmup")
+    assert made.pp_ranks[0].in_flight == 4 + chosen > 4
+
+
+def test_auto_spends_no_memory_where_messages_are_short_beside_compute() -> None:
+    slow = plan(pp=4, gbs=16, pipeline__extra_warmup="auto", launch__device="cpu", seq=1024)
+    assert [cost.in_flight for cost in slow.pp_ranks] == [4, 3, 2, 1]
+
+
+def test_auto_stays_within_the_devices_memory() -> None:
+    sizes = dict(pp=4, gbs=16, pipeline__extra_warmup="auto")
+    free = plan(**sizes)
+    textbook = plan(**sizes | {"pipeline__extra_warmup": 0})
+    limit = textbook.pp_ranks[0].peak_bytes + 1
+    held = plan(**sizes, launch__device_memory=f"{limit}B")
+    assert max(cost.peak_bytes for cost in free.pp_ranks) > limit >= max(cost.peak_bytes for cost in held.pp_ranks)
+    assert held.pp_ranks == textbook.pp_ranks
+    assert held.problems == ()
+
+
+def test_auto_leaves_a_schedule_without_a_warmup_alone() -> None:
+    made = plan(pp=4, pipeline__extra_warmup="auto", pipeline__pp_schedule="gpipe")
+    assert equation(made, "extra_warmup").startswith("extra_warmup 0")
+
+
+def test_a_warmup_that_hangs_is_told_with_the_ranks_that_wait_and_a_way_out() -> None:
+    made = plan(pp=4, vpp=2, pipeline__extra_warmup=3)
+    (problem,) = made.problems
+    assert (problem.code, problem.remedy) == ("PP-E317", "pipeline.extra_warmup=auto")
+    assert problem.place.count("<-- here") == 4
+    assert plan(pp=4, vpp=2, pipeline__extra_warmup="auto").problems == ()
+    assert plan(pp=4, vpp=2, pipeline__extra_warmup=3, pipeline__p2p_capacity=2).problems != ()
