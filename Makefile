@@ -1,7 +1,9 @@
 # Every target sets up what it needs in .venv, through plain pip; nothing but Python 3.11+, git and make is expected.
 PYTHON ?= python3
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
+# torch is large: on a terminal pip shows how far it is (stdout of a substitution is never one, so stderr is asked).
+HUSH := $$(test -t 2 || echo --quiet)
 PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
@@ -42,20 +44,26 @@ clean:
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ppctl needs Python 3.11 or newer; say which: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
-	@echo "Setting up .venv. pip will fetch torch and a dozen small packages: about 250 MB with torch's CPU build,"
-	@echo "about 3 GB with its CUDA build (pip's default on Linux; README, 'Choosing torch', says how to take the other)."
-	@$(PYTHON) -m venv .venv || { echo "python's venv module is missing (Debian: apt install python3-venv)"; exit 2; }
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+	  echo "$(PYTHON) could not make .venv; if its venv module is missing (Debian): apt install python3-venv"; exit 2; }
 
+# An interrupted setup may have left a .venv without pip.
 .venv/ready-core: .venv/bin/python $(PACKAGING)
-	@$(PIP) setuptools wheel
-	@$(PIP) --no-build-isolation -e .
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --upgrade >/dev/null 2>&1 || \
+	  { echo ".venv is broken: its Python has no pip. To set it up anew: make clean $(MAKECMDGOALS)"; exit 2; }
+	@$(PY) -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || { \
+	  echo "Setting up .venv. pip will fetch torch and about 20 small packages: about 250 MB with torch's CPU build,"; \
+	  echo "about 3 GB with its CUDA build (pip's default on Linux; README, 'Choosing torch', says how to take the other)."; }
+	@$(PIP) --quiet setuptools wheel
+	@$(PIP) $(HUSH) --no-build-isolation -e .
 	@touch $@
 
 .venv/ready-test: .venv/ready-core
 	@echo "Fetching what the tests need (pytest, hypothesis, transformers, tensorboard): about 60 MB."
-	@$(PIP) --no-build-isolation -e ".[test]"
+	@$(PIP) --quiet --no-build-isolation -e ".[test]"
 	@touch $@
 
 .venv/ready-dev: .venv/ready-core
-	@$(PIP) --no-build-isolation -e ".[dev]"
+	@echo "Fetching what the checks need (ruff, mypy, import-linter): about 40 MB."
+	@$(PIP) --quiet --no-build-isolation -e ".[dev]"
 	@touch $@
