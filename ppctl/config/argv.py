@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ppctl.config.flags import MEGATRON, flag_problem
-from ppctl.config.keys import keys
+from ppctl.config.keys import as_typed, keys, sections
 from ppctl.errors import Problem
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -50,6 +50,7 @@ PLACE = "command line"
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
+_RANGE = re.compile(r"range\(((?: *-?[0-9]{1,4} *,?){1,3})\)")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -103,9 +104,9 @@ class _Sorter:
             value = value if equals else self.queue.pop(0)
             self._add(name, MEGATRON[name], value, token if equals else f"{token} {value}")
         elif token.startswith("-") and len(token) > 1:
-            self.found.problems.append(flag_problem(name, self.own))
             if not equals and self._value_follows() and "=" not in self.queue[0]:
-                self.queue.pop(0)
+                value = self.queue.pop(0)
+            self.found.problems.append(flag_problem(name, value, self.own))
         else:
             self._positional(token)
 
@@ -125,9 +126,9 @@ class _Sorter:
             self.line.append(shlex.quote(token))
         elif match[1] == "~":
             message = f"{token}: nothing can be deleted from a closed config"
-            self.found.problems.append(Problem("PP-E121", message, f"{match[2]}=null", PLACE))
+            self.found.problems.append(Problem("PP-E121", message, _reset(match[2]), PLACE))
         elif match[3] is None:
-            self.found.problems.append(Problem("PP-E105", f"{token} has no value", f"{token}=VALUE", PLACE))
+            self.found.problems.append(Problem("PP-E105", f"{token} has no value", _where_told(match[2]), PLACE))
         else:
             self._add(match[2], ALIASES.get(match[2], match[2]), match[3], token)
 
@@ -141,11 +142,11 @@ class _Sorter:
             return
         self.line.append(typed if typed.startswith("--") and "=" not in typed else shlex.quote(typed))
         quoted = quote(key, value)
-        before, as_typed = self.typed.setdefault(key, (quoted, typed))
+        before, first = self.typed.setdefault(key, (quoted, typed))
         if before != quoted:
-            message = f"{key} is given twice, as {as_typed} and as {typed}"
-            self.found.problems.append(Problem("PP-E124", message, f"keep one of them, as {key}={quoted}", PLACE))
-        elif as_typed is typed:
+            message = f"{key} is given twice, as {first} and as {typed}; keep one of them"
+            self.found.problems.append(Problem("PP-E124", message, shlex.quote(f"{key}={before}"), PLACE))
+        elif first is typed:
             self.found.overrides.append(f"{key}={quoted}")
 
     def sweep_problem(self, command: str) -> Problem:
@@ -159,6 +160,22 @@ class _Sorter:
             f"ppctl starts one run at a time, and {', '.join(typed for typed, _ in self.sweeps)} lists several values"
         )
         return Problem("PP-E106", message, line, PLACE)
+
+
+def _reset(name: str) -> str:
+    """What stands for deleting a key: its default."""
+    key = ALIASES.get(name, name)
+    if key == "recipe":
+        return "recipe=null"
+    return as_typed(key, keys()[key].default) if key in keys() else "ppctl explain"
+
+
+def _where_told(name: str) -> str:
+    """The command that tells what `name` may be set to."""
+    key = ALIASES.get(name, name)
+    if key == "recipe":
+        return "ppctl recipes"
+    return f"ppctl explain {key}" if key in keys() or key in sections() else "ppctl explain"
 
 
 def _opaque(key: str) -> bool:
@@ -213,11 +230,22 @@ def sweep_values(key: str, value: str) -> list[str] | None:
     text = value.strip()
     if _opaque(key) or _is_quoted(text):
         return None
+    numbers = _RANGE.fullmatch(text)
+    if numbers is not None:
+        return _range(numbers[1])
     function = _SWEEP.fullmatch(text)
     if function is not None:
-        return _split(function[1]) if text.startswith("choice") else [text]
+        return [item for item in _split(function[1]) if "=" not in item]
     values = _split(text)
     return values if len(values) > 1 else None
+
+
+def _range(text: str) -> list[str]:
+    """Hydra's `range(start, stop, step)` of whole numbers."""
+    bounds = [int(part) for part in text.split(",") if part.strip()]
+    if len(bounds) == 3 and bounds[2] == 0:
+        bounds.pop()
+    return list(map(str, range(*bounds)))
 
 
 def _split(text: str) -> list[str]:

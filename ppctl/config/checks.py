@@ -10,9 +10,10 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from ppctl.config.keys import did_you_mean, place_of, text_keys, value_of
+from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import ModelConfig, OptimConfig, ParallelConfig, RunConfig
@@ -51,8 +52,11 @@ CHOICES = {
     "launch.device": ("cuda", "cpu", "any"),
 }
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
 NOT_EMPTY = ("log.name", "log.dir", "data.path", "checkpoint.resume")
 
+_NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -62,20 +66,28 @@ Finding = tuple[tuple[str, ...], str, str]
 
 
 def check(
-    config: RunConfig, provenance: Mapping[str, str], *, for_training: bool = False, skip: Collection[str] = ()
+    config: RunConfig,
+    provenance: Mapping[str, str],
+    *,
+    for_training: bool = False,
+    skip: Collection[str] = (),
+    usual: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Problem]:
     """Every rule that `config` breaks. `for_training` adds what can be planned but not trained yet, in one sentence.
 
-    `skip` names keys whose value is known to be wrong already: no rule that reads them is told again.
+    `skip` names keys whose value is known to be wrong already: no rule that reads them is told again. `usual` has the
+    values that stood where the command line put others: remedies go back to them, and to the default elsewhere.
     """
     found = []
-    for keys, message, remedy in _findings(config):
+    told = set(skip)
+    for keys, message, remedy in _findings(config, usual):
         if not set(keys) & set(skip):
             place = "\n".join(place_of(key, value_of(config, key), provenance) for key in keys)
             found.append(Problem("PP-E103", message, remedy, place))
+            told.update(keys[:1])
     filled = replace(config.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
     found += parallel_problems(filled)
-    found += refused(config, provenance, skip)
+    found += refused(config, provenance, told)
     if for_training:
         found += not_trained(config)
     return found
@@ -89,9 +101,10 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or "B"])
 
 
-def _findings(config: RunConfig) -> Iterator[Finding]:
-    yield from _signs(config)
-    yield from _words(config)
+def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
+    yield from _signs(config, usual)
+    yield from _words(config, usual)
+    yield from _environment(config.launch.env, usual)
     yield from _heads(config.model)
     yield from _experts(config.model)
     yield from _optim(config.optim)
@@ -109,38 +122,53 @@ def _findings(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _signs(config: RunConfig) -> Iterator[Finding]:
+def _signs(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     for key in POSITIVE:
         value = value_of(config, key)
         if value is not None and not (value > 0 and math.isfinite(value)):
-            yield (key,), f"{key} must be greater than 0", f"{key}={_default(key, 1)}"
+            yield (key,), f"{key} must be greater than 0", _back(key, usual, 1)
     for key in NOT_NEGATIVE:
         value = value_of(config, key)
         if value is not None and not (value >= 0 and math.isfinite(value)):
-            yield (key,), f"{key} must be 0 or more", f"{key}=0"
+            yield (key,), f"{key} must be 0 or more", _back(key, usual, 0)
 
 
-def _default(key: str, otherwise: Any) -> Any:
-    default = text_keys()[key].default
-    return otherwise if default is None else default
+def _back(key: str, usual: Mapping[str, Any], otherwise: Any) -> str:
+    """The override that goes back to what stood before, or to the default."""
+    before = usual.get(key, text_keys()[key].default)
+    return as_typed(key, otherwise if before is None else before)
 
 
-def _words(config: RunConfig) -> Iterator[Finding]:
+def _words(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     for key, choices in CHOICES.items():
         value = value_of(config, key)
         if value not in choices:
             hint = did_you_mean(str(value), choices)
-            yield (key,), f"{key} is one of {', '.join(choices)}{hint}", f"{key}={choices[0]}"
+            close = nearest(str(value), choices)
+            remedy = f"{key}={close[0]}" if close else _back(key, usual, choices[0])
+            yield (key,), f"{key} is one of {', '.join(choices)}{hint}", remedy
     for key in NOT_EMPTY:
         if value_of(config, key) == "":
-            yield (key,), f"{key} is empty", f"{key}={_default(key, 'null')}"
-    if re.search(r"[/\\\0]|^\.+$", config.log.name):
-        yield ("log.name",), "log.name is the name of a directory: no slashes, not . or ..", "log.name=run"
+            yield (key,), f"{key} is empty", _back(key, usual, None)
+    if config.log.name and not _NAME.fullmatch(config.log.name):
+        message = "log.name is the name of a directory: up to 100 letters that can be printed, no slashes, not . or .."
+        yield ("log.name",), message, _back("log.name", usual, "run")
     if config.launch.device_memory is not None:
         try:
             memory_bytes(config.launch.device_memory)
         except ValueError as error:
             yield ("launch.device_memory",), str(error), "launch.device_memory=80GiB"
+
+
+def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iterator[Finding]:
+    for name, value in variables.items():
+        if name in RANK_VARIABLES:
+            message = f"launch.env cannot set {name}: whoever starts the ranks says it to each of them"
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
+            message = f"launch.env cannot set {name!r}: letters, digits and _ make the name of a variable"
+        else:
+            continue
+        yield ("launch.env",), message, _back("launch.env", usual, {})
 
 
 def _heads(model: ModelConfig) -> Iterator[Finding]:
@@ -214,4 +242,6 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
     name = config.pipeline.pp_schedule
     if schedule_policy(name) is None and (name or "").lower().removeprefix("schedule") not in LATER_SCHEDULES:
         hint = did_you_mean(str(name), SCHEDULES)
-        yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", "pipeline.pp_schedule=1f1b"
+        chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+        close = [*nearest(str(name), SCHEDULES), "interleaved_1f1b" if chunks > 1 else "1f1b"]
+        yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", f"pipeline.pp_schedule={close[0]}"

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise
+from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote
 from ppctl.config.checks import check
 from ppctl.config.draft import DEFAULT, Draft, flat
-from ppctl.config.keys import did_you_mean, keys, nearest, sections, text_keys
+from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.resources import groups, recipes
 from ppctl.config.schema import RunConfig
@@ -150,10 +151,12 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
         if known is None:
             draft.problems.append(_refuse(key, text))
             continue
+        if known in text_keys():
+            draft.covered.setdefault(known, deepcopy(draft.get(known)))
         try:
             draft.put(key, parse(f"{key}={text}").value())
         except ConfigError as error:
-            draft.problems += error.problems
+            draft.problems += [_with_remedy(replace(p, place=f"{known} ({PLACE})"), draft) for p in error.problems]
             continue
         draft.provenance[known] = PLACE
         given.add(known)
@@ -175,7 +178,26 @@ def _refuse(key: str, text: str) -> Problem:
         return not_a_section(key, PLACE)
     alias = ALIASES.get(key.rpartition(".")[2])
     close = [alias] if alias else nearest(key, [*text_keys(), *ALIASES, *groups()])
-    return later_key(key, PLACE) or unknown_key(key, PLACE, close, text)
+    fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
+    return later_key(key, PLACE) or unknown_key(key, PLACE, close, next(iter(fitting), ""))
+
+
+def _fits(name: str, text: str) -> bool:
+    """Whether the value typed for a misspelt key is one that the key or group `name` takes."""
+    from ppctl.config.hydra_source import parse
+
+    key = ALIASES.get(name, name)
+    if key not in keys():
+        return text in groups().get(name, ())
+    try:
+        value = parse(f"{key}={quote(key, text)}").value()
+    except ConfigError:
+        return False
+    if "${" in str(value):
+        return False
+    section, _, field = key.rpartition(".")
+    config, wrong = convert({section: {field: value}} if section else {field: value}, str)
+    return not wrong and not any(problem.place.startswith(f"{key} = ") for problem in check(config, {}))
 
 
 def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Composed:
@@ -183,14 +205,30 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     draft.read_layout_file()
     draft.unite_micro_batch()
     config, wrong = convert(draft.tree, draft.place)
-    named = {p.place.partition(" (")[0]: p for p in wrong}
-    problems = list(draft.problems)
+    named = {_key_of(p): p for p in wrong}
+    problems = [_with_remedy(p, draft) for p in draft.problems]
     # A value that was derived from a wrong one is wrong too, and told once.
-    problems += [later_key(key, p.place) or p for key, p in named.items() if "(derived" not in p.place]
-    problems += check(config, draft.provenance, for_training=for_training, skip=named)
+    problems += [
+        later_key(key, p.place) or _with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place
+    ]
+    problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
     composed = Composed(config, draft.provenance, tuple(overrides), notes=tuple(draft.notes))
     if problems:
         same = shlex.join(["ppctl", "plan", *overrides])
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]
         raise RefusedError(problems, composed)
     return composed
+
+
+def _key_of(problem: Problem) -> str:
+    """The key that a problem's place begins with."""
+    return problem.place.partition(" (")[0]
+
+
+def _with_remedy(problem: Problem, draft: Draft) -> Problem:
+    """`problem`, with the value that stood before (or the default) as its remedy where it has none."""
+    key = _key_of(problem)
+    if problem.remedy or key not in text_keys():
+        return problem
+    before = draft.covered.get(key, text_keys()[key].default)
+    return replace(problem, remedy=f"ppctl explain {key}" if key == "published" else as_typed(key, before))

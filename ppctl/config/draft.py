@@ -29,6 +29,8 @@ class Draft:
     provenance: dict[str, str]
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    covered: dict[str, Any] = field(default_factory=dict)
+    """What the command line has covered, by key: the values that stood before, which remedies propose."""
 
     def place(self, key: str) -> str:
         """Where `key` got its value, for a problem."""
@@ -109,8 +111,8 @@ class Draft:
             text = Path(value[1:]).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            message = f"the layout file {value[1:]} cannot be read: {reason}"
-            self.problems.append(Problem("PP-E123", message, "layout=null  (the even split)", self.place(LAYOUT)))
+            message = f"the layout file {value[1:]} cannot be read: {reason}; null is the even split"
+            self.problems.append(Problem("PP-E123", message, "layout=null", self.place(LAYOUT)))
             self.put(LAYOUT, None)
             return
         self.provenance[LAYOUT] += f" (file {value[1:]})"

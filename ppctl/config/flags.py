@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ppctl.config.keys import did_you_mean, text_keys
+from ppctl.config.keys import as_typed, did_you_mean, text_keys, value_text
 from ppctl.errors import Problem
 
 _PARALLEL = (
@@ -49,27 +49,27 @@ MEGATRON = {
 """Flag -> key. Each takes one value, as `--flag VALUE` or `--flag=VALUE`."""
 
 RENAMED = {
-    "--train-iters": "train.steps=N",
-    "--lr": "optim.lr=X",
-    "--min-lr": "optim.min_lr=X",
-    "--lr-warmup-iters": "optim.warmup_steps=N",
-    "--weight-decay": "optim.weight_decay=X",
-    "--adam-beta1": "optim.beta1=X",
-    "--adam-beta2": "optim.beta2=X",
-    "--adam-eps": "optim.eps=X",
-    "--clip-grad": "optim.clip_grad=X",
-    "--seed": "train.seed=N",
-    "--save-interval": "checkpoint.interval=N",
-    "--load": "checkpoint.resume=DIR",
+    "--train-iters": "train.steps",
+    "--lr": "optim.lr",
+    "--min-lr": "optim.min_lr",
+    "--lr-warmup-iters": "optim.warmup_steps",
+    "--weight-decay": "optim.weight_decay",
+    "--adam-beta1": "optim.beta1",
+    "--adam-beta2": "optim.beta2",
+    "--adam-eps": "optim.eps",
+    "--clip-grad": "optim.clip_grad",
+    "--seed": "train.seed",
+    "--save-interval": "checkpoint.interval",
+    "--load": "checkpoint.resume",
     "--bf16": "parallel.bf16=true",
-    "--data-path": "data.path=GLOB",
+    "--data-path": "data.path",
     "--tensorboard-dir": "log.tensorboard=true",
     "--wandb-project": "log.wandb=true",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",
-    "--nnodes": "launch.nodes=N",
-    "--nproc-per-node": "launch.gpus_per_node=N",
+    "--nnodes": "launch.nodes",
+    "--nproc-per-node": "launch.gpus_per_node",
 }
-"""Flags of others whose meaning a key carries."""
+"""Flags of others whose meaning a key carries: the key, or the override where the flag takes no value."""
 
 LATER = frozenset(
     {
@@ -88,6 +88,7 @@ LATER = frozenset(
         "--fp8-format",
         "--fp8-recipe",
         "--eval-iters",
+        "--fp16",
     }
 )
 """Flags whose work a later release takes up."""
@@ -112,13 +113,15 @@ MEANINGLESS = {
 """Flags that have nothing to say here, and why."""
 
 
-def flag_problem(flag: str, own: Iterable[str] = ()) -> Problem:
-    """What is wrong with a flag that ppctl does not take."""
+def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem:
+    """What is wrong with a flag that ppctl does not take; `value` is what was typed for it."""
     place = "command line"
     if flag in MEGATRON:
-        return Problem("PP-E107", f"{flag} needs a value", f"{flag} N", place)
+        usual = value_text(text_keys()[MEGATRON[flag]].default)
+        return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)
     if flag in RENAMED:
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", RENAMED[flag], place)
+        remedy = RENAMED[flag] if "=" in RENAMED[flag] else _override(RENAMED[flag], value)
+        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", remedy, place)
     if flag in LATER:
         return Problem("PP-E108", f"{flag} comes in a later release; leave it out", place=place)
     if flag in MEANINGLESS:
@@ -126,6 +129,12 @@ def flag_problem(flag: str, own: Iterable[str] = ()) -> Problem:
     field = flag.lstrip("-").replace("-", "_")
     same = [name for name in text_keys() if name.rpartition(".")[2] == field or name == field]
     if same:
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", f"{same[0]}=VALUE", place)
+        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", _override(same[0], value), place)
     known = [*own, *MEGATRON, *RENAMED]
     return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
+
+
+def _override(key: str, value: str) -> str:
+    """`key=value`; of a flag without a value, what it switches on, or the key's default."""
+    info = text_keys()[key]
+    return as_typed(key, value or (True if isinstance(info.default, bool) else info.default))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import shlex
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
@@ -140,6 +141,20 @@ def value_of(config: RunConfig, name: str) -> Any:
 def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:
     """A key, its value and its source, as problems show them."""
     return f"{name} = {value} ({provenance.get(name, 'default')})"
+
+
+def as_typed(name: str, value: Any) -> str:
+    """`name=value` as a shell takes it."""
+    return shlex.quote(f"{name}={value_text(value)}")
+
+
+def value_text(value: Any) -> str:
+    """`value` as the command line takes it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{value_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(value_text, value)) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:

@@ -69,13 +69,21 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
     return config, problems
 
 
-def unknown_key(name: str, place: str, close: Sequence[str] | None = None, value: str = "VALUE") -> Problem:
+def unknown_key(name: str, place: str, close: Sequence[str] | None = None, remedy: str = "") -> Problem:
     """The problem of a key that does not exist; `close` are the names that may be meant, best first."""
     close = nearest(name, text_keys()) if close is None else close
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return Problem(
-        "PP-E101", f"there is no key {name}{hint}", f"{close[0]}={value}" if close else "ppctl explain", place
-    )
+    remedy = remedy or " ".join(["ppctl explain", *close[:1]])
+    return Problem("PP-E101", f"there is no key {name}{hint}", remedy, place)
+
+
+def takes(name: str, value: Any) -> bool:
+    """Whether the key of that name can hold `value`."""
+    try:
+        _convert(keys()[name], value)
+    except ValueError:
+        return False
+    return True
 
 
 def not_a_section(name: str, place: str) -> Problem:

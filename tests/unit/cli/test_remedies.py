@@ -1,0 +1,97 @@
+"""Every remedy that a refused command line prints is typed: it must mend what it was printed for, and break nothing."""
+
+import re
+import shlex
+
+import pytest
+
+from ppctl.cli import plan as plan_command
+from ppctl.cli.main import main, parse
+from ppctl.cli.plan import planned
+from ppctl.config.argv import ALIASES
+from ppctl.config.flags import MEGATRON
+from ppctl.errors import Problem
+
+QUICK, DEEP = "+recipe=quickstart", "+recipe=deepseek_v3"
+
+WRONG = [
+    [QUICK, typed]
+    for typed in (
+        "paralell.pp=4", "+parallel.pipeline_size=4", "++parallel.typo=4", "++model.num_layrs=4", "+foo=1",
+        "stepz=x", "model._target_=os.system", "_target_=os.system", "optim.lrr=-1", "optim.lr.x=1",
+        "hydra/launcher=x", "deffaults=[]", "model=tinny", "optim=x", "optim=[]", "model@x=tiny", "quickstart",
+        "recipe", "+pp", "+nothing", "~optim.lr", "~pp", "~recipe", "~nothing", "pp=", "pp=null", "pp=1.5",
+        "pp=a", "pp=é", "pp=a\nb", "pp='2", "pp=(2", "pp=[1]", "pp={a: 1}", "pp=nan", "pp=0", "pp=-1",
+        "pp=99999999999999999999", "pp=1000000", "vpp=0", "vpp=1000000", "gbs=0", "gbs=7",
+        "gbs=abc", "mbs=3", "mbs=1000000", "seq=0", "seq=10000000000", "steps=nan", "steps=null", "lr=nan",
+        "lr=abc", "lr=${nothing}", "optim.min_lr=1", "optim.beta1=2", "model.num_layers=0",
+        "model.num_layers=1000000", "model.hidden_size=7", "model.num_attention_heads=7",
+        "model.num_query_groups=3", "model.kv_channels=3", "ep=2", "etp=2", "dp=3", "nodes=3",
+        "gpus_per_node=3", "gpus_per_node=0", "gpus_per_node=1000000000", "layout=Et|t", "layout=Et|L",
+        "layout=(tt|)*3,2L", "layout=", "layout=[]", "layout=@none", "layout=Et*1000000000000L",
+        "layout=E|t,m|L", "layout=${pp}", "layout=3", "log.name=a/b", "log.name=", "log.name=null",
+        "log.name=' '", "log.name=a\x07", f"log.name={'x' * 101}", "log.dir=", "launch.device=tpu",
+        "launch.target=k8s", "launch.target=slurm", "launch.env=3", "launch.env={A: [1]}", "launch.env.RANK=7",
+        "launch.env.A-B=1", "launch.env={A b: 1}", "launch.device_memory=-1", "launch.device_memory=1KiB",
+        "train.compile=true", "train.eval_interval=-1", "train.eval_interval=3", "train.nonfinite=skip",
+        "train.seed=-1", "parallel.fp16=true", "parallel.params_dtype=int8", "parallel.pipeline_dtype=bf16",
+        "parallel.sequence_parallel=true", "checkpoint.keep=-1", "checkpoint.resume=", "data.path=",
+        "data.tokenizer=gpt2", "pipeline.pp_schedule=1f1b", "pipeline.pp_schedule=dualpipe",
+        "pipeline.pp_schedule=zbvzerobubble", "pipeline.pp_batch_size=4",
+        "parallel.microbatch_group_size_per_vp_stage=1", "--pipeline-model-parallel-size", "--nonsense",
+        "--seed=7", "--", "--train-iters", "-m", "published=3",
+    )
+] + [
+    [QUICK, "+recipe=llama3_8b"], [QUICK, "+recipe=quikstart"], ["+recipe=quikstart"],
+    ["model=tiny", "model=llama3_8b"], [QUICK, "pp=2", "--pipeline-model-parallel-size", "4"],
+    [QUICK, "pp=3", "layout=Et|t|t|tL"], ["--bf16", QUICK], [DEEP, "gbs=100"], [DEEP, "gbs=abc"],
+    [DEEP, "gbs=0"], [DEEP, "pp=0"], [DEEP, "nodes=1", "gbs=64"], [DEEP, "ep=3"], [DEEP, "tp=3", "gbs=128"],
+    [DEEP, "pp=8", "vpp=1", "layout=Et*3|(tt|)*29,m|L"], [DEEP, "model.moe_router_topk=0"],
+]  # fmt: skip
+
+
+ABOUT_A_WORD = ("PP-E101", "PP-E104", "PP-E105", "PP-E107", "PP-E108", "PP-E121", "PP-E122", "PP-E124")
+"""Codes whose remedy stands for the word that the message names."""
+
+
+def problems(typed: list[str]) -> list[Problem]:
+    """What is wrong with a command line."""
+    args = parse("plan", plan_command, typed)
+    return planned(args.overrides, args.problems)[2]
+
+
+def name_of(word: str) -> str:
+    key = word.lstrip("+~").partition("=")[0]
+    return MEGATRON.get(key, ALIASES.get(key, key))
+
+
+def mended(typed: list[str], problem: Problem, remedy: list[str]) -> list[str]:
+    """The command line with `remedy` in the place of what it names, and without the word that the problem is about."""
+    names = tuple(name_of(word) for word in remedy)
+    said = problem.message.partition("; did you mean")[0] if problem.code in ABOUT_A_WORD else ""
+    kept, words = [], iter(typed)
+    for word in words:
+        value = next(words, None) if word in MEGATRON else None
+        about = word in said or word.lstrip("+~").partition("=")[0] in re.split(r"[ :;=,]", said)
+        replaced = any(name_of(word) in (name, f"{name}.{word.rpartition('.')[2].partition('=')[0]}") for name in names)
+        if not replaced and not about:
+            kept += [word] if value is None else [word, value]
+    return [*kept, *remedy]
+
+
+@pytest.mark.parametrize("typed", WRONG, ids=lambda typed: " ".join(typed)[:60].encode("unicode_escape").decode())
+def test_a_remedy_works_when_it_is_typed(typed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = problems(typed)
+    assert before
+    for problem in before:
+        leave_out = "leave it out" in problem.message
+        assert problem.remedy or leave_out, problem
+        for line in problem.remedy.splitlines():
+            words = shlex.split(line)
+            if words[0] == "ppctl":
+                assert main(words[1:]) == 0, problem
+                continue
+            after = problems(mended(typed, problem, words))
+            told = {(other.code, other.message) for other in before}
+            assert (problem.code, problem.message) not in {(p.code, p.message) for p in after}, problem
+            assert {(p.code, p.message) for p in after} <= told, (problem, after)
