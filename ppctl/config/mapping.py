@@ -77,15 +77,6 @@ def unknown_key(name: str, place: str, close: Sequence[str] | None = None, remed
     return Problem("PP-E101", f"there is no key {name}{hint}", remedy, place)
 
 
-def takes(name: str, value: Any) -> bool:
-    """Whether the key of that name can hold `value`."""
-    try:
-        _convert(keys()[name], value)
-    except ValueError:
-        return False
-    return True
-
-
 def not_a_section(name: str, place: str) -> Problem:
     """The problem of a whole section that is given one value."""
     message = f"{name} is a section, not a value: set its keys, as {name}.KEY=VALUE"
