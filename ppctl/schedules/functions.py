@@ -1,0 +1,260 @@
+"""Megatron's forward-backward functions: each names a policy and when gradients are synchronised.
+
+Knows policies, passes and the functions' arguments. Must not know how an action is carried out.
+
+Arguments, the same everywhere. `forward_step_func(data_iterator, model)` returns a stage's output and a loss function
+(`forward_step` says more). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and lists
+with one per chunk where the schedule interleaves. `num_microbatches` per call. `seq_length` (or `decoder_seq_length`,
+where it is given), `micro_batch_size` and the config's `hidden_size` are the shape of what travels between stages.
+`forward_only` runs no backward, under no_grad. `collect_non_loss_data` keeps what the loss function makes of the output
+for other purposes. `first_val_step` is passed on to models that care for the first microbatch. `p2p_communicator` is
+the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`, `tp`, `cp`) goes
+to `finalize_model_grads_func` as it is, as does `force_all_reduce` where it is given.
+
+Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
+entry per microbatch in order; on ranks without the last stage it is empty.
+
+Raises ConfigError (ScheduleError for sizes that no schedule fits) before anything runs, and EngineError, which names
+rank, stage and action, for whatever fails within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedules.call import Call, Order, execute
+from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
+from ppctl.schedules.models import all_chunks, config_of, misuse, only_chunk, setting
+from ppctl.schedules.pipeline import pipeline_of, place_in
+from ppctl.schedules.shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
+from ppctl.schedules.steps import ForwardStep
+
+_PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
+
+
+def forward_backward_no_pipelining(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: nn.Module | list[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: AdjustShapes | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = None,
+) -> list[Any]:
+    """Run all microbatches through a whole model, one after the other; gradients are synchronised in the last one.
+
+    No message is sent, so that the sizes are not looked at. Raises ConfigError for a communicator of several ranks.
+    """
+    _refuse_adjusting(adjust_tensor_shapes_fn)
+    if p2p_communicator is not None and p2p_communicator.total_stages > 1:
+        message = f"the communicator has {p2p_communicator.total_stages} ranks, and this function does not pipeline"
+        raise misuse(message, "get_forward_backward_func()")
+    chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
+    schedule = _lowered("forward_only" if forward_only else "1f1b", 1, 1, num_microbatches, None)
+    call = Call(
+        forward_step_func,
+        iterators,
+        chunks,
+        config_of(chunks[0]),
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        first_val_step,
+        pg_collection,
+        force_all_reduce,
+        numbered=False,
+    )
+    order = Order(schedule, 0, sync_without_pipelining(schedule.actions[0]), {}, lambda stage: Edges((), ()))
+    return execute(call, order, None)
+
+
+def forward_backward_pipelining_without_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: nn.Module | list[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: AdjustShapes | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = None,
+) -> list[Any]:
+    """Run 1F1B with one chunk per rank, any number of microbatches.
+
+    `adjust_tensor_shapes_fn(receive_shapes, send_shapes)` returns both lists as they are on this rank's edges, one
+    shape per tensor; a stage then takes and returns lists of tensors. Both ends of an edge must agree.
+    """
+    chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
+    config = config_of(chunks[0])
+    communicator = pipeline_of(chunks[0], p2p_communicator, pg_collection)
+    pp, pp_rank = place_in(communicator)
+    schedule = _lowered("forward_only" if forward_only else "1f1b", pp, 1, num_microbatches, None, communicator)
+    row = schedule.actions[pp_rank]
+    ahead = min(pp - pp_rank - 1, num_microbatches)
+    call = Call(
+        forward_step_func,
+        iterators,
+        chunks,
+        config,
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        first_val_step,
+        pg_collection,
+        force_all_reduce,
+        numbered=False,
+    )
+    sizes = (seq_length, micro_batch_size, decoder_seq_length)
+    order = Order(
+        schedule,
+        pp_rank,
+        sync_of_one_chunk(row, reduces=setting(config, "grad_sync_func") is not None),
+        checkpoint_flags(row, setting(config, _PARTIAL), ahead + 1),
+        _edges(config, sizes, pg_collection, pp, adjust_tensor_shapes_fn),
+    )
+    return execute(call, order, communicator)
+
+
+def forward_backward_pipelining_with_interleaving(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: list[Any] | None,
+    model: list[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: AdjustShapes | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = None,
+) -> list[Any]:
+    """Run interleaved 1F1B with one or more chunks per rank, in groups of `microbatch_group_size_per_vp_stage`.
+
+    The groups must fill the pipeline; the last one need not, and fewer microbatches than ranks work as well.
+    """
+    _refuse_adjusting(adjust_tensor_shapes_fn)
+    chunks, iterators = all_chunks(model, data_iterator)
+    config = config_of(chunks[0])
+    communicator = pipeline_of(chunks[0], p2p_communicator, pg_collection)
+    pp, pp_rank = place_in(communicator)
+    name = "forward_only" if forward_only else "interleaved_1f1b"
+    group = setting(config, "microbatch_group_size_per_vp_stage")
+    schedule = _lowered(name, pp, len(chunks), num_microbatches, group, communicator)
+    row = schedule.actions[pp_rank]
+    call = Call(
+        forward_step_func,
+        iterators,
+        chunks,
+        config,
+        num_microbatches,
+        forward_only,
+        collect_non_loss_data,
+        first_val_step,
+        pg_collection,
+        force_all_reduce,
+        numbered=True,
+    )
+    sync = sync_of_chunks(
+        row,
+        pp_rank,
+        stages=schedule.placement.stages_of(pp_rank),
+        num_microbatches=num_microbatches,
+        reduces=not forward_only and setting(config, "grad_sync_func") is not None,
+        gathers=not forward_only and setting(config, "param_sync_func") is not None,
+    )
+    flags = checkpoint_flags(row, setting(config, _PARTIAL), forwards_in_flight(row))
+    sizes = (seq_length, micro_batch_size, decoder_seq_length)
+    edges = _edges(config, sizes, pg_collection, pp * len(chunks), None)
+    return execute(call, Order(schedule, pp_rank, sync, flags, edges), communicator)
+
+
+def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
+    """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is given, even as 1.
+
+    With neither, what is returned chooses when it is called: from the size of the communicator or the world, and from
+    whether `model` is a list.
+    """
+    if pp_size is None and vp_size is None:
+        return _chosen_when_called
+    if pp_size is None or pp_size <= 1:
+        return forward_backward_no_pipelining
+    if vp_size is None:
+        return forward_backward_pipelining_without_interleaving
+    return forward_backward_pipelining_with_interleaving
+
+
+def _chosen_when_called(**arguments: Any) -> list[Any]:
+    """The function that fits this call's model and pipeline."""
+    model = arguments.get("model")
+    chunks = model if isinstance(model, list) else [model]
+    if not chunks or chunks[0] is None:
+        raise misuse("there is no model", "model=...")
+    communicator = pipeline_of(chunks[0], arguments.get("p2p_communicator"), arguments.get("pg_collection"))
+    if communicator is None and len(chunks) == 1:
+        return forward_backward_no_pipelining(**arguments)
+    if isinstance(model, list):
+        return forward_backward_pipelining_with_interleaving(**arguments)
+    return forward_backward_pipelining_without_interleaving(**arguments)
+
+
+def _refuse_adjusting(adjust: AdjustShapes | None) -> None:
+    if adjust is not None:
+        message = "adjust_tensor_shapes_fn belongs to the schedule without interleaving"
+        raise misuse(message, "forward_backward_pipelining_without_interleaving")
+
+
+def _lowered(
+    name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, communicator: P2PCommunicator | None = None
+) -> Schedule:
+    """A policy's schedule as the communicator carries it."""
+    return _made(name, pp, vpp, num_microbatches, group)
+
+
+@lru_cache(maxsize=32)
+def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None) -> Schedule:
+    schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, microbatch_group_size=group)
+    return lower(schedule)
+
+
+def _edges(
+    config: Any, sizes: tuple[int, int, int | None], groups: Any, num_stages: int, adjust: AdjustShapes | None
+) -> Callable[[int], Edges]:
+    """The edges of this rank's stages, by stage."""
+    if num_stages == 1:
+        return lambda stage: Edges((), ())
+    shapes = get_tensor_shapes(
+        seq_length=sizes[0],
+        micro_batch_size=sizes[1],
+        decoder_seq_length=sizes[2],
+        config=config,
+        tp_group=getattr(groups, "tp", None),
+        cp_group=getattr(groups, "cp", None),
+    )
+    return lambda stage: edges_of(shapes, config, first=stage == 0, last=stage == num_stages - 1, adjust=adjust)

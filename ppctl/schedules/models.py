@@ -1,0 +1,82 @@
+"""What the forward-backward functions ask of a user's models, configs and iterators.
+
+Knows plain modules, wrappers around them (`.module`), and configs with ModelParallelConfig's fields. Must not know the
+engine or any model class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ppctl.errors import ConfigError, Problem
+
+
+def holder_of(model: Any, attribute: str) -> Any:
+    """The outermost of a model and what it wraps (`.module`) that has the attribute, or None."""
+    while model is not None and not hasattr(model, attribute):
+        model = getattr(model, "module", None)
+    return model
+
+
+def config_of(model: nn.Module) -> Any:
+    """`model.config`, of the model or of what it wraps. Raises ConfigError where there is none."""
+    holder = holder_of(model, "config")
+    if holder is None:
+        raise misuse(f"{type(model).__name__} has no config", "model.config = ModelParallelConfig(...)")
+    return holder.config
+
+
+def setting(config: Any, name: str, default: Any = None) -> Any:
+    """A field of the config; `default` where the config does not have it."""
+    return getattr(config, name, default)
+
+
+def give_input(model: Any, tensors: list[Any]) -> None:
+    """Hand a stage its input, as the list that `set_input_tensor` takes (of None on the first stage)."""
+    holder = holder_of(model, "set_input_tensor")
+    if holder is not None:
+        holder.set_input_tensor(tensors)
+    elif any(tensor is not None for tensor in tensors):
+        message = f"{type(model).__name__} gets its input from the stage before it, and cannot take it"
+        raise misuse(message, "def set_input_tensor(self, input_tensor): ...")
+
+
+def only_chunk(things: Any, what: str) -> list[Any]:
+    """One thing, or a list of one, as a list of one."""
+    if not isinstance(things, list):
+        return [things]
+    if len(things) == 1:
+        return things
+    message = f"{what} is a list of {len(things)}, and a rank has one chunk unless the schedule interleaves"
+    raise misuse(message, "forward_backward_pipelining_with_interleaving")
+
+
+def all_chunks(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:
+    """A rank's chunks and their iterators; no iterator at all stands for one None per chunk."""
+    if not isinstance(model, list) or not model:
+        raise misuse("interleaving takes a list of models, one per chunk", "model=[chunk_0, chunk_1]")
+    iterators = [None] * len(model) if data_iterator is None else data_iterator
+    if not isinstance(iterators, list) or len(iterators) != len(model):
+        given = f"{len(iterators)}" if isinstance(iterators, list) else f"a {type(iterators).__name__}"
+        message = (
+            f"interleaving takes a list of data iterators, one for each of the {len(model)} chunks; given: {given}"
+        )
+        raise misuse(message, "data_iterator=[iterator_0, iterator_1]")
+    return model, iterators
+
+
+def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:
+    """A function, or a list with one for each chunk, as that list."""
+    if not isinstance(functions, list | tuple):
+        return [functions] * len(chunks)
+    if len(functions) != len(chunks):
+        raise misuse(f"{name} lists {len(functions)} functions for {len(chunks)} chunks", f"{name}=[...] with one each")
+    return list(functions)
+
+
+def misuse(message: str, remedy: str = "") -> ConfigError:
+    """The error of a call that cannot be meant."""
+    return ConfigError(Problem("PP-E393", message, remedy))

@@ -1,0 +1,87 @@
+"""The tensors that travel between stages: their shapes from a call's sizes, their dtype from the config.
+
+Knows how sequence and context parallelism cut a sequence. Must not know messages or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ppctl.schedules.models import misuse, setting
+
+TensorShape = tuple[int, ...]
+AdjustShapes = Callable[[list[TensorShape], list[TensorShape]], tuple[list[TensorShape], list[TensorShape]]]
+
+
+class EdgeTensor(NamedTuple):
+    """One tensor of an edge."""
+
+    shape: TensorShape
+    dtype: torch.dtype
+
+
+class Edges(NamedTuple):
+    """What a stage receives from the one before and sends to the one after."""
+
+    receives: tuple[EdgeTensor, ...]
+    sends: tuple[EdgeTensor, ...]
+
+
+def group_size(groups: Any, name: str, default: int) -> int:
+    """The size of a group of a process group collection; `default` without the collection or the group."""
+    group = getattr(groups, name, None)
+    return default if group is None else int(group.size())
+
+
+def get_tensor_shapes(
+    *, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, config: Any, tp_group: Any, cp_group: Any
+) -> list[TensorShape]:
+    """The shapes of one message: [(sequence, micro batch, hidden)], or [()] where lengths vary.
+
+    The sequence is the decoder's where it has one of its own, divided by the context parallel size and, with
+    `config.sequence_parallel`, by the tensor parallel size; without a group the config says the size. Raises
+    ConfigError where it cannot be divided: ranks would drop its rest.
+    """
+    if setting(config, "variable_seq_lengths", False):
+        return [()]
+    sequence = seq_length if decoder_seq_length is None else decoder_seq_length
+    cp = setting(config, "context_parallel_size", 1) if cp_group is None else cp_group.size()
+    tp = 1
+    if setting(config, "sequence_parallel", False):
+        tp = setting(config, "tensor_model_parallel_size", 1) if tp_group is None else tp_group.size()
+    if sequence % (cp * tp):
+        message = f"a sequence of {sequence} cannot be divided over cp {cp}" + f" x tp {tp}" * (tp > 1)
+        raise misuse(message, f"seq_length={max(sequence // (cp * tp), 1) * cp * tp}")
+    hidden = setting(config, "hidden_size")
+    if hidden is None:
+        raise misuse("messages between stages need the hidden size, and the config has none", "config.hidden_size=...")
+    return [(sequence // cp // tp, micro_batch_size, hidden)]
+
+
+def edges_of(
+    shapes: list[TensorShape], config: Any, *, first: bool, last: bool, adjust: AdjustShapes | None = None
+) -> Edges:
+    """A stage's edges from the shapes of the model's messages, adjusted by the user's function where there is one.
+
+    What comes over the edge before the first stage or after the last one is nothing.
+    """
+    before, after = list(shapes), list(shapes)
+    if adjust is not None:
+        before, after = adjust(before, after)
+    dtype = message_dtype(config)
+    return Edges(
+        () if first else tuple(EdgeTensor(tuple(shape), dtype) for shape in before),
+        () if last else tuple(EdgeTensor(tuple(shape), dtype) for shape in after),
+    )
+
+
+def message_dtype(config: Any) -> torch.dtype:
+    """The dtype of all messages, `config.pipeline_dtype` (a dtype or its name). Raises ConfigError without one."""
+    dtype = setting(config, "pipeline_dtype")
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise misuse(f"pipeline_dtype is {dtype!r}: stages agree on what they send", "pipeline_dtype=torch.float32")
+    return found

@@ -1,0 +1,178 @@
+"""One forward and one backward of a stage, and freeing what was sent: for those who write their own loops.
+
+Knows autograd, a user's forward step and the config's hooks. Must not know the schedule or messages. The
+forward-backward functions run `forward_step` as a stage's program; their backwards are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from ppctl.errors import Problem, TrainingError
+from ppctl.schedules.loss import forward_step_calc_loss, scale_auxiliary_losses
+from ppctl.schedules.microbatches import set_current_microbatch
+from ppctl.schedules.models import give_input, holder_of, setting
+
+ForwardStep = Callable[..., tuple[Any, Callable[..., Any] | None]]
+
+
+class OutputInUse(TrainingError, AssertionError):
+    """An output cannot be freed: it is not a tensor of its own."""
+
+
+def forward_step(
+    forward_step_func: ForwardStep,
+    data_iterator: Any,
+    model: nn.Module,
+    num_microbatches: int,
+    input_tensor: Any,
+    forward_data_store: list[Any],
+    config: Any,
+    cp_group_size: int,
+    collect_non_loss_data: bool = False,
+    checkpoint_activations_microbatch: bool | None = None,
+    is_first_microbatch: bool = False,
+    current_microbatch: int | None = None,
+    vp_stage: int | None = None,
+    is_last_stage: bool = True,
+) -> tuple[Any, Tensor]:
+    """Run one microbatch through a stage: (output, number of tokens); the output is the scaled loss on the last stage.
+
+    `forward_step_func(data_iterator, model)` returns the output and the loss function; where
+    `checkpoint_activations_microbatch` is not None it is passed as a third argument. Before it, the model is given
+    `input_tensor` (`set_input_tensor`, always as a list), and told its microbatch and whether it is the first one
+    (`set_is_first_microbatch`). What is returned and stored: `forward_step_calc_loss`. A list in gives a list out.
+    """
+    with timed(config, "forward-compute"):
+        _announce(model, is_first_microbatch, current_microbatch)
+        inputs = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        give_input(model, inputs)
+        flag = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
+        with _autocast(config, model):
+            output, loss_func = forward_step_func(data_iterator, model, *flag)
+        output, num_tokens = forward_step_calc_loss(
+            model,
+            output,
+            loss_func,
+            config,
+            vp_stage,
+            collect_non_loss_data,
+            num_microbatches,
+            forward_data_store,
+            cp_group_size,
+            is_last_stage,
+        )
+        if torch.is_grad_enabled():
+            scale_auxiliary_losses(model, config, num_microbatches, cp_group_size)
+    if isinstance(input_tensor, list) and not isinstance(output, list):
+        output = list(output) if isinstance(output, tuple) else [output]
+    return output, num_tokens
+
+
+def backward_step(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any = None, config: Any = None
+) -> Any:
+    """Backward through a stage's output: the gradient of its input, a list for a list; None on the first stage.
+
+    Without an output gradient the output is the loss, scaled by `config.grad_scale_func` where there is one. All
+    outputs of a list are gone through, not the first alone. The `model_type` of older callers is ignored, and may be
+    left out: `backward_step(input, output, gradient, config)`. Raises TrainingError where an input gets no gradient.
+    """
+    config = model_type if config is None else config
+    with timed(config, "backward-compute"):
+        inputs, outputs, gradients = _listed(input_tensor), _listed(output_tensor), _listed(output_tensor_grad)
+        for tensor in inputs:
+            if tensor is not None:
+                tensor.retain_grad()
+        scale = setting(config, "grad_scale_func")
+        if gradients[0] is None and scale is not None:
+            outputs = [scale(outputs[0]), *outputs[1:]]
+        gradients += [None] * (len(outputs) - len(gradients))
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and o.requires_grad]
+        if pairs:
+            seeds = [torch.ones_like(output) if gradient is None else gradient for output, gradient in pairs]
+            torch.autograd.backward([get_gradient_edge(output) for output, _ in pairs], seeds)
+    found = [None if tensor is None else _gradient_of(tensor) for tensor in inputs]
+    return found if isinstance(input_tensor, list) else found[0]
+
+
+def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+    """Backward from an output that was freed: of it only the place in the graph is needed, not the shape.
+
+    Without a gradient the output must really be a scalar, a loss. Raises OutputInUse for an output that was not freed.
+    """
+    if not isinstance(output, Tensor) or output.numel() != 1:
+        message = f"custom_backward starts from an output that was freed, or from a loss, not from {_describe(output)}"
+        raise OutputInUse(Problem("PP-E716", message, "deallocate_output_tensor(output, True)"))
+    gradient = torch.ones_like(output) if grad_output is None else grad_output
+    torch.autograd.backward([get_gradient_edge(output)], [gradient])
+
+
+def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+    """Free the data of an output that was sent (or a list or dict of them), and leave its place in the graph.
+
+    Raises OutputInUse for a view, whose memory belongs to another tensor, and for what is no tensor.
+    """
+    if out is None or not deallocate_pipeline_outputs:
+        return
+    if isinstance(out, list | tuple | dict):
+        for each in out.values() if isinstance(out, dict) else out:
+            deallocate_output_tensor(each, True)
+        return
+    if not isinstance(out, Tensor) or out._base is not None:
+        what = "a view of another tensor" if isinstance(out, Tensor) else _describe(out)
+        message = f"{what} has no memory of its own to free"
+        raise OutputInUse(Problem("PP-E716", message, "return a tensor of its own: output.clone()"))
+    out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
+
+
+@contextmanager
+def timed(config: Any, name: str, level: int = 2, **start: Any) -> Iterator[None]:
+    """Run the config's timer of that name, if it has timers."""
+    timers = setting(config, "timers")
+    timer = None if timers is None else timers(name, log_level=level)
+    if timer is not None:
+        timer.start(**start)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.stop()
+
+
+def _announce(model: nn.Module, is_first_microbatch: bool, current_microbatch: int | None) -> None:
+    holder = holder_of(model, "set_is_first_microbatch")
+    if is_first_microbatch and holder is not None:
+        holder.set_is_first_microbatch()
+    if current_microbatch is not None:
+        set_current_microbatch(model, current_microbatch)
+
+
+def _autocast(config: Any, model: nn.Module) -> AbstractContextManager[Any]:
+    if not setting(config, "enable_autocast", False):
+        return nullcontext()
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    dtype = setting(config, "autocast_dtype")
+    return torch.autocast(device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        message = "the stage's input has no gradient: its output does not depend on it"
+        remedy = "let the output depend on the input (a detach or a no_grad inside is the usual cause)"
+        raise TrainingError(Problem("PP-E713", message, remedy))
+    return tensor.grad
+
+
+def _describe(thing: object) -> str:
+    return f"a tensor of shape {list(thing.shape)}" if isinstance(thing, Tensor) else f"a {type(thing).__name__}"

@@ -1,0 +1,163 @@
+"""Weight gradients that go elsewhere or come later: float32 accumulators, and the output layer's, put off to the flush.
+
+Knows parameters, `main_grad`, and Megatron's buffers on the module that holds the output layer. Must not know the
+schedule. All in plain torch: what a fused kernel would add in place is a product and an addition here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ppctl.errors import Problem, TrainingError
+from ppctl.schedules.models import holder_of, misuse, setting
+
+
+@contextmanager
+def main_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """While it lasts, gradients are added to `parameter.main_grad` and `.grad` stays None.
+
+    `main_grad` is float32 (float64 for a float64 parameter), made with the first gradient where it is missing or None,
+    and like `.grad` lives until its owner clears it.
+    """
+    with ExitStack() as hooks:
+        for parameter in {p: None for chunk in chunks for p in chunk.parameters() if p.requires_grad}:
+            handle = parameter.register_post_accumulate_grad_hook(_move)  # type: ignore[no-untyped-call]
+            hooks.callback(handle.remove)
+        yield
+
+
+def _move(parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        add_to_main_grad(parameter, gradient)
+
+
+def add_to_main_grad(parameter: Any, gradient: Tensor) -> None:
+    """Add one microbatch's gradient to the parameter's accumulator."""
+    if getattr(parameter, "main_grad", None) is None:
+        parameter.main_grad = gradient.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+    else:
+        parameter.main_grad.add_(gradient)
+
+
+def clear_embedding_activation_buffer(config: Any, model: Any, is_last_stage: bool) -> Any:
+    """The module that holds the output layer, its buffers empty; None where nothing is put off.
+
+    `model` is a stage or the list of a rank's chunks, whose last one it is. Raises ConfigError where no module in it
+    has an `output_layer`.
+    """
+    if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
+        return None
+    stage = model[-1] if isinstance(model, list) else model
+    holder = holder_of(stage, "output_layer")
+    if holder is None:
+        message = (
+            f"defer_embedding_wgrad_compute puts off an output layer, and {type(stage).__name__} has no output_layer"
+        )
+        raise misuse(message, "defer_embedding_wgrad_compute=False")
+    for name in ("embedding_activation_buffer", "grad_output_buffer"):
+        if not hasattr(holder, name):
+            setattr(holder, name, [])
+        getattr(holder, name).clear()
+    return holder
+
+
+def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_stage: bool, tp_group: Any) -> None:
+    """Compute the output layer's weight gradients that were put off, and add them to its `main_grad`, oldest first.
+
+    Raises TrainingError where tensor parallelism with a split sequence would have to gather the activations first.
+    """
+    if not is_last_stage or not setting(config, "defer_embedding_wgrad_compute", False):
+        return
+    if setting(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
+        message = "putting off the output layer's gradients comes later for sequence parallelism"
+        raise TrainingError(Problem("PP-E717", message, "defer_embedding_wgrad_compute=False"))
+    weight = _output_weight(embedding_module)
+    activations, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
+    with torch.no_grad():
+        while activations:
+            add_to_main_grad(weight, _weight_gradient(gradients.pop(0), activations.pop(0)))
+
+
+def _output_weight(module: Any) -> Any:
+    weight = getattr(module.output_layer, "weight", None)
+    return module.shared_embedding_or_output_weight() if weight is None else weight
+
+
+def _weight_gradient(gradient: Tensor, activation: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).t().mm(activation.reshape(-1, activation.shape[-1]))
+
+
+class Deferral:
+    """The output layer's weight gradients of the last microbatches of a step, put off.
+
+    A layer that fills the buffers by itself is left alone; for an `nn.Linear` this does it. Of `num_microbatches` the
+    last `limit` are put off (0: all), so that gradients still accumulate in microbatch order.
+    """
+
+    def __init__(self, config: Any, chunks: list[nn.Module], num_microbatches: int) -> None:
+        self._config = config
+        last = holder_of(chunks[-1], "output_layer")
+        self._foreign = last is not None and hasattr(last, "embedding_activation_buffer")
+        self.module = clear_embedding_activation_buffer(config, chunks, True)
+        limit = setting(config, "wgrad_deferral_limit", 0)
+        self._from = max(num_microbatches - limit, 0) if limit else 0
+        self.microbatch = 0
+        """The microbatch whose forward runs now."""
+
+    @contextmanager
+    def applied(self) -> Iterator[Deferral]:
+        """While it lasts, the output layer puts its weight gradients into the buffers."""
+        layer = self.module.output_layer
+        if self._foreign:
+            yield self
+            return
+        if not isinstance(layer, nn.Linear):
+            message = f"defer_embedding_wgrad_compute puts off an nn.Linear; output_layer is a {type(layer).__name__}"
+            raise misuse(message, "defer_embedding_wgrad_compute=False")
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]
+        try:
+            yield self
+        finally:
+            del layer.forward
+            del self.module.embedding_activation_buffer, self.module.grad_output_buffer
+
+    def finish(self, tp_group: Any) -> None:
+        """Compute what was put off."""
+        finish_embedding_wgrad_compute(self._config, self.module, True, tp_group)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        layer = self.module.output_layer
+        if self.microbatch < self._from or not torch.is_grad_enabled() or not layer.weight.requires_grad:
+            return F.linear(x, layer.weight, layer.bias)
+        result: Tensor = _LinearPutOff.apply(x, layer.weight, layer.bias, self._put_off)  # type: ignore[no-untyped-call]
+        return result
+
+    def _put_off(self, activation: Tensor, gradient: Tensor) -> None:
+        self.module.embedding_activation_buffer.append(activation)
+        self.module.grad_output_buffer.append(gradient)
+
+
+class _LinearPutOff(torch.autograd.Function):
+    """A linear map whose backward hands the weight's part to a function instead of computing it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put_off: Callable[..., None]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.put_off, ctx.has_bias = put_off, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.put_off(x, gradient)
+        bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias else None
+        return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, bias, None
