@@ -59,7 +59,7 @@ clean:
 	@touch $@
 
 .venv/ready-test: .venv/ready-core
-	@echo "Fetching what the tests need (pytest, hypothesis, transformers, tensorboard): about 60 MB."
+	@echo "Fetching what the tests need (pytest, hypothesis, transformers, tensorboard, wandb): about 90 MB."
 	@$(PIP) --quiet --no-build-isolation -e ".[test]"
 	@touch $@
 

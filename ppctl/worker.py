@@ -17,8 +17,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopRequest()
     ranks = Ranks.from_environment()
     run = None if arguments.run is None else RunDir(arguments.run)
-    try:
-        store = meet(ranks)
-        job = _find_job(arguments, ranks, store)
-        if isinstance(job, int):
-            return job
-        run = job.run
-        return _work(job, ranks, store, stop, by_others=arguments.run is None)
-    except Exception as error:
-        return _fail(error, run, ranks, by_others=arguments.run is None)
+    with ExitStack() as trackers:
+        try:
+            store = meet(ranks)
+            job = _find_job(arguments, ranks, store)
+            if isinstance(job, int):
+                return job
+            run = job.run
+            return _work(job, ranks, store, stop, trackers, by_others=arguments.run is None)
+        except Exception as error:
+            return _fail(error, run, ranks, by_others=arguments.run is None)
 
 
 class StopRequest:
@@ -102,7 +103,7 @@ def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job 
     if arguments.join:
         job = receive_job(store)
         if isinstance(job, Job):
-            os.environ.update(job.config.launch.env)  # rank 0 was started with it
+            _become(job.config.launch.env)
         return job
     job = read_job(arguments.run or arguments.publish)
     if arguments.publish is not None:
@@ -110,7 +111,15 @@ def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job 
     return job
 
 
-def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, *, by_others: bool) -> int:
+def _become(environment: Mapping[str, str]) -> None:
+    """Start this process anew with `launch.env`, as rank 0 was: some variables count at the start alone."""
+    if environment.items() - os.environ.items():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # until the new process hears them
+        os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", "--join"], os.environ | dict(environment))
+
+
+def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, trackers: ExitStack, *, by_others: bool) -> int:
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     publisher = _publisher(job.run, ranks)
@@ -130,7 +139,7 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, *, by_others:
         session,
         job.run.checkpoints,
         resume=None if resume is None else Path(resume),
-        write=_writer(job) if leads else None,
+        write=_writer(job, trackers) if leads else None,
         stop_requested=stop,
         enter=enter,
     )
@@ -161,14 +170,16 @@ def _publisher(run: RunDir, ranks: Ranks) -> Publisher | None:
     return publisher
 
 
-def _writer(job: Job) -> Writer:
+def _writer(job: Job, trackers: ExitStack) -> Writer:
+    """What takes each step's record; trackers that have to be closed in the end are entered into `trackers`."""
     log, others = job.config.log, []
     directory = str(job.run.trace)
     if log.tensorboard:
-        others.append(tensorboard_writer(directory))
+        others.append(trackers.enter_context(tensorboard_writer(directory)))
     if log.wandb:
         job.run.trace.mkdir(exist_ok=True)
-        others.append(wandb_writer(directory, log.name, job.run.id, to_mapping(job.config)))
+        to_wandb = wandb_writer(directory, log.name, job.run.id, to_mapping(job.config))
+        others.append(trackers.enter_context(to_wandb))
     return writers(job.run.add_metrics, others, screen=True, steps=job.config.train.steps)
 
 

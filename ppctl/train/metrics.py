@@ -5,13 +5,18 @@ Knows the keys of metrics.jsonl and how a person reads them. Must not know how a
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ppctl.errors import ConfigError, Problem
 
 Record = Mapping[str, Any]
+
+WIDE = 100
+"""Columns from which a step's line is written out."""
 
 
 Writer = Callable[[Record], None]
@@ -25,13 +30,17 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
 
 
-def step_line(record: Record, steps: int, eta_s: float) -> str:
-    """One step for the screen: what a person watches, in fixed columns."""
-    width = len(str(steps))
+def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
+    """One step for the screen: what a person watches, in fixed columns; shorter where a line of 100 does not fit."""
+    done = f"{record['step'] + 1:>{len(str(steps))}}/{steps}"
+    if columns < WIDE:
+        return (
+            f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}  lr {record['lr']:.1e}"
+            f"  {record['tokens_per_s']:>6,.0f} tok/s  bubble {record['bubble_fraction']:3.0%}  ETA {clock_text(eta_s)}"
+        )
     return (
-        f"step {record['step'] + 1:>{width}}/{steps}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:7.3f}"
-        f"  lr {record['lr']:.2e}  {record['tokens_per_s']:>8,.0f} tokens/s"
-        f"  bubble {record['bubble_fraction']:6.1%}  slowest stage {record['slowest_stage']}  ETA {clock_text(eta_s)}"
+        f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
+        f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}  ETA {clock_text(eta_s)}"
     )
 
 
@@ -41,15 +50,17 @@ class Screen:
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.recent: list[float] = []
+        self.columns = shutil.get_terminal_size((WIDE, 24)).columns
 
     def __call__(self, record: Record) -> None:
         """Print the record's line."""
         self.recent = [*self.recent[-19:], record["step_time_s"]]
         left = self.steps - record["step"] - 1
-        print(step_line(record, self.steps, left * sum(self.recent) / len(self.recent)), flush=True)
+        print(step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns), flush=True)
 
 
-def tensorboard_writer(directory: str) -> Writer:
+@contextmanager
+def tensorboard_writer(directory: str) -> Iterator[Writer]:
     """Write every number of a record as a TensorBoard scalar. Raises ConfigError where tensorboard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -62,11 +73,18 @@ def tensorboard_writer(directory: str) -> Writer:
             writer.add_scalar(key, value, record["step"])
         writer.flush()
 
-    return write
+    try:
+        yield write
+    finally:
+        writer.close()
 
 
-def wandb_writer(directory: str, name: str, run_id: str, config: Mapping[str, Any]) -> Writer:
-    """Log every number of a record to Weights & Biases (WANDB_MODE=offline works). Raises ConfigError without wandb."""
+@contextmanager
+def wandb_writer(directory: str, name: str, run_id: str, config: Mapping[str, Any]) -> Iterator[Writer]:
+    """Log every number of a record to Weights & Biases (WANDB_MODE=offline works). Raises ConfigError without wandb.
+
+    What was logged is on its way through another process: without its end, the last records or all are lost.
+    """
     try:
         import wandb
     except ImportError as missing:
@@ -76,7 +94,10 @@ def wandb_writer(directory: str, name: str, run_id: str, config: Mapping[str, An
     def write(record: Record) -> None:
         run.log(_numbers(record), step=record["step"])
 
-    return write
+    try:
+        yield write
+    finally:
+        run.finish()
 
 
 def writers(append: Callable[[Record], None], others: list[Writer], screen: bool, steps: int) -> Writer:

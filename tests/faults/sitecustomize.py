@@ -2,7 +2,8 @@
 
 PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
 raise, kill (SIGKILL), stop (SIGSTOP), noise (from that step on, every stage input is noise), nan (the stage's output).
-PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its first action on.
+PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
+PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
 
 import os
@@ -74,3 +75,5 @@ if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
     _arm()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ:
     _watch()
+if "RANK" in os.environ and "PPCTL_TELL" in os.environ:
+    open(os.path.join(os.environ["PPCTL_TELL"], os.environ["RANK"]), "w").close()
