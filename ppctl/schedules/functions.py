@@ -68,19 +68,8 @@ def forward_backward_no_pipelining(
         raise misuse(message, "get_forward_backward_func()")
     chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
     schedule = _lowered("forward_only" if forward_only else "1f1b", 1, 1, num_microbatches, None)
-    call = Call(
-        forward_step_func,
-        iterators,
-        chunks,
-        config_of(chunks[0]),
-        num_microbatches,
-        forward_only,
-        collect_non_loss_data,
-        first_val_step,
-        pg_collection,
-        force_all_reduce,
-        numbered=False,
-    )
+    asked = (forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *asked, numbered=False)
     order = Order(schedule, 0, sync_without_pipelining(schedule.actions[0]), {}, lambda stage: Edges((), ()))
     return execute(call, order, None)
 
@@ -114,19 +103,8 @@ def forward_backward_pipelining_without_interleaving(
     schedule = _lowered("forward_only" if forward_only else "1f1b", pp, 1, num_microbatches, None, communicator)
     row = schedule.actions[pp_rank]
     ahead = min(pp - pp_rank - 1, num_microbatches)
-    call = Call(
-        forward_step_func,
-        iterators,
-        chunks,
-        config,
-        num_microbatches,
-        forward_only,
-        collect_non_loss_data,
-        first_val_step,
-        pg_collection,
-        force_all_reduce,
-        numbered=False,
-    )
+    asked = (forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    call = Call(forward_step_func, iterators, chunks, config, num_microbatches, *asked, numbered=False)
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
     order = Order(
         schedule,
@@ -168,19 +146,8 @@ def forward_backward_pipelining_with_interleaving(
     group = setting(config, "microbatch_group_size_per_vp_stage")
     schedule = _lowered(name, pp, len(chunks), num_microbatches, group, communicator)
     row = schedule.actions[pp_rank]
-    call = Call(
-        forward_step_func,
-        iterators,
-        chunks,
-        config,
-        num_microbatches,
-        forward_only,
-        collect_non_loss_data,
-        first_val_step,
-        pg_collection,
-        force_all_reduce,
-        numbered=True,
-    )
+    asked = (forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    call = Call(forward_step_func, iterators, chunks, config, num_microbatches, *asked, numbered=True)
     sync = sync_of_chunks(
         row,
         pp_rank,
@@ -234,13 +201,15 @@ def _lowered(
     name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, communicator: P2PCommunicator | None = None
 ) -> Schedule:
     """A policy's schedule as the communicator carries it."""
-    return _made(name, pp, vpp, num_microbatches, group)
+    batched = bool(getattr(communicator, "batched", False))
+    return _made(name, pp, vpp, num_microbatches, group, batched)
 
 
 @lru_cache(maxsize=32)
-def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None) -> Schedule:
+def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, batched: bool) -> Schedule:
+    """Schedules are values: a step's is the step before's."""
     schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, microbatch_group_size=group)
-    return lower(schedule)
+    return lower(schedule, batched=batched)
 
 
 def _edges(

@@ -75,12 +75,12 @@ def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: i
             message = (
                 "calculate_per_token_loss divides by tokens, and the loss function returned a pair, without a count"
             )
-            raise TrainingError(Problem("PP-E715", message, "return loss, num_tokens, data"))
+            raise TrainingError(Problem("PP-E725", message, "return loss, num_tokens, data"))
         loss, data = returned
         return (loss * cp if cp != 1 else loss) / num_microbatches, none, data
     form = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
     message = f"the loss function returned {form}: it may be (loss, data) or (loss, num_tokens, data)"
-    raise TrainingError(Problem("PP-E715", message, "return loss, {'lm loss': loss.detach()}"))
+    raise TrainingError(Problem("PP-E725", message, "return loss, {'lm loss': loss.detach()}"))
 
 
 def is_last_of_world(vp_stage: int | None, config: Any) -> bool:
@@ -106,7 +106,7 @@ def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int,
         scale = torch.ones(1) if function is None else torch.as_tensor(function(torch.ones(1)))
         if scale.numel() != 1:
             message = f"the {kind} loss has one scale, and its function returned {scale.numel()} numbers"
-            raise TrainingError(Problem("PP-E715", message, f"{kind}_grad_scale_func=None"))
+            raise TrainingError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
         for module in model.modules():
             tell = getattr(module, f"set_{kind}_loss_scale", None)
             if tell is not None:

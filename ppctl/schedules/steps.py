@@ -109,7 +109,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     """
     if not isinstance(output, Tensor) or output.numel() != 1:
         message = f"custom_backward starts from an output that was freed, or from a loss, not from {_describe(output)}"
-        raise OutputInUse(Problem("PP-E716", message, "deallocate_output_tensor(output, True)"))
+        raise OutputInUse(Problem("PP-E726", message, "deallocate_output_tensor(output, True)"))
     gradient = torch.ones_like(output) if grad_output is None else grad_output
     torch.autograd.backward([get_gradient_edge(output)], [gradient])
 
@@ -128,7 +128,7 @@ def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False
     if not isinstance(out, Tensor) or out._base is not None:
         what = "a view of another tensor" if isinstance(out, Tensor) else _describe(out)
         message = f"{what} has no memory of its own to free"
-        raise OutputInUse(Problem("PP-E716", message, "return a tensor of its own: output.clone()"))
+        raise OutputInUse(Problem("PP-E726", message, "return a tensor of its own: output.clone()"))
     out.data = torch.empty((1,), device=out.device, dtype=out.dtype)
 
 

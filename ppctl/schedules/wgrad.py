@@ -78,7 +78,7 @@ def finish_embedding_wgrad_compute(config: Any, embedding_module: Any, is_last_s
         return
     if setting(config, "sequence_parallel", False) and tp_group is not None and tp_group.size() > 1:
         message = "putting off the output layer's gradients comes later for sequence parallelism"
-        raise TrainingError(Problem("PP-E717", message, "defer_embedding_wgrad_compute=False"))
+        raise TrainingError(Problem("PP-E727", message, "defer_embedding_wgrad_compute=False"))
     weight = _output_weight(embedding_module)
     activations, gradients = embedding_module.embedding_activation_buffer, embedding_module.grad_output_buffer
     with torch.no_grad():
