@@ -72,7 +72,7 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
 
 def command_line(args: argparse.Namespace) -> str:
     """What was typed, with full names, ready to paste."""
-    from ppctl.cli.training import program
+    from ppctl.cli.training import program, retyped
 
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return f"{program()} train {shlex.join([*recipes, *args.overrides])}".rstrip()
+    return " ".join(filter(None, (program(), "train", shlex.join(recipes), retyped(args.overrides))))

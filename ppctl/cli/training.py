@@ -130,6 +130,8 @@ def conduct(
         print(f"{summary(launch.plan)}\n\nrun {shown(run.path)} on {device}\n", file=out, flush=True)
         if started.by_others:
             become_worker(started, "--publish", str(run.path), environment=launch.config.launch.env)
+        if sys.stdout.isatty():  # rank 0 prints into a pipe, and cannot know how wide the terminal is
+            os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         outcome = supervise(Job(run, launch.plan.sizes.world, launch.config.launch.env), out)
     if outcome.report:
         note(outcome.report)
@@ -153,7 +155,12 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     name, lines = program(), [""]
     sample = run.result().get("sample")
     if isinstance(sample, dict):
-        lines += ["what the model writes:", _indented(str(sample.get("text", ""))), ""]
+        lines += ["the model is given, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
+        lines += [
+            "what the model writes, always taking the likeliest next byte:",
+            _indented(str(sample.get("text", ""))),
+        ]
+        lines.append("")
     checkpoint = run.latest_checkpoint()
     lines.append(f"run         {run.path}")
     lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
@@ -167,8 +174,11 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
 
 
 def _indented(text: str) -> str:
+    """`text` set in and cut at the terminal's width, with control characters as dots."""
     visible = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
-    return "\n".join(f"  {line}" for line in visible.split("\n"))
+    room = max(shutil.get_terminal_size().columns - 4, 20)
+    lines = [line[at : at + room] for line in visible.split("\n") for at in range(0, max(len(line), 1), room)]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _another_recipe(config: RunConfig) -> str:
@@ -184,5 +194,18 @@ def _another_cut(plan: Plan, overrides: Sequence[str]) -> str | None:
     for pp, vpp in _CUTS:
         cut = [*kept, f"pp={pp}", f"vpp={vpp}"]
         if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and not planned(cut, for_training=True)[2]:
-            return shlex.join(cut)
+            return retyped(cut)
     return None
+
+
+def retyped(overrides: Sequence[str]) -> str:
+    """Overrides as a person types them in a shell: without Hydra's quotes, a recipe with its plus."""
+    from ppctl.config.argv import normalise
+
+    words = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        plain = f"{key}={value[1:-1]}" if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else override
+        word = plain if normalise([plain]).overrides == [override] else override
+        words.append(f"+{word}" if key == "recipe" else word)
+    return shlex.join(words)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
-from ppctl.data.tokenizer import ByteTokenizer
+from ppctl.data.tokenizer import ByteTokenizer, Tokens
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
@@ -63,23 +63,36 @@ class Generator:
 
 
 SAMPLE_LENGTH = 200
-_PROMPT_LENGTH = 32
+_PROMPT_LENGTH = 64
+_NEWLINE = ord("\n")
 
 
 def write_sample(session: Session) -> dict[str, str] | None:
-    """What the model makes of the corpus's first characters: `{prompt, text}` with 200 tokens; None off rank 0.
+    """What the model makes of a line in the middle of the corpus: `{prompt, text}` with 200 tokens; None off rank 0.
 
     A collective of the first data-parallel replica; the others return at once.
     """
     if session.own.dp_rank != 0:
         return None
     tokenizer = ByteTokenizer()
-    prompt = torch.zeros(_PROMPT_LENGTH, dtype=torch.int64)
+    prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos)
     if session.corpus is not None:
-        start = session.corpus.tokens[:_PROMPT_LENGTH]
-        prompt[: len(start)] = torch.from_numpy(start.astype("int64"))
+        found = prompt_from(session.corpus.tokens)
+        prompt[-len(found) :] = torch.from_numpy(found.astype("int64"))
     if session.plan.sizes.pp > 1:
         dist.broadcast(prompt, dist.get_global_rank(session.pp_group, 0), group=session.pp_group)
     tokens = prompt.tolist()
     text = tokenizer.decode(Generator(session).continue_prompt(tokens, SAMPLE_LENGTH))
     return {"prompt": tokenizer.decode(tokens), "text": text}
+
+
+def prompt_from(tokens: Tokens) -> Tokens:
+    """From the middle of `tokens`, where a line begins if one does nearby; shorter where there is less text.
+
+    The first characters of a corpus are a poor prompt: a licence, a heading, an import. Greedy text repeats itself
+    sooner after a short prompt.
+    """
+    middle = max(0, min(len(tokens) // 2, len(tokens) - 2 * _PROMPT_LENGTH))
+    nearby = tokens[middle : middle + _PROMPT_LENGTH].tolist()
+    begin = middle + (nearby.index(_NEWLINE) + 1 if _NEWLINE in nearby else 0)
+    return tokens[begin : begin + _PROMPT_LENGTH]

@@ -167,7 +167,8 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     (run.checkpoints / "latest").write_text("step-9\n")
     run.write_result({"sample": {"prompt": "def", "text": "a\tb\x00\n  c"}})
     lines = training.ending(run, launch, training.Outcome(0, "finished"), arguments(*typed).overrides)
-    assert "  a·b·" in lines[2] and "    c" in lines[2]
+    told = lines[: lines.index("next:")]
+    assert "  def" in told and "  a·b·\n    c" in told
     commands = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
     plan, cut, resume = (
         words[words.index(name) :] for words, name in zip(commands, ("plan", "train", "resume"), strict=True)
@@ -177,3 +178,19 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     assert other.config.model == launch.config.model
     assert (other.plan.sizes.pp, other.plan.sizes.vpp) != (launch.plan.sizes.pp, launch.plan.sizes.vpp)
     assert RunDir(Path(resume[1]).absolute()).latest_checkpoint() is not None
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (["recipe=quickstart", "pp=4"], "+recipe=quickstart parallel.pipeline_model_parallel_size=4"),
+        (["+recipe=quickstart", "data.path=texts/**/*.txt"], "+recipe=quickstart 'data.path=texts/**/*.txt'"),
+        (["layout=Ett|ttL"], "'parallel.pipeline_model_parallel_layout=Ett|ttL'"),
+        (["log.name='a b'"], "'log.name=a b'"),
+        (["log.name='null'"], """'log.name='"'"'null'"'"''"""),
+    ],
+)
+def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str) -> None:
+    given = arguments(*typed).overrides
+    assert training.retyped(given) == shown
+    assert arguments(*shlex.split(shown)).overrides == given
