@@ -41,6 +41,7 @@ BOTH = "FB"
 """The direction of a queue that carries activations and gradients."""
 
 _ACTION = re.compile(r"([0-9]+)(REDUCE_GRAD|(?:SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)([0-9]+))", re.ASCII)
+_OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 _CHANNEL = re.compile(r"([0-9]+)->([0-9]+) ([FB])", re.ASCII)
 
 
@@ -207,6 +208,8 @@ class Schedule:
     ) -> Schedule:
         """Read one line per pp_rank, in torch's spelling; an empty cell is an idle time slot and means nothing.
 
+        A cell that overlaps a forward and a backward, `(2F1;1B0)OVERLAP_F_B`, stands for the two in turn.
+
         Without `placement` the rows say which rank owns which stage (loop or V); without `num_microbatches` the
         largest one counts. Raises ScheduleError with every bad cell. The schedule is not verified.
         """
@@ -233,12 +236,18 @@ def _read_cells(text: str) -> tuple[list[list[Action]], list[Problem]]:
         for column, cell in enumerate(line.split(","), 1):
             try:
                 if spelling := cell.strip():
-                    row.append(Action.parse(spelling))
+                    row += _actions_of(spelling)
             except ScheduleError as error:
                 place = f"row {number} (pp_rank {number - 1}), column {column}"
                 problems.append(Problem("PP-E302", f"{place}: {error.problems[0].message}", place=place))
         rows.append(row)
     return rows, problems
+
+
+def _actions_of(cell: str) -> list[Action]:
+    """The actions of one cell: one, or the two that torch overlaps, one after the other."""
+    overlapped = _OVERLAP.fullmatch(cell)
+    return list(map(Action.parse, overlapped.groups())) if overlapped else [Action.parse(cell)]
 
 
 def _placement_of(rows: list[list[Action]]) -> Placement:

@@ -180,15 +180,20 @@ def make_schedule(
 
     `microbatch_group_size` (default pp, at most num_microbatches) is how many microbatches run through one chunk before
     the next; only the table of several chunks depends on it. `extra_warmup` (0 to pp - 1) is how many forwards more
-    than the textbook's are in flight, on each rank at most one for every rank behind it. Raises ScheduleError with every
-    size that makes no sense.
+    than the textbook's are in flight, on each rank at most one for every rank behind it. Raises ScheduleError with
+    every size that makes no sense.
     """
     group = pp if microbatch_group_size is None else microbatch_group_size
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}
     problems = [Problem("PP-E304", f"{key} is {value}: at least 1") for key, value in sizes.items() if value < 1]
+    policies = POLICIES
     if name not in POLICIES:
-        near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
-        message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
+        from ppctl.schedule.zero_bubble import SPLIT_POLICIES
+
+        policies = {**POLICIES, **SPLIT_POLICIES}
+    if name not in policies:
+        near = get_close_matches(name, policies, 1, 0.4) or ["1f1b"]
+        message = f"there is no schedule {name!r}: {', '.join(policies)}"
         problems.append(Problem("PP-E304", message, f"pipeline.pp_schedule={near[0]}"))
     most = pp - 1 if name in WARMED_UP else 0
     if not 0 <= extra_warmup <= max(most, 0):
@@ -197,7 +202,7 @@ def make_schedule(
     if problems:
         raise ScheduleError(problems)
     more = (extra_warmup,) if extra_warmup else ()
-    return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches), *more)
+    return policies[name](pp, vpp, num_microbatches, min(group, num_microbatches), *more)
 
 
 def _by_table(
@@ -218,3 +223,9 @@ def _by_table(
         backwards = [back[chunk][mb] for mb, chunk in table]
         rows.append(tuple(in_turn(forwards, backwards, warmup(pp_rank))))
     return Schedule(name, placement, num_microbatches, tuple(rows))
+
+
+def forwards_alone(placement: Placement, num_microbatches: int) -> Schedule:
+    """`forward_only` over any placement: what evaluates a model that a given schedule trains."""
+    group = min(placement.pp, num_microbatches)
+    return _by_table("forward_only", placement, num_microbatches, group, None)

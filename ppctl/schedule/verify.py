@@ -26,6 +26,7 @@ from ppctl.schedule.action import (
     send_slots,
 )
 from ppctl.schedule.executor import TIMED, execute
+from ppctl.schedule.grid import grid, marked
 
 _SHOWN = 6
 """How many actions or ranks one problem names; the rest are counted."""
@@ -61,14 +62,17 @@ def _incomplete(schedule: Schedule) -> Iterator[Problem]:
     """Per rank: what is missing, what stands there twice, and what does not belong there."""
     for pp_rank, (row, wanted) in enumerate(zip(schedule.actions, _wanted(schedule), strict=True)):
         found = set(row)
-        if missing := wanted - found:
-            yield Problem("PP-E310", f"rank {pp_rank} lacks {_some(sorted(missing))}")
+        if missing := sorted(wanted - found):
+            place = grid(schedule, pp_rank, len(row), f"the end, without {_some(missing)}")
+            yield Problem("PP-E310", f"rank {pp_rank} lacks {_some(missing)}", place=place)
         if len(found) < len(row):
             twice = [action for action, times in Counter(row).items() if times > 1]
-            yield Problem("PP-E311", f"rank {pp_rank} has more than once: {_some(twice)}")
-        if foreign := found - wanted:
-            reasons = (f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in sorted(foreign))
-            yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {_some(reasons)}")
+            place = grid(schedule, pp_rank, row.index(twice[0], row.index(twice[0]) + 1), "once more")
+            yield Problem("PP-E311", f"rank {pp_rank} has more than once: {_some(twice)}", place=place)
+        if foreign := sorted(found - wanted):
+            reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
+            place = grid(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
+            yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {_some(reasons)}", place=place)
 
 
 def _wanted(schedule: Schedule) -> list[set[Action]]:
@@ -114,14 +118,16 @@ def _disordered(schedule: Schedule) -> Iterator[Problem]:
     for pp_rank, row in enumerate(schedule.actions):
         position = {action: index for index, action in enumerate(row)}
         early = [
-            f"{action} before {need}"
+            (index, f"{action} before {need}", f"before {need}")
             for index, action in enumerate(row)
             if action[0] not in RECEIVES
             for need in deps(action, schedule)
             if position.get(need, -1) > index
         ]
         if early:
-            yield Problem("PP-E313", f"rank {pp_rank} has things before what they need: {_some(early)}")
+            index, _, note = early[0]
+            message = f"rank {pp_rank} has things before what they need: {_some(text for _, text, _ in early)}"
+            yield Problem("PP-E313", message, place=grid(schedule, pp_rank, index, note))
 
 
 def _sequences(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[Action]]:
@@ -213,18 +219,12 @@ def _hanging(schedule: Schedule) -> list[Problem]:
         return []
     at = {pp_rank: schedule.actions[pp_rank][index] for pp_rank, index in sorted(stuck.items())}
     message = "the schedule hangs: " + _some(f"rank {pp_rank} waits at {action}" for pp_rank, action in at.items())
-    lines = [_line(schedule, pp_rank, index) for pp_rank, index in sorted(stuck.items())]
+    lines = [
+        marked(schedule.actions[pp_rank], pp_rank, index, f"waits for {_awaited(schedule, pp_rank, index)}")
+        for pp_rank, index in sorted(stuck.items())
+    ]
     sends = not schedule.batched and any(action.op in SENDS for action in at.values())
     return [Problem("PP-E317", message, "pipeline.p2p_capacity=null" if sends else "", "\n".join(lines[:_SHOWN]))]
-
-
-def _line(schedule: Schedule, pp_rank: int, index: int) -> str:
-    """A stuck rank's list around the action it waits at."""
-    row = schedule.actions[pp_rank]
-    before = ["..."] * (index > 2) + [str(action) for action in row[max(index - 2, 0) : index + 1]]
-    after = [str(action) for action in row[index + 1 : index + 3]] + ["..."] * (index + 3 < len(row))
-    awaited = _awaited(schedule, pp_rank, index)
-    return f"rank {pp_rank}: {' '.join(before)} <-- here, waits for {awaited}; {' '.join(after)}"
 
 
 def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:

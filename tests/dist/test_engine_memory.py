@@ -74,8 +74,10 @@ def count_in_flight(cases):
 IN_FLIGHT = {
     1: [("1f1b", 1, 1, 3), ("gpipe", 1, 2, 3), ("interleaved_1f1b", 1, 3, 4)],
     2: [("1f1b", 2, 1, 5), ("gpipe", 2, 1, 5), ("interleaved_1f1b", 2, 2, 6), ("interleaved_1f1b", 2, 3, 4)],
-    4: [("1f1b", 4, 1, 9), ("1f1b", 4, 1, 2), ("gpipe", 4, 2, 5), ("interleaved_1f1b", 4, 2, 8)]
-    + [("1f1b", 4, 1, 9, 1), ("1f1b", 4, 1, 9, 3), ("interleaved_1f1b", 4, 2, 8, 2)],
+    4: [
+        *(("1f1b", 4, 1, 9), ("1f1b", 4, 1, 2), ("gpipe", 4, 2, 5), ("interleaved_1f1b", 4, 2, 8)),
+        *(("1f1b", 4, 1, 9, 1), ("1f1b", 4, 1, 9, 3), ("interleaved_1f1b", 4, 2, 8, 2)),
+    ],
 }
 
 

@@ -1,0 +1,126 @@
+"""Schedules that split the backward: input gradients early, weight gradients where a rank would idle.
+
+The three that torch names: interleaved zero-bubble (ZB1P over a loop; Qi et al., arXiv 2401.10241), ZBV (the same
+authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank. Each list is told as
+phases of short words, `F1` for a forward of the rank's second stage. Must not know messages, time or capacities.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import islice
+
+from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule.action import Action, Op, Placement, Schedule
+from ppctl.schedule.policies import get_schedule_table
+
+
+def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """Interleaved 1F1B with half its warm-up: weight gradients run `pp_rank` backwards late and fill the gap."""
+    table = get_schedule_table(num_microbatches, vpp, group)
+    rows = []
+    for pp_rank in range(pp):
+        stages = range(pp_rank, pp * vpp, pp)
+        ahead = [Action(Op.F, stages[chunk], mb) for mb, chunk in table]
+        back = [(stages[vpp - 1 - chunk], mb) for mb, chunk in table]
+        warmup = min((vpp - 1) * group + pp - 1 - pp_rank, len(table))
+        row, forwards, late = ahead[:warmup], iter(ahead[warmup:]), iter(back)
+        for number, (stage, mb) in enumerate(back):
+            row += [*islice(forwards, 1), Action(Op.I, stage, mb)]
+            row += [Action(Op.W, *unit) for unit in islice(late, int(number >= pp_rank))]
+        rows.append((*row, *(Action(Op.W, *unit) for unit in late)))
+    return Schedule("interleaved_zero_bubble", Placement("loop", pp, pp * vpp), num_microbatches, tuple(rows))
+
+
+def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """ZBV: down and up a V with as many activations in flight as 1F1B, every backward split."""
+    full = max(num_microbatches, 2 * pp - 1)
+    """Fewer cannot fill the V: the list for this many is made, and what does not exist left out."""
+
+    def row(pp_rank: int, words: _Words) -> None:
+        words.add("F0", 2 * (pp - pp_rank) - 1)
+        words.add("F1 F0", pp_rank)
+        words.add("F1 I1 W1", pp - pp_rank)
+        while words.made["F1"] < full:
+            words.add("F0 I0 W0 F1 I1 W1" if words.made["F0"] < full else "I0 W0 F1 I1 W1")
+        words.add("I0 I1", pp_rank)
+        words.add("I0 W0", pp - pp_rank)
+        words.add("W1", full - words.made["W1"])
+        words.add("W0", full - words.made["W0"])
+
+    return _on_a_v("zbv_zero_bubble", pp, vpp, num_microbatches, row)
+
+
+def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """DualPipeV: in its main phase a rank's two stages take turns, the forward of one with the backward of the other.
+
+    Where DualPipeV overlaps the two, they stand one after the other here.
+    """
+    if num_microbatches < 2 * pp:
+        message = f"dualpipev fills a V of {2 * pp} stages: at least {2 * pp} microbatches, not {num_microbatches}"
+        raise ScheduleError(Problem("PP-E304", message, "pipeline.pp_schedule=interleaved1f1b"))
+
+    def row(pp_rank: int, words: _Words) -> None:
+        behind = pp - 1 - pp_rank
+        words.add("F0", 2 * behind)
+        words.add("F0 F1", pp_rank + 1)
+        words.add("I1 W F1", behind)
+        words.add("F0 B1 F1 B0", num_microbatches - 2 * pp + pp_rank + 1)
+        words.add("B1 F1 B0", behind)
+        whole = (pp_rank + 1) // 2  # of the last pairs; the others leave their weight gradients for the end
+        words.add("B1 B0", whole)
+        words.add("B1 I0" if pp_rank % 2 == 0 else "I1 I0")
+        words.add("I1 I0", pp_rank - whole)
+        words.add("W I0", behind)
+        words.add("W", pp_rank + 1)
+
+    return _on_a_v("dualpipev", pp, vpp, num_microbatches, row)
+
+
+class _Words:
+    """A rank's list on its way: every word counts its own microbatches; a bare `W` is the oldest that is owed."""
+
+    def __init__(self, stages: tuple[int, ...]) -> None:
+        self.stages = stages
+        self.made: Counter[str] = Counter()
+        self.owed: deque[Action] = deque()
+        self.actions: list[Action] = []
+
+    def add(self, phase: str, times: int = 1) -> None:
+        """The words of `phase`, that many times."""
+        for word in phase.split() * times:
+            if word != "W":
+                self._one(word)
+            elif self.owed:
+                self.actions.append(self.owed.popleft())
+
+    def _one(self, word: str) -> None:
+        op, stage = Op(word[0]), self.stages[int(word[1])]
+        counted = "F" if op is Op.F else "W" if op is Op.W else "I"  # B and I are one series
+        mb = self.made[counted + word[1]]
+        self.made[counted + word[1]] += 1
+        self.actions.append(Action(op, stage, mb))
+        if op is Op.I:
+            self.owed.append(Action(Op.W, stage, mb))
+
+
+def _on_a_v(name: str, pp: int, vpp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
+    if vpp != 2:
+        message = f"{name} runs two chunks per rank, down a V and back up, and vpp is {vpp}"
+        raise ScheduleError(Problem("PP-E305", message, "vpp=2"))
+    placement = Placement("v", pp, 2 * pp)
+    rows = []
+    for pp_rank in range(pp):
+        words = _Words(placement.stages_of(pp_rank))
+        fill(pp_rank, words)
+        rows.append(tuple(action for action in words.actions if action.mb < num_microbatches))
+    return Schedule(name, placement, num_microbatches, tuple(rows))
+
+
+SPLIT_POLICIES: dict[str, Callable[[int, int, int, int], Schedule]] = {
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "zbv_zero_bubble": zbv_zero_bubble,
+    "dualpipev": dualpipev,
+}
