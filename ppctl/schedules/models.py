@@ -79,4 +79,4 @@ def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:
 
 def misuse(message: str, remedy: str = "") -> ConfigError:
     """The error of a call that cannot be meant."""
-    return ConfigError(Problem("PP-E393", message, remedy))
+    return ConfigError(Problem("PP-E396", message, remedy))
