@@ -21,10 +21,10 @@ from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.launch.environment import Started
-from ppctl.launch.machine import choose_device, shortage, with_overrides
+from ppctl.launch.machine import choose_device, one_queue, shortage, with_overrides
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, with_value
-from ppctl.launch.supervisor import DONE, STOPPED, Outcome, supervise
+from ppctl.launch.supervisor import DONE, INTERRUPTED, STOPPED, Outcome, supervise
 from ppctl.launch.watch import Job
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
@@ -75,6 +75,8 @@ def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Sta
         problems.append(Problem("PP-E607", message, f"ppctl train {typed} launch.target=local", "launch.target = env"))
     else:
         problems += shortage(device, ranks_here, arguments, os.environ)
+    if device == "cuda" and plan.sizes.pp > 1:
+        problems += one_queue(os.environ, config.launch.env)
     refuse(problems)
     return with_value(config, "launch", device=device)
 
@@ -134,12 +136,22 @@ def conduct(
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         outcome = supervise(Job(run, launch.plan.sizes.world, launch.config.launch.env), out)
     if outcome.report:
-        note(outcome.report)
+        note(outcome.report + _saved_before(run, outcome))
     if as_json:
         print(json.dumps(_report(run, outcome)))
     elif outcome.exit_code in (DONE, STOPPED):
         print("\n".join(ending(run, launch, outcome, overrides)))
     return outcome.exit_code
+
+
+def _saved_before(run: RunDir, outcome: Outcome) -> str:
+    """After an interruption: what there is to go on from, or how there would have been something."""
+    if outcome.exit_code != INTERRUPTED:
+        return ""
+    checkpoint = run.latest_checkpoint()
+    if checkpoint is None:
+        return "\n  no checkpoint yet: checkpoint.interval=100 saves every 100 steps; TERM saves, then stops"
+    return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(shown(run.path))}"
 
 
 def _report(run: RunDir, outcome: Outcome) -> dict[str, Any]:
@@ -175,6 +187,8 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
 
 def _indented(text: str) -> str:
     """`text` set in and cut at the terminal's width, with control characters as dots."""
+    if not text.strip():
+        return "  (blanks only)"
     visible = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
     room = max(shutil.get_terminal_size().columns - 4, 20)
     lines = [line[at : at + room] for line in visible.split("\n") for at in range(0, max(len(line), 1), room)]

@@ -73,6 +73,22 @@ def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping
     return []
 
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def one_queue(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> list[Problem]:
+    """What is wrong with a variable that Megatron's users are told to set: receives are posted ahead of need here."""
+    if launch_env.get(QUEUES, environ.get(QUEUES)) != "1":
+        return []
+    message = (
+        f"{QUEUES}=1 puts all work of a GPU into one queue: a receive that is posted ahead of need would block the "
+        "compute and the sends behind it, and the ranks would wait for each other for ever"
+    )
+    if QUEUES in launch_env:
+        return [Problem("PP-E608", message, f"launch.env.{QUEUES}=8", f"launch.env.{QUEUES} = 1")]
+    return [Problem("PP-E608", message, f"unset {QUEUES}", "environment")]
+
+
 def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:
     """The overrides `arguments` with `new` ones in the place of those of the same keys."""
     keys = {override.partition("=")[0] for override in new}

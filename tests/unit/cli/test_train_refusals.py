@@ -83,6 +83,14 @@ def test_the_remedies_of_too_few_gpus_work(capsys: pytest.CaptureFixture[str]) -
         assert prepared(*shlex.split(remedy)[2:]).config.launch.device == "cpu"
 
 
+@pytest.mark.parametrize(("sizes", "refused"), [((), True), (("pp=1", "vpp=1"), False)])
+def test_receives_posted_ahead_and_a_single_queue_on_the_gpu_are_refused(capsys, monkeypatch, sizes, refused) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert main(["train", "+recipe=quickstart", "launch.device=cuda", *sizes]) == 2  # there is no GPU either
+    assert ("error PP-E608: " in capsys.readouterr().err) == refused
+    assert prepared(*QUICK).config.launch.device == "cpu"
+
+
 def test_the_control_tower_starts_a_run_without_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from ppctl.cli import train, training, resume, runs\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.launch import machine
-from ppctl.launch.machine import choose_device, count_gpus, shortage
+from ppctl.launch.machine import QUEUES, choose_device, count_gpus, one_queue, shortage
 
 GPU = "GPU {n}: NVIDIA H200 (UUID: GPU-0000)"
 
@@ -64,3 +64,19 @@ def test_a_laptop_is_not_flooded_with_processes(monkeypatch: pytest.MonkeyPatch)
     assert shortage("cpu", 64, [], {}) == []
     (problem,) = shortage("cpu", 2048, ["recipe=x"], {})
     assert (problem.code, problem.message) == ("PP-E602", "needs 2,048 processes, this machine has 2 cores")
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch_env", "place"),
+    [
+        ({}, {}, None),
+        ({QUEUES: "8"}, {}, None),
+        ({QUEUES: "1"}, {QUEUES: "8"}, None),
+        ({QUEUES: "1"}, {}, "environment"),
+        ({QUEUES: "8"}, {QUEUES: "1"}, f"launch.env.{QUEUES} = 1"),
+    ],
+)
+def test_a_single_queue_on_the_gpu_is_refused_with_the_reason(environ, launch_env, place: str | None) -> None:
+    problems = one_queue(environ, launch_env)
+    assert [problem.place for problem in problems] == ([] if place is None else [place])
+    assert all("posted ahead of need would block" in problem.message for problem in problems)
