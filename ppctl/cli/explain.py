@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppctl.config.argv import ALIASES
+from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
 from ppctl.config.support import MEANING, PYTHON, WORKS, support
 from ppctl.errors import ConfigError, Problem
 
 PAGES = Path(__file__).resolve().parent.parent / "pages"
+
+READABLE = 100
+"""Columns of running text."""
 
 _HEADING = re.compile(r"^## (PP-E[0-9]{3}) (.+)$", re.MULTILINE)
 
@@ -39,8 +44,8 @@ def explain(topic: str | None) -> str:
     sections_by_code = pages()
     if code in sections_by_code:
         title, text = sections_by_code[code]
-        return f"{code} {title}\n\n{text}"
-    name = ALIASES.get(topic, topic)
+        return f"{code} {title}\n\n{_wrapped(text)}"
+    name = full_name(topic)
     if name in keys():
         return _key(keys()[name])
     if name in sections():
@@ -50,6 +55,13 @@ def explain(topic: str | None) -> str:
     remedy = f"ppctl explain {close[0]}" if close else "ppctl explain"
     message = f"there is no code and no key {topic}{did_you_mean(topic, known)}"
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs as wide as the terminal, and never wider than is pleasant to read."""
+    width = min(shutil.get_terminal_size((READABLE, 24)).columns, READABLE)
+    plain = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    return "\n\n".join(textwrap.fill(p, width, break_long_words=False, break_on_hyphens=False) for p in plain)
 
 
 def pages() -> dict[str, tuple[str, str]]:

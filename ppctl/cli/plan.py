@@ -124,7 +124,7 @@ def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Probl
         blocks += [(text, "") for text in plan_text.blocks(plan, composed.config, width)]
     if problems:
         blocks.append((plan_text.problem_lines(problems, planned=plan is not None), "red"))
-    if composed is not None and composed.config.published:
+    if plan is not None and composed is not None and composed.config.published:
         blocks.append((plan_text.published(composed.config, width), "dim"))
     if terminal:
         _render(blocks)

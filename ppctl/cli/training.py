@@ -135,8 +135,10 @@ def conduct(
         if sys.stdout.isatty():  # rank 0 prints into a pipe, and cannot know how wide the terminal is
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         outcome = supervise(Job(run, launch.plan.sizes.world, launch.config.launch.env), out)
+    if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
+        note("")  # the terminal has shown ^C
     if outcome.report:
-        note(outcome.report + _saved_before(run, outcome))
+        note(outcome.report + saved_before(run, outcome))
     if as_json:
         print(json.dumps(_report(run, outcome)))
     elif outcome.exit_code in (DONE, STOPPED):
@@ -144,13 +146,13 @@ def conduct(
     return outcome.exit_code
 
 
-def _saved_before(run: RunDir, outcome: Outcome) -> str:
+def saved_before(run: RunDir, outcome: Outcome) -> str:
     """After an interruption: what there is to go on from, or how there would have been something."""
     if outcome.exit_code != INTERRUPTED:
         return ""
     checkpoint = run.latest_checkpoint()
     if checkpoint is None:
-        return "\n  no checkpoint yet: checkpoint.interval=100 saves every 100 steps; TERM saves, then stops"
+        return "\n  no checkpoint yet: checkpoint.interval=100 saves every 100 steps, and TERM before it stops"
     return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(shown(run.path))}"
 
 

@@ -92,3 +92,13 @@ def test_an_unknown_topic_names_the_nearest(capsys):
         explain("train.stepz")
     assert main(["explain", "train.stepz"]) == 2
     assert "try: ppctl explain train.steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80), ("200", 100)])
+def test_a_page_is_as_wide_as_the_terminal_and_loses_no_word(columns, widest, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    for code, (title, text) in pages().items():
+        shown = explain(code)
+        assert all(len(line) <= widest or " " not in line for line in shown.splitlines()[1:])
+        assert shown.split() == f"{code} {title} {text}".split()
+        assert shown.count("\n\n") == text.count("\n\n") + 1

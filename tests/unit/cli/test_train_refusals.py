@@ -188,6 +188,19 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     assert RunDir(Path(resume[1]).absolute()).latest_checkpoint() is not None
 
 
+def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
+    run = new_run(prepared(*QUICK), Started("person"))
+    interrupted = training.Outcome(130, "interrupted", "interrupted")
+    advice = training.saved_before(run, interrupted)
+    assert prepared(*QUICK, *(word for word in advice.split() if "=" in word)).config.checkpoint.interval == 100
+    (run.checkpoints / "step-9").mkdir()
+    (run.checkpoints / "latest").write_text("step-9\n")
+    advice = training.saved_before(run, interrupted)
+    assert "step-9" in advice
+    assert RunDir(Path(shlex.split(advice)[-1]).absolute()).latest_checkpoint() is not None
+    assert training.saved_before(run, training.Outcome(1, "failed", "error")) == ""
+
+
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
