@@ -46,7 +46,7 @@ def test_shapes_are_the_originals_where_nothing_is_lost(record):
     config = SimpleNamespace(**{k: v for k, v in sizes.items() if k not in ("tp", "cp")})
     call = {**args, "config": config, "tp_group": group(sizes["tp"]), "cp_group": group(sizes["cp"])}
     if (args["seq_length"], sizes["cp"], sizes["tp"], sizes["sequence_parallel"]) in REFUSED_HERE:
-        with pytest.raises(ConfigError, match="PP-E396: a sequence of .* cannot be divided"):
+        with pytest.raises(ConfigError, match=r"PP-E396: a sequence of .* cannot be divided"):
             get_tensor_shapes(**call)
     else:
         assert [list(shape) for shape in get_tensor_shapes(**call)] == record["result"]

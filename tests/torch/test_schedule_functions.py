@@ -1,0 +1,253 @@
+"""The forward-backward functions on one rank: what they leave alone, what they call, and what they refuse."""
+
+import copy
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ppctl.engine.interpreter import EngineError
+from ppctl.errors import ConfigError
+from ppctl.schedules import (
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+    get_forward_backward_func,
+)
+
+M = 3
+ONE_CHUNK = [forward_backward_no_pipelining, forward_backward_pipelining_without_interleaving]
+EVERY = [*ONE_CHUNK, forward_backward_pipelining_with_interleaving]
+
+
+class Model(nn.Module):
+    """A stage that multiplies by its weight."""
+
+    def __init__(self, config, weight=2.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), weight))
+        self.config = config
+        self.input = None
+
+    def set_input_tensor(self, tensors):
+        (self.input,) = tensors
+
+    def forward(self, x):
+        return (x if self.input is None else self.input) * self.weight
+
+
+class Syncs:
+    """A config's functions, written down."""
+
+    def __init__(self, **more):
+        self.events = []
+        self.open = 0
+        fields = {
+            "no_sync_func": self.no_sync,
+            "finalize_model_grads_func": self.finalize,
+            "hidden_size": 2,
+            "pipeline_dtype": torch.float32,
+            "calculate_per_token_loss": False,
+        }
+        self.config = SimpleNamespace(**fields | more)
+
+    @contextmanager
+    def no_sync(self):
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+    def finalize(self, models, tokens, **more):
+        self.events.append((len(models), tokens, more))
+
+
+def forward(iterator, model, *flag):
+    def loss_func(output):
+        loss = output.sum()
+        return loss, loss.item()
+
+    return model(next(iterator)), loss_func
+
+
+def inputs():
+    return iter([torch.full((1, 1, 2), float(mb + 1)) for mb in range(M)])
+
+
+def run(function, config, step=forward, own=None, **more):
+    """A step on one chunk. Returns (store, model)."""
+    model = Model(config) if own is None else own
+    listed = function is forward_backward_pipelining_with_interleaving
+    arguments = {
+        "forward_step_func": step,
+        "data_iterator": [inputs()] if listed else inputs(),
+        "model": [model] if listed else model,
+        "num_microbatches": M,
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+    return function(**arguments | more), model
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_a_step_stores_finalizes_and_leaves_the_config_alone(function):
+    syncs = Syncs()
+    before = copy.copy(vars(syncs.config))
+    store, model = run(function, syncs.config, pg_collection="groups")
+    assert store == [4.0, 8.0, 12.0]
+    assert model.weight.grad.tolist() == [2.0, 2.0]
+    assert syncs.events == [(1, None, {"pg_collection": "groups"})]
+    assert syncs.open == 0 and vars(syncs.config) == before
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_forward_only_has_no_gradients_no_finalizing_and_leaves_no_sync(function):
+    syncs = Syncs(grad_scale_func=lambda loss: 1 / 0, grad_sync_func=lambda p: 1 / 0, param_sync_func=lambda p: 1 / 0)
+    store, model = run(function, syncs.config, forward_only=True)
+    assert store == [4.0, 8.0, 12.0]
+    assert (model.weight.grad, syncs.events, syncs.open) == (None, [], 0)
+
+
+def failing_forward(iterator, model, *flag):
+    if next(iterator).sum() == 6:
+        raise KeyError("spoilt")
+    return model(torch.ones(2)), lambda output: (output.sum(), None)
+
+
+def failing_backward(iterator, model, *flag):
+    output = model(next(iterator))
+    output.register_hook(lambda gradient: 1 / 0)
+    return output, lambda output: (output.sum(), None)
+
+
+@pytest.mark.parametrize("function", EVERY)
+@pytest.mark.parametrize(
+    ("step", "cause", "action"), [(failing_forward, KeyError, "0F2"), (failing_backward, ZeroDivisionError, "0B0")]
+)
+def test_an_exception_anywhere_leaves_no_sync_and_names_the_action(function, step, cause, action):
+    syncs = Syncs(gradient_accumulation_fusion=True)
+    model = Model(syncs.config)
+    with pytest.raises(EngineError, match=f"failed in {action}") as error:
+        run(function, syncs.config, step, model)
+    assert isinstance(error.value.__cause__, cause)
+    assert syncs.open == 0
+    model.weight.sum().backward()
+    assert model.weight.grad is not None, "the hooks that move gradients are gone"
+
+
+def test_no_sync_functions_of_several_models_are_entered_together():
+    syncs = Syncs()
+    syncs.config.no_sync_func = [syncs.no_sync, syncs.no_sync]
+    seen = []
+
+    def step(iterator, model):
+        seen.append(syncs.open)
+        return forward(iterator, model)
+
+    run(forward_backward_no_pipelining, syncs.config, step)
+    assert (seen, syncs.open) == ([2, 2, 0], 0)
+
+
+def test_tokens_are_counted_over_the_step_where_the_loss_is_per_token():
+    syncs = Syncs(calculate_per_token_loss=True)
+
+    def step(iterator, model):
+        return model(next(iterator)), lambda output: (output.sum(), torch.tensor(5, dtype=torch.int), None)
+
+    _, model = run(forward_backward_no_pipelining, syncs.config, step, force_all_reduce=True)
+    (event,) = syncs.events
+    assert event == (1, torch.tensor(15), {"pg_collection": None, "force_all_reduce": True})
+    assert model.weight.grad.tolist() == [6.0, 6.0], "a sum over the tokens, not divided by the microbatches"
+
+
+def test_whatever_is_collected_is_stored_as_it_is():
+    def step(iterator, model):
+        return model(next(iterator)), lambda output, non_loss_data: output.flatten().tolist() if non_loss_data else None
+
+    store, _ = run(forward_backward_no_pipelining, Syncs().config, step, forward_only=True, collect_non_loss_data=True)
+    assert store == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
+    store, _ = run(
+        forward_backward_no_pipelining, Syncs().config, lambda i, model: (model(next(i)), None), forward_only=True
+    )
+    assert [output.flatten().tolist() for output in store] == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
+
+
+def test_the_chosen_function_follows_the_model():
+    syncs = Syncs()
+    chosen = get_forward_backward_func()
+    assert run(chosen, syncs.config)[0] == [4.0, 8.0, 12.0]
+    chunks = [Model(syncs.config), Model(syncs.config, 3.0)]
+
+    def step(iterator, model):
+        return forward(inputs() if iterator is None else iterator, model)
+
+    store, _ = run(chosen, syncs.config, step, data_iterator=[inputs(), None], model=chunks)
+    assert store == [12.0, 24.0, 36.0], "two chunks on one rank, one after the other"
+    assert run(chosen, syncs.config, data_iterator=[inputs()], model=[Model(syncs.config)])[0] == [4.0, 8.0, 12.0]
+    with pytest.raises(ConfigError, match="there is no model"):
+        chosen()
+
+
+def test_the_timers_of_a_step():
+    marks = []
+
+    class Timer:
+        def __init__(self, name, log_level):
+            self.name = f"{name} {log_level}"
+
+        def start(self, **how):
+            marks.append((self.name, how))
+
+        def stop(self):
+            marks.append(("stop " + self.name, {}))
+
+    run(forward_backward_no_pipelining, Syncs(timers=Timer, barrier_with_L1_time=False).config, num_microbatches=1)
+    whole = "forward-backward 1"
+    assert marks[0] == (whole, {"barrier": False}) and marks[-1][0] == f"stop {whole}"
+    inner = ["forward-compute 2", "backward-compute 2"]
+    assert [name for name, _ in marks[1:-1]] == [mark for name in inner for mark in (name, f"stop {name}")]
+
+
+one = partial(run, forward_backward_pipelining_without_interleaving)
+many = partial(run, forward_backward_pipelining_with_interleaving)
+none = partial(run, forward_backward_no_pipelining)
+SIZED = SimpleNamespace(total_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (one, {"model": [1, 2]}, "model is a list of 2"),
+        (none, {"data_iterator": [1, 2]}, "data_iterator is a list of 2"),
+        (many, {"model": nn.Linear(1, 1), "data_iterator": None}, "takes a list of models"),
+        (many, {"data_iterator": iter(())}, "one for each of the 1 chunks; given: a tuple_iterator"),
+        (many, {"data_iterator": []}, "one for each of the 1 chunks; given: 0"),
+        (one, {"model": nn.Linear(1, 1)}, "Linear has no config"),
+        (many, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
+        (none, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
+        (none, {"p2p_communicator": SIZED}, "has 2 ranks, and this function does not pipeline"),
+        (one, {"num_microbatches": 0}, "num_microbatches is 0: at least 1"),
+    ],
+)
+def test_calls_that_cannot_be_meant_are_refused_before_anything_runs(call, arguments, message):
+    syncs = Syncs()
+    with pytest.raises(ConfigError, match=message):
+        call(syncs.config, lambda *_: 1 / 0, **arguments)
+    assert syncs.open == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_microbatches_with_partial_activation_checkpoints", -1, "it counts microbatches"),
+        ("grad_sync_func", [print, print], "lists 2 functions for 1 chunks"),
+        ("defer_embedding_wgrad_compute", True, "gradient_accumulation_fusion makes"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_runs(field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        many(Syncs(**{field: value}).config, lambda *_: 1 / 0)
