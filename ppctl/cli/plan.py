@@ -100,9 +100,11 @@ def exit_code(problems: Sequence[Problem], *, force: bool = False) -> int:
 
 def summary(plan: Plan) -> str:
     """The first screen of a training run: its letters explained, who holds what, and the equations."""
-    from ppctl.cli.plan_text import drawing, equations, legend, schedule_line
+    from ppctl.cli.plan_text import drawing, equations, legend, prose, schedule_line
 
-    return "\n".join([legend(plan), "", drawing(plan), "", *equations(plan), schedule_line(plan)])
+    width = shutil.get_terminal_size().columns if is_live() else PIPE_WIDTH
+    told = prose([*equations(plan), schedule_line(plan)], width)
+    return "\n".join([prose([legend(plan)], width), "", drawing(plan), "", told])
 
 
 def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:

@@ -26,9 +26,15 @@ _LAYERS = 24
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     """The plan in paragraphs: header, table, schedule."""
-    parts = ["\n".join([title(plan), *equations(plan), memory_line(plan)]), f"{legend(plan)}\n{table(plan, width)}"]
-    parts.append("\n".join([schedule_line(plan), *timeline(plan, config, width)]))
-    return parts
+    head = prose([title(plan), *equations(plan), memory_line(plan)], width)
+    drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
+    return [head, drawn, "\n".join([prose([schedule_line(plan)], width), *timeline(plan, config, width)])]
+
+
+def prose(lines: Iterable[str], width: int) -> str:
+    """Lines of words, broken between words where they are too long; what goes on is set in."""
+    broken = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(broken.wrap(line)) for line in lines)
 
 
 def title(plan: Plan) -> str:
@@ -90,8 +96,15 @@ def table(plan: Plan, width: int) -> str:
     whole = aligned([[*header, *chunks], *([*row, *cell] for row, cell in zip(rows, layers, strict=True))], right=7)
     if max(map(len, whole.splitlines())) <= width:
         return whole
-    joined = [[*row, " | ".join(cell)] for row, cell in zip(rows, layers, strict=True)]
-    return aligned([[*header, "chunks, first to last"], *joined], right=7)
+    joined = [
+        [*row, " | ".join(cell)]
+        for row, cell in zip([header, *rows], [["chunks, first to last"], *layers], strict=True)
+    ]
+    whole = aligned(joined, right=7)
+    if max(map(len, whole.splitlines())) <= width:
+        return whole
+    # The peak is the sum of the two.
+    return aligned([[*row[:4], *row[6:]] for row in joined], right=5)
 
 
 def folded(plan: Plan) -> list[list[int]]:

@@ -11,6 +11,7 @@ import pytest
 
 from ppctl.cli.main import main
 from ppctl.cli.plan import planned, summary
+from ppctl.cli.plan_text import blocks, published
 
 LAYOUT = "layout=Et*3|(tt|)*29,m|L"
 
@@ -65,6 +66,15 @@ def test_a_small_pipeline_is_drawn(capsys) -> None:
 def test_no_line_is_wider_than_a_page_for_many_chunks(capsys) -> None:
     _, out, _ = run(capsys, "pp=2", "vpp=12", "model.num_layers=48")
     assert "chunks, first to last" in out
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "llama3_8b", "deepseek_v3"])
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_plan_is_no_wider_than_the_terminal(recipe: str, width: int) -> None:
+    composed, plan, _ = planned([f"+recipe={recipe}"])
+    assert composed is not None and plan is not None
+    shown = [*blocks(plan, composed.config, width), published(composed.config, width)]
+    assert [line for block in shown for line in block.splitlines() if len(line) > width] == []
 
 
 @pytest.mark.parametrize("args", [("pp=8", "vpp=1"), ("pp=8", "vpp=2"), ("pp=4",)])
