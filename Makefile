@@ -2,8 +2,6 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
-# torch is large: on a terminal pip shows how far it is (stdout of a substitution is never one, so stderr is asked).
-HUSH := $$(test -t 2 || echo --quiet)
 PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
@@ -47,15 +45,15 @@ clean:
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
 	  echo "$(PYTHON) could not make .venv; if its venv module is missing (Debian): apt install python3-venv"; exit 2; }
 
-# An interrupted setup may have left a .venv without pip.
+# An interrupted setup may have left a .venv without pip. Fetching torch takes minutes: on a terminal pip shows how far.
 .venv/ready-core: .venv/bin/python $(PACKAGING)
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --upgrade >/dev/null 2>&1 || \
 	  { echo ".venv is broken: its Python has no pip. To set it up anew: make clean $(MAKECMDGOALS)"; exit 2; }
-	@$(PY) -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || { \
+	@quiet=--quiet; $(PY) -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || { \
 	  echo "Setting up .venv. pip will fetch torch and about 20 small packages: about 250 MB with torch's CPU build,"; \
-	  echo "about 3 GB with its CUDA build (pip's default on Linux; README, 'Choosing torch', says how to take the other)."; }
-	@$(PIP) --quiet setuptools wheel
-	@$(PIP) $(HUSH) --no-build-isolation -e .
+	  echo "about 3 GB with its CUDA build (pip's default on Linux; README, 'Choosing torch', says how to take the other)."; \
+	  if [ -t 1 ]; then quiet=; fi; }; \
+	  $(PIP) --quiet setuptools wheel && $(PIP) $$quiet --no-build-isolation -e .
 	@touch $@
 
 .venv/ready-test: .venv/ready-core
