@@ -1,7 +1,7 @@
 """Pipeline-parallel training of language models from one config.
 
-The names that users of Megatron-core and NeMo know are here, and each is imported when it is first asked for: `import
-ppctl` costs nothing, and the torch-free ones need no torch.
+The public names are importable from here, and are loaded when they are asked for: `import ppctl` brings neither torch
+nor anything else.
 """
 
 from importlib import import_module
@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ppctl.layout": ("LayerType", "PipelineParallelLayerLayout"),
+    "ppctl.config.model_parallel_config": ("ModelParallelConfig",),
+    "ppctl.config.pipeline_config": ("PipelineConfig",),
     "ppctl.comm.p2p_communication": ("P2PCommunicator", "Shape", "is_single_shape"),
     "ppctl.schedules": (
         "backward_step",
@@ -31,20 +33,19 @@ _HOMES = {
         "get_tensor_shapes",
         "set_current_microbatch",
     ),
-    "ppctl.config.model_parallel_config": ("ModelParallelConfig",),
-    "ppctl.config.pipeline_config": ("PipelineConfig",),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *sorted(_HOME_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
+    """A public name, from its home."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ppctl' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    """What there is, without loading it."""
+    return [*globals(), *_HOME_OF]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ppctl
 from ppctl import schedules
 from ppctl.errors import ConfigError, TrainingError
 from ppctl.schedules import (
@@ -304,3 +305,8 @@ def test_a_model_that_cannot_take_its_input_is_told():
 def test_every_public_name_is_there():
     for name in schedules.__all__:
         assert getattr(schedules, name).__doc__
+
+
+def test_every_public_name_can_be_imported_from_the_top():
+    assert all(getattr(ppctl, name) is not None for name in ppctl.__all__)
+    assert ppctl.forward_step is forward_step and callable(ppctl.P2PCommunicator)
