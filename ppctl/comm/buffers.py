@@ -28,24 +28,36 @@ class TensorLike(Protocol):
         """A dtype or its name."""
 
 
-class MessageSpec(tuple[tuple[torch.Size, torch.dtype], ...]):
-    """The tensors of one edge's message: a tuple of (shape, dtype)."""
+class MessageSpec(tuple[tuple[torch.Size | None, torch.dtype], ...]):
+    """The tensors of one edge's message: a tuple of (shape, dtype). A shape of None may be any, message by message."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, tensors: Iterable[TensorLike]) -> MessageSpec:
-        """Read the spec off tensors or plan specs."""
-        return cls((torch.Size(t.shape), _dtype(t.dtype)) for t in tensors)
+    def of(cls, tensors: Iterable[TensorLike], *, variable: bool = False) -> MessageSpec:
+        """Read the spec off tensors or plan specs; `variable` leaves the shapes open."""
+        return cls((None if variable else torch.Size(t.shape), _dtype(t.dtype)) for t in tensors)
 
     def fits(self, message: Message) -> bool:
         """Whether the message is what this spec says: count, shapes, dtypes."""
         if len(message) != len(self):
             return False
-        return all(t.shape == shape and t.dtype == dtype for t, (shape, dtype) in zip(message, self, strict=True))
+        pairs = zip(message, self, strict=True)
+        return all(t.dtype == dtype and (shape is None or t.shape == shape) for t, (shape, dtype) in pairs)
+
+    def make(self, device: torch.device, shapes: Sequence[Sequence[int]] | None = None) -> Message:
+        """Fresh tensors, their contents undefined; `shapes` where the spec leaves them open."""
+        sizes = [shape for shape, _ in self] if shapes is None else shapes
+        pairs = zip(sizes, self, strict=True)
+        return tuple(torch.empty(size or (), dtype=dtype, device=device) for size, (_, dtype) in pairs)
 
     def __str__(self) -> str:
-        return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self) or "nothing"
+        texts = (f"{str(dtype).removeprefix('torch.')}{_sizes(shape)}" for shape, dtype in self)
+        return ", ".join(texts) or "nothing"
+
+
+def _sizes(shape: torch.Size | None) -> str:
+    return "[of any shape]" if shape is None else str(list(shape))
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -58,10 +70,10 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 class Shelf:
     """The free buffers of one message spec."""
 
-    __slots__ = ("_device", "_free", "_spec", "_unshared", "allocated")
+    __slots__ = ("_device", "_free", "_unshared", "allocated", "spec")
 
     def __init__(self, spec: MessageSpec, device: torch.device) -> None:
-        self._spec = spec
+        self.spec = spec
         self._device = device
         self._free: list[Message] = []
         self._unshared = 0
@@ -72,7 +84,7 @@ class Shelf:
         """A message's buffers, their contents undefined."""
         if self._free:
             return self._free.pop()
-        message = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._spec)
+        message = self.spec.make(self._device)
         self._unshared = _owners(message[0]) if message else 0
         self.allocated += 1
         return message

@@ -7,7 +7,7 @@ stages or autograd.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed import Work
 
 from ppctl.comm.buffers import Message, Shelf
 from ppctl.errors import Problem, TrainingError
-from ppctl.schedule.action import Channel
+from ppctl.schedule.action import Channel, send_slots
 
 
 class PeerLost(TrainingError):
@@ -32,6 +32,22 @@ class PeerLost(TrainingError):
         )
 
 
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> object:
+        """Return when it is over; on CUDA, when the current stream waits for it."""
+
+
+def wait_for(works: Iterable[Pending], channel: Channel) -> None:
+    """Wait for what is under way on a channel. Raises PeerLost."""
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise PeerLost(channel, error) from error
+
+
 class Arrival:
     """A message that is on its way, or (between two stages of one rank) already there."""
 
@@ -40,7 +56,7 @@ class Arrival:
     def __init__(
         self,
         message: Message,
-        works: list[Work] | None = None,
+        works: Sequence[Pending] | None = None,
         shelf: Shelf | None = None,
         channel: Channel | None = None,
     ) -> None:
@@ -52,12 +68,8 @@ class Arrival:
     def wait(self) -> Message:
         """The message, once it is there. On CUDA the current stream waits, not the caller."""
         if self._works is not None:
-            try:
-                for work in self._works:
-                    work.wait()
-            except RuntimeError as error:
-                assert self._channel is not None  # works come from a channel
-                raise PeerLost(self._channel, error) from error
+            assert self._channel is not None  # works come from a channel
+            wait_for(self._works, self._channel)
             self._works = None
         return self.message
 
@@ -78,6 +90,22 @@ class Transport(Protocol):
         """Start receiving into one tensor."""
 
 
+class Way(Protocol):
+    """A channel's end as the engine uses it."""
+
+    def reserve(self, capacity: int) -> None:
+        """Take this end's share of the channel's capacity."""
+
+    def post(self, shelf: Shelf) -> Arrival:
+        """Post the receive of the next message."""
+
+    def send(self, message: Message) -> None:
+        """Start sending contiguous tensors."""
+
+    def flush(self) -> None:
+        """Wait until every send is delivered."""
+
+
 class Lane:
     """One direction of a channel, at one of its ends. Messages keep their order.
 
@@ -94,14 +122,23 @@ class Lane:
         self._tag = tag
         self.send_slots = 0
         """How many sends may be left outstanding; 0 waits for every send."""
-        self._pending: deque[tuple[list[Work], Message]] = deque()
+        self._pending: deque[tuple[Sequence[Pending], Message]] = deque()
+
+    @property
+    def wire(self) -> tuple[Transport, int, int]:
+        """(backend, peer, tag)."""
+        return self._backend, self._peer, self._tag
+
+    def reserve(self, capacity: int) -> None:
+        """Take the sender's share of the channel's capacity."""
+        self.send_slots = send_slots(capacity)
 
     def post(self, shelf: Shelf) -> Arrival:
         """Post the receive of the next message into pooled buffers; never blocks."""
         message = shelf.take()
         return Arrival(message, self.receive_into(message), shelf, self.channel)
 
-    def receive_into(self, message: Iterable[torch.Tensor]) -> list[Work]:
+    def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
         """Start receiving into given buffers."""
         try:
             return [self._backend.recv([tensor], self._peer, self._tag) for tensor in message]
@@ -117,7 +154,7 @@ class Lane:
         while len(self._pending) > self.send_slots:
             self._wait_for_oldest()
 
-    def start_send(self, message: Message) -> list[Work]:
+    def start_send(self, message: Message) -> Sequence[Pending]:
         """Start sending and leave the waiting, and keeping the tensors alive, to the caller."""
         try:
             return [self._backend.send([tensor], self._peer, self._tag) for tensor in message]
@@ -131,8 +168,4 @@ class Lane:
 
     def _wait_for_oldest(self) -> None:
         works, _ = self._pending.popleft()
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLost(self.channel, error) from error
+        wait_for(works, self.channel)

@@ -1,25 +1,31 @@
-"""Point-to-point messages between the ranks of one pipeline: the communicator, its channels, and Megatron's methods.
+"""Point-to-point messages between the ranks of one pipeline: the communicator and Megatron's methods.
 
-Knows process groups and lanes. Must not know schedules or stages.
+Knows process groups, modes and lanes. Must not know schedules or stages.
 
-Every directed edge has a channel of its own for activations and one for gradients, so that neither the two directions
-between two ranks nor a posted receive and a send can get in each other's way, also where both neighbours are the same
-rank (pp = 2). On gloo a channel is a tag; on NCCL it is a two-rank group, with its own communicator and stream.
+In the default mode every directed edge has a channel of its own for activations and one for gradients, so that neither
+the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
+neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a two-rank group, with its own
+communicator and stream. With batch_p2p_comm neighbouring messages are fused on the pipeline's own group instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from ppctl.comm.buffers import BufferPool, Message
-from ppctl.comm.channels import Lane
-from ppctl.comm.wiring import loop_channels, make_lanes
-from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.comm.batches import Batch, BatchLane, FusedBatch, LooseBatch
+from ppctl.comm.buffers import BufferPool
+from ppctl.comm.channels import Lane, Way
+from ppctl.comm.exchange import Exchange, is_single_shape, shapes_in
+from ppctl.comm.modes import Modes
+from ppctl.comm.neighbours import Handle, Neighbours
+from ppctl.comm.wiring import loop_channels, make_lanes, moves_on_device, warm_up
+from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
 Shape = list[int] | torch.Size
@@ -28,31 +34,50 @@ Shape = list[int] | torch.Size
 Tensors = torch.Tensor | list[torch.Tensor]
 
 
-def is_single_shape(x: Any) -> bool:
-    """Whether `x` is one shape (a torch.Size, or a non-empty list or tuple of ints) and not a list of shapes."""
-    if isinstance(x, torch.Size):
-        return True
-    return isinstance(x, list | tuple) and len(x) > 0 and all(isinstance(size, int) for size in x)
-
-
 class P2PCommunicator:
-    """The channels between the ranks of one pipeline, from one rank's point of view.
+    """The messages between the ranks of one pipeline, from one rank's point of view.
 
     `pp_group` holds the pipeline's ranks in pp order; `config` is a ModelParallelConfig (or anything with its fields).
     All ranks of the group construct it together. `channels` are the ones to make, by default those of a loop; a V
-    placement gives its own. Raises ConfigError for message modes that this version does not have.
+    placement gives its own. `device` is where tensors live, by default a GPU where the group's backend moves its
+    tensors, else the CPU; tensors of a GPU on a gloo group go through pinned host memory. Raises ConfigError for modes
+    that exclude each other or that this machine does not have.
+
+    The methods take and give single tensors or lists of them, one shape or a list of shapes. With variable_seq_lengths
+    shapes are ignored, except that None is refused: every tensor's own shape, with any number of dims, travels ahead of
+    it. Received tensors are new leaves of `pipeline_dtype` that require a gradient. Raises MessageError, before
+    anything is sent, for what would leave the other rank waiting: a None, more tensors than shapes or fewer, another
+    dtype than `pipeline_dtype`. Raises PeerLost where the other rank is gone.
     """
 
-    def __init__(self, pp_group: ProcessGroup, config: Any, *, channels: Iterable[Channel] | None = None) -> None:
-        _refuse_unbuilt_modes(config)
+    def __init__(
+        self,
+        pp_group: ProcessGroup,
+        config: Any,
+        *,
+        channels: Iterable[Channel] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.modes = Modes.of(config)
         self.pp_group = pp_group
         self.config = config
         self._rank = pp_group.rank()
         self._size = pp_group.size()
-        on_cuda = "nccl" in dist.get_backend(pp_group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        on_device = moves_on_device(pp_group)
+        self.device = device or torch.device(*(("cuda", torch.cuda.current_device()) if on_device else ("cpu",)))
         self.pool = BufferPool(self.device)
-        self._lanes = make_lanes(pp_group, self.device, loop_channels(self._size) if channels is None else channels)
+        staged = self.device.type == "cuda" and not on_device
+        self.fused = self.modes.batched and not staged
+        """Whether batches are fused by batch_isend_irecv."""
+        self._sync = self.device if self.modes.sync and self.device.type == "cuda" else None
+        self._lanes: dict[Channel, Lane] = {}
+        if self.fused and on_device:
+            warm_up(pp_group, self.device)
+        if not (self.fused and on_device) or self.modes.variable:
+            wanted = loop_channels(self._size) if channels is None else channels
+            self._lanes = make_lanes(pp_group, self.device, wanted, variable=self.modes.variable)
+        neighbours = Neighbours(pp_group, self.lane, fused=self.fused, sync=self._sync)
+        self._exchange = Exchange(neighbours, self.modes, self.device, torch.device("cpu") if staged else self.device)
 
     @property
     def current_stage(self) -> int:
@@ -90,6 +115,21 @@ class P2PCommunicator:
         """Global rank of the next rank of the pipeline; the last one's is the first."""
         return dist.get_global_rank(self.pp_group, (self._rank + 1) % self._size)
 
+    @property
+    def batched(self) -> bool:
+        """Whether the schedules that run on this are lowered with `batched=True`: asked for by batch_p2p_comm."""
+        return self.modes.batched
+
+    def batch(self) -> Batch:
+        """A new batch. Of messages whose shapes are to be learnt each starts by itself, as each is known."""
+        if self.fused and not self.modes.variable:
+            return FusedBatch(self.pp_group, sync=self._sync)
+        return LooseBatch(self.lane)
+
+    def way(self, channel: Channel, batch: Batch | None = None) -> Way:
+        """This rank's end of a channel as the engine uses it: a lane, or a part of `batch`."""
+        return self.lane(channel) if batch is None else BatchLane(channel, batch)
+
     def lane(self, channel: Channel) -> Lane:
         """This rank's end of a channel. Raises ScheduleError for a channel that was not made."""
         if channel not in self._lanes:
@@ -105,43 +145,70 @@ class P2PCommunicator:
 
     def recv_forward(self, tensor_shapes: Shape | list[Shape], is_first_stage: bool) -> Any:
         """Receive activations from the previous rank: a tensor for one shape, a list for a list; None on the first."""
-        return self._receive("recv_prev", tensor_shapes, is_first_stage)
+        return self._receive("recv_prev", "forward-recv", tensor_shapes, is_first_stage)
 
     def recv_backward(self, tensor_shapes: Shape | list[Shape], is_last_stage: bool) -> Any:
         """Receive gradients from the next rank: a tensor for one shape, a list for a list; None on the last."""
-        return self._receive("recv_next", tensor_shapes, is_last_stage)
+        return self._receive("recv_next", "backward-recv", tensor_shapes, is_last_stage)
 
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         """Send one activation, or a list of them, to the next rank, and wait for delivery; nothing on the last."""
         if not is_last_stage:
-            self._exchange(send_next=_as_list(output_tensors))
+            for tensor in self._exchange.given(output_tensors, "an activation"):
+                with self._timed("forward-send"):
+                    self._communicate(tensor_send_next=tensor)
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         """Send one gradient, or a list of them, to the previous rank, and wait for delivery; nothing on the first."""
         if not is_first_stage:
-            self._exchange(send_prev=_as_list(input_tensor_grads))
+            for tensor in self._exchange.given(input_tensor_grads, "a gradient"):
+                with self._timed("backward-send"):
+                    self._communicate(tensor_send_prev=tensor)
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Shape | list[Shape], is_last_stage: bool
     ) -> Any:
-        """Send activations to the next rank and receive the gradients of earlier ones; None on the last stage."""
-        shapes = None if is_last_stage else _as_shapes(tensor_shapes)
-        got = {} if shapes is None else self._exchange(send_next=_as_list(output_tensors), recv_next=shapes)
-        return _like(output_tensors, got.get("recv_next"))
+        """Send activations to the next rank and receive the gradients of earlier ones; None on the last stage.
+
+        A list of tensors goes with a list of as many shapes and gives a list; one tensor gives one.
+        """
+        if is_last_stage:
+            return _nothing(output_tensors, tensor_shapes)
+        got = []
+        for tensor, shape in self._exchange.paired(output_tensors, tensor_shapes, "recv_next", "an activation"):
+            with self._timed("forward-send-backward-recv"):
+                moved = self._communicate(tensor_send_next=tensor, recv_next=True, tensor_shape=shape)
+            got.append(moved[1])
+        return got if isinstance(output_tensors, list) else got[0]
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Tensors, tensor_shapes: Shape | list[Shape], is_first_stage: bool
     ) -> Any:
-        """Send gradients to the previous rank and receive later activations from it; None on the first stage."""
-        shapes = None if is_first_stage else _as_shapes(tensor_shapes)
-        got = {} if shapes is None else self._exchange(send_prev=_as_list(input_tensor_grads), recv_prev=shapes)
-        return _like(input_tensor_grads, got.get("recv_prev"))
+        """Send gradients to the previous rank and receive later activations from it; None on the first stage.
+
+        A list of tensors goes with a list of as many shapes and gives a list; one tensor gives one.
+        """
+        if is_first_stage:
+            return _nothing(input_tensor_grads, tensor_shapes)
+        got = []
+        for tensor, shape in self._exchange.paired(input_tensor_grads, tensor_shapes, "recv_prev", "a gradient"):
+            with self._timed("backward-send-forward-recv"):
+                moved = self._communicate(tensor_send_prev=tensor, recv_prev=True, tensor_shape=shape)
+            got.append(moved[0])
+        return got if isinstance(input_tensor_grads, list) else got[0]
 
     def send_forward_recv_forward(
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
         """Send an activation on and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
-        return self._pass_on("recv_prev", recv_prev, tensor_shape, overlap_p2p_comm, send_next=output_tensor)
+        with self._timed("forward-send-forward-recv"):
+            got, _, handles = self._communicate(
+                tensor_send_next=output_tensor,
+                recv_prev=recv_prev,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=not overlap_p2p_comm,
+            )
+        return (got, handles) if overlap_p2p_comm else got
 
     def send_backward_recv_backward(
         self,
@@ -151,7 +218,14 @@ class P2PCommunicator:
         overlap_p2p_comm: bool = False,
     ) -> Any:
         """Send a gradient back and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
-        return self._pass_on("recv_next", recv_next, tensor_shape, overlap_p2p_comm, send_prev=input_tensor_grad)
+        with self._timed("backward-send-backward-recv"):
+            _, got, handles = self._communicate(
+                tensor_send_prev=input_tensor_grad,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+                wait_on_reqs=not overlap_p2p_comm,
+            )
+        return (got, handles) if overlap_p2p_comm else got
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -162,111 +236,67 @@ class P2PCommunicator:
         tensor_shape: Shape,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """All four at once: (activation from the previous rank, gradient from the next), None where not received."""
-        got = self._exchange(
-            send_next=_as_list(output_tensor, optional=True),
-            send_prev=_as_list(input_tensor_grad, optional=True),
-            recv_prev=[tensor_shape] if recv_prev else [],
-            recv_next=[tensor_shape] if recv_next else [],
-        )
-        return next(iter(got["recv_prev"]), None), next(iter(got["recv_next"]), None)
+        with self._timed("forward-backward-send-forward-backward-recv"):
+            before, after, _ = self._communicate(
+                tensor_send_next=output_tensor,
+                tensor_send_prev=input_tensor_grad,
+                recv_prev=recv_prev,
+                recv_next=recv_next,
+                tensor_shape=tensor_shape,
+            )
+        return before, after
 
-    def _receive(self, name: str, shapes: Shape | list[Shape], at_the_end: bool) -> Any:
-        wanted: list[Any] = _as_shapes(shapes)
-        got: list[Any] = [None] * len(wanted) if at_the_end else self._exchange(**{name: wanted})[name]
-        return got[0] if is_single_shape(shapes) else got
-
-    def _pass_on(
-        self, name: str, receive: bool, shape: Shape, overlap: bool, **sends: torch.Tensor | None
-    ) -> torch.Tensor | tuple[torch.Tensor | None, dict[str, Work]] | None:
-        lists: dict[str, Any] = {key: _as_list(tensor, optional=True) for key, tensor in sends.items()}
-        lists[name] = [shape] if receive else []
-        got, works = self._start(**lists)
-        if overlap:
-            return next(iter(got[name]), None), {key: started[0] for key, started in works.items()}
-        _wait(works)
-        return next(iter(got[name]), None)
-
-    def _exchange(self, **what: Any) -> dict[str, list[torch.Tensor]]:
-        got, works = self._start(**what)
-        _wait(works)
-        return got
-
-    def _start(
+    def _communicate(
         self,
         *,
-        send_next: Sequence[torch.Tensor] = (),
-        send_prev: Sequence[torch.Tensor] = (),
-        recv_prev: Sequence[Shape] = (),
-        recv_next: Sequence[Shape] = (),
-    ) -> tuple[dict[str, list[torch.Tensor]], dict[str, list[Work]]]:
-        """Post the receives, then start the sends. Returns the receiving tensors and the works, by what they do."""
-        before, me, after = (self._rank - 1) % self._size, self._rank, (self._rank + 1) % self._size
-        got = {"recv_prev": self._empty("recv_prev", recv_prev), "recv_next": self._empty("recv_next", recv_next)}
-        works = {
-            "recv_prev": self.lane(Channel(before, me, "F")).receive_into(t.detach() for t in got["recv_prev"]),
-            "recv_next": self.lane(Channel(after, me, "B")).receive_into(t.detach() for t in got["recv_next"]),
-            "send_next": self.lane(Channel(me, after, "F")).start_send(
-                tuple(t.detach().contiguous() for t in send_next)
-            ),
-            "send_prev": self.lane(Channel(me, before, "B")).start_send(
-                tuple(t.detach().contiguous() for t in send_prev)
-            ),
-        }
-        return got, {name: started for name, started in works.items() if started}
+        tensor_send_next: torch.Tensor | None = None,
+        tensor_send_prev: torch.Tensor | None = None,
+        recv_prev: bool = False,
+        recv_next: bool = False,
+        tensor_shape: Any = None,
+        wait_on_reqs: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Handle]]:
+        """What every method comes down to: (from the previous rank, from the next, handles by move)."""
+        sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        receives = {"recv_prev": recv_prev, "recv_next": recv_next}
+        got, handles = self._exchange(sends, receives, tensor_shape, wait=wait_on_reqs)
+        return got.get("recv_prev"), got.get("recv_next"), handles
 
-    def _empty(self, name: str, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """Fresh tensors to receive into: these methods give them away, so that they cannot come from the pool."""
-        dtype = getattr(self.config, "pipeline_dtype", None)
-        if shapes and not isinstance(dtype, torch.dtype):
-            raise RuntimeError(f"{name} needs pipeline_dtype in the config: a torch.dtype, here {dtype!r}")
-        if any(shape is None for shape in shapes):
-            raise RuntimeError(f"{name} needs the shape of what it receives: (sequence, micro batch, hidden)")
-        return [torch.empty(tuple(s), dtype=dtype, device=self.device, requires_grad=True) for s in shapes]
+    def _communicate_shapes(
+        self,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:
+        """Exchange the shapes of what is about to be sent: (recv_prev_shape, recv_next_shape), [0, 0, 0] where none."""
+        sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        shapes = self._exchange.shapes(sends, {"recv_prev": recv_prev, "recv_next": recv_next})
+        return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
+    def _receive(self, name: str, timer: str, shapes: Any, at_the_end: bool) -> Any:
+        wanted: list[Any] = [shapes] if is_single_shape(shapes) else list(shapes)
+        got: list[torch.Tensor | None] = []
+        for shape in wanted:
+            if at_the_end:
+                got.append(None)
+                continue
+            with self._timed(timer):
+                got.append(self._exchange({}, {name: True}, shape)[0][name])
+        return got[0] if is_single_shape(shapes) else got
 
-def _as_shapes(shapes: Any) -> list[Shape]:
-    return [shapes] if is_single_shape(shapes) else list(shapes)
-
-
-def _as_list(tensors: Tensors | None, *, optional: bool = False) -> list[torch.Tensor]:
-    if tensors is None and optional:
-        return []
-    given = tensors if isinstance(tensors, list) else [tensors]
-    if any(tensor is None for tensor in given):
-        raise ValueError("None cannot be sent: the other rank would wait for it for ever")
-    return [tensor for tensor in given if tensor is not None]
-
-
-def _plain(tensors: Sequence[torch.Tensor]) -> Message:
-    return tuple(tensor.detach().contiguous() for tensor in tensors)
-
-
-def _like(sent: Any, received: list[torch.Tensor] | None) -> Any:
-    """A list for who sent a list, a tensor for who sent a tensor, None (or a list of it) where nothing came."""
-    if isinstance(sent, list):
-        return [None] * len(sent) if received is None else received
-    return None if received is None else received[0]
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """The config's timers around a call, under Megatron's names."""
+        timers = getattr(self.config, "timers", None)
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=2).start()
+        yield
+        timers(name, log_level=2).stop()
 
 
-def _wait(works: dict[str, list[Work]]) -> None:
-    for started in works.values():
-        for work in started:
-            work.wait()
-
-
-def _refuse_unbuilt_modes(config: Any) -> None:
-    problems = [
-        Problem(
-            "PP-E110",
-            f"parallel.{name}={getattr(config, name)} is not built yet: messages travel on channels of their own",
-            f"parallel.{name}={off}",
-        )
-        for name, off in (
-            ("batch_p2p_comm", "false"),
-            ("use_ring_exchange_p2p", "false"),
-            ("variable_seq_lengths", "false"),
-        )
-        if getattr(config, name, False)
-    ]
-    if problems:
-        raise ConfigError(problems)
+def _nothing(sent: Any, shapes: Any) -> Any:
+    """What comes from where there is no neighbour: None, or as many as there would have been."""
+    return [None] * min(len(sent), len(shapes_in(shapes))) if isinstance(sent, list) else None

@@ -13,9 +13,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.channels import Lane, Transport
+from ppctl.comm.host import HostLane
+from ppctl.comm.shapes import VariableLane
 from ppctl.schedule.action import Channel
 
-_TAGS = {"F": 1, "B": 2}
+TAGS = {"F": 1, "B": 2}
+"""What tells the channels between two ranks apart on a backend with tags."""
+HEADER_TAGS = {"F": 3, "B": 4}
+"""The same for the headers of messages of variable shape."""
+
+_CPU = torch.device("cpu")
 
 
 def loop_channels(size: int) -> tuple[Channel, ...]:
@@ -24,29 +31,60 @@ def loop_channels(size: int) -> tuple[Channel, ...]:
     return tuple(sorted({Channel(a, b, "F") for a, b in edges} | {Channel(b, a, "B") for a, b in edges}))
 
 
-def make_lanes(pp_group: ProcessGroup, device: torch.device, channels: Iterable[Channel]) -> dict[Channel, Lane]:
-    """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle."""
+def moves_on_device(pp_group: ProcessGroup) -> bool:
+    """Whether the group's backend moves CUDA tensors itself."""
+    return torch.cuda.is_available() and _device_backend(pp_group) is not None
+
+
+def _device_backend(pp_group: ProcessGroup) -> str | None:
+    return next((name for name in ("nccl", "ucc") if name in dist.get_backend(pp_group)), None)
+
+
+def make_lanes(
+    pp_group: ProcessGroup, device: torch.device, channels: Iterable[Channel], *, variable: bool = False
+) -> dict[Channel, Lane]:
+    """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
+
+    Tensors of a `device` that the group's backend does not move go through pinned host memory. `variable` lanes learn
+    the shapes of their messages from headers.
+    """
     rank = pp_group.rank()
     own = [channel for channel in sorted(channels) if rank in channel[:2]]
-    if device.type == "cpu":
-        backend = cast(Transport, pp_group._get_backend(device))
-        return {c: Lane(c, backend, _other_end(c, rank), _TAGS[c.direction]) for c in own}
-    return {channel: _nccl_lane(pp_group, device, channel) for channel in own}
+    if device.type == "cuda" and moves_on_device(pp_group):
+        bodies = {channel: _pair_lane(pp_group, device, channel) for channel in own}
+        if not variable:
+            return bodies
+        return {c: VariableLane(bodies[c], _pair_lane(pp_group, device, c), device, device) for c in own}
+    wire = cast(Transport, pp_group._get_backend(_CPU))
+    kind = Lane if device.type == "cpu" else HostLane
+    lanes: dict[Channel, Lane] = {c: kind(c, wire, other_end(c, rank), TAGS[c.direction]) for c in own}
+    if not variable:
+        return lanes
+    headers = {c: Lane(c, wire, other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
+    return {c: VariableLane(lanes[c], headers[c], device, _CPU) for c in own}
 
 
-def _other_end(channel: Channel, rank: int) -> int:
+def other_end(channel: Channel, rank: int) -> int:
+    """The rank that a channel connects `rank` with."""
     return channel.target if channel.source == rank else channel.source
 
 
-def _nccl_lane(pp_group: ProcessGroup, device: torch.device, channel: Channel) -> Lane:
+def warm_up(pp_group: ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group meet once: NCCL wants that before messages between some of them are batched."""
+    dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
+    torch.cuda.synchronize(device)
+
+
+def _pair_lane(pp_group: ProcessGroup, device: torch.device, channel: Channel) -> Lane:
     """A group of the two ends, warmed up: NCCL connects on the first message, which must not fall into a step."""
     rank = pp_group.rank()
     ends = sorted(channel[:2])
     ranks = [dist.get_global_rank(pp_group, end) for end in ends]
-    group = dist.new_group(ranks, backend="nccl", use_local_synchronization=True, sort_ranks=False)
+    name = _device_backend(pp_group)
+    group = dist.new_group(ranks, backend=name, use_local_synchronization=True, sort_ranks=False)
     assert isinstance(group, ProcessGroup)  # this rank is one of its ends
     backend = cast(Transport, group._get_backend(device))
-    lane = Lane(channel, backend, ends.index(_other_end(channel, rank)), 0)
+    lane = Lane(channel, backend, ends.index(other_end(channel, rank)), 0)
     probe = (torch.zeros(1, device=device),)
     for work in lane.start_send(probe) if channel.source == rank else lane.receive_into(probe):
         work.wait()

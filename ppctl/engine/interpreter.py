@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from ppctl.comm.batches import Batch
 from ppctl.comm.buffers import MessageSpec, Shelf
-from ppctl.comm.channels import Lane
+from ppctl.comm.channels import Way
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
 from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
-from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule, send_slots
+from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule
 
 _SHOWN_BEFORE = 4
 _SHOWN_AFTER = 2
@@ -55,7 +56,9 @@ class Engine:
     """One rank's interpreter of a lowered schedule.
 
     `programs` are the stages that the schedule's placement gives to this rank. Without a communicator the pipeline has
-    one rank. A schedule without backwards runs under no_grad. `reduce_grad(stage)` is called at REDUCE_GRAD.
+    one rank. A schedule without backwards runs under no_grad. `reduce_grad(stage)` is called at REDUCE_GRAD. With
+    `variable_shapes`, which the communicator's variable_seq_lengths brings along, the programs' specs give number and
+    dtypes of a message's tensors, and their shapes may differ from microbatch to microbatch.
     Construction is cheap: channels and buffers belong to the communicator and outlive the engine.
 
     Raises ScheduleError where the schedule, the communicator and the programs do not belong together, or the schedule
@@ -69,24 +72,32 @@ class Engine:
         communicator: P2PCommunicator | None = None,
         *,
         deallocate_pipeline_outputs: bool = True,
+        variable_shapes: bool = False,
         reduce_grad: Callable[[int], None] | None = None,
         recorder: Recorder | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self.pp_rank = 0 if communicator is None else communicator.current_stage
-        _check(schedule, programs, self.pp_rank, 1 if communicator is None else communicator.total_stages)
+        _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
         training = any(action.op is Op.B for action in self.actions)
         last = schedule.placement.num_stages - 1
+        variable = variable_shapes or (communicator is not None and communicator.modes.variable)
         self._stages = {
             p.stage: Stage(
-                p, is_last=p.stage == last, training=training, deallocate_outputs=deallocate_pipeline_outputs
+                p,
+                is_last=p.stage == last,
+                training=training,
+                deallocate_outputs=deallocate_pipeline_outputs,
+                variable_shapes=variable,
             )
             for p in programs
         }
         self._join_neighbours()
-        self._outgoing: dict[tuple[Op, int], Lane] = {}
-        self._incoming: dict[tuple[Op, int], tuple[Lane, Shelf]] = {}
+        self._outgoing: dict[tuple[Op, int], Way] = {}
+        self._incoming: dict[tuple[Op, int], tuple[Way, Shelf]] = {}
+        self._batch: Batch | None = None
+        self._batch_ends: frozenset[int] = frozenset()
         if communicator is not None:
             self._connect(schedule, communicator)
         self._reduce = reduce_grad
@@ -96,15 +107,15 @@ class Engine:
 
     def run(self) -> None:
         """Execute the list once. Raises EngineError, which names the action, with the original error as its cause."""
-        handlers, enter = _HANDLERS, self._enter
+        handlers, enter = _HANDLERS if self._batch is None else _BATCHED, self._enter
         self.recorder.begin_step()
         try:
             for index, action in enumerate(self.actions):
                 self._index = index
                 enter(index)
                 handlers[action.op](self, action)
-            for lane in self._outgoing.values():
-                lane.flush()
+            for way in self._outgoing.values():
+                way.flush()
         except Exception as error:
             raise EngineError(self.pp_rank, self.actions, self._index, error) from error
         self.recorder.end_step()
@@ -130,12 +141,12 @@ class Engine:
         self._outgoing[Op.SEND_B, action.stage].send(self._stages[action.stage].gradient_outbox.pop(action.mb))
 
     def _receive_forward(self, action: Action) -> None:
-        lane, shelf = self._incoming[Op.RECV_F, action.stage]
-        self._stages[action.stage].inbox[action.mb] = lane.post(shelf)
+        way, shelf = self._incoming[Op.RECV_F, action.stage]
+        self._stages[action.stage].inbox[action.mb] = way.post(shelf)
 
     def _receive_backward(self, action: Action) -> None:
-        lane, shelf = self._incoming[Op.RECV_B, action.stage]
-        self._stages[action.stage].gradient_inbox[action.mb] = lane.post(shelf)
+        way, shelf = self._incoming[Op.RECV_B, action.stage]
+        self._stages[action.stage].gradient_inbox[action.mb] = way.post(shelf)
 
     def _reduce_gradients(self, action: Action) -> None:
         self.recorder.begin(self._index)
@@ -151,17 +162,19 @@ class Engine:
                 stage.inbox_of_next, following.gradient_inbox_of_previous = following.inbox, stage.gradient_inbox
 
     def _connect(self, schedule: Schedule, communicator: P2PCommunicator) -> None:
-        """Look up, once per kind of message, its lane and where its buffers come from."""
+        """Look up, once per kind of message, its way and where its buffers come from."""
+        if schedule.batched:
+            self._batch, self._batch_ends = communicator.batch(), schedule.batch_ends(self.pp_rank)
         for op, number in {(a.op, a.stage) for a in self.actions if a.op in MESSAGES}:
             channel = schedule.placement.channel(Action(op, number, 0))
-            lane = communicator.lane(channel)
+            way = communicator.way(channel, self._batch)
             if op in SENDS:
-                lane.send_slots = send_slots(schedule.capacities[channel])
-                self._outgoing[op, number] = lane
+                way.reserve(schedule.capacities[channel])
+                self._outgoing[op, number] = way
             else:
                 stage = self._stages[number]
                 spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
-                self._incoming[op, number] = (lane, communicator.pool.shelf(spec))
+                self._incoming[op, number] = (way, communicator.pool.shelf(spec))
 
 
 # Unbound, so that an engine, which lives for one step, is not a cycle that waits for the garbage collector.
@@ -176,12 +189,28 @@ _HANDLERS: Mapping[Op, Callable[[Engine, Action], None]] = {
 }
 
 
+def _settling(handler: Callable[[Engine, Action], None]) -> Callable[[Engine, Action], None]:
+    """A message's handler that, at the end of its batch, waits for the batch."""
+
+    def handle(engine: Engine, action: Action) -> None:
+        handler(engine, action)
+        if engine._index in engine._batch_ends:
+            assert engine._batch is not None  # this handler is used with a batch only
+            engine._batch.settle()
+
+    return handle
+
+
+_BATCHED = {op: _settling(handler) if op in MESSAGES else handler for op, handler in _HANDLERS.items()}
+
+
 def _say_nothing(index: int) -> None:
     """The heartbeat of an engine that has none."""
 
 
-def _check(schedule: Schedule, programs: Sequence[StageProgram], pp_rank: int, size: int) -> None:
+def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: P2PCommunicator | None) -> None:
     """Raise ScheduleError with everything that keeps this rank from executing the schedule."""
+    pp_rank, size = (0, 1) if communicator is None else (communicator.current_stage, communicator.total_stages)
     place = schedule.placement
     if place.pp != size:
         message = f"the schedule is for {place.pp} pipeline ranks, the communicator has {size}"
@@ -195,6 +224,9 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], pp_rank: int, s
     if not schedule.lowered or channels - schedule.capacities.keys():
         message = f"schedule {schedule.name} has no messages, or no capacities for them"
         problems.append(Problem("PP-E391", message, "ppctl.schedule.passes.lower(schedule)"))
+    if channels and communicator is not None and communicator.batched and not schedule.batched:
+        message = f"schedule {schedule.name} receives ahead of need, and the communicator's batch_p2p_comm cannot"
+        problems.append(Problem("PP-E393", message, "ppctl.schedule.passes.lower(schedule, batched=True)"))
     if schedule.split:
         message = f"schedule {schedule.name} splits backwards into I and W, which can be planned but not yet executed"
         problems.append(Problem("PP-E392", message, "pipeline.pp_schedule=1f1b"))

@@ -57,10 +57,18 @@ class Stage:
     its send, all by microbatch. Where a neighbour is on the same rank, messages go straight into its inbox.
     """
 
-    def __init__(self, program: StageProgram, *, is_last: bool, training: bool, deallocate_outputs: bool) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        *,
+        is_last: bool,
+        training: bool,
+        deallocate_outputs: bool,
+        variable_shapes: bool = False,
+    ) -> None:
         self.program = program
-        self.receives = MessageSpec.of(program.receives)
-        self.sends = MessageSpec.of(program.sends)
+        self.receives = MessageSpec.of(program.receives, variable=variable_shapes)
+        self.sends = MessageSpec.of(program.sends, variable=variable_shapes)
         self.is_first = program.stage == 0
         self.is_last = is_last
         self.training = training

@@ -20,6 +20,7 @@ def run_schedule(
     communicator: P2PCommunicator | None = None,
     *,
     deallocate_pipeline_outputs: bool = True,
+    variable_shapes: bool = False,
     reduce_grad: Callable[[int], None] | None = None,
     recorder: Recorder | None = None,
     heartbeat: Heartbeat | None = None,
@@ -31,7 +32,8 @@ def run_schedule(
     scaled; the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list.
     `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
     to call. `deallocate_pipeline_outputs` frees an output once it is delivered, else it lives until its backward.
-    `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions, and must have
+    `variable_shapes` lets the shapes of messages differ between microbatches (a communicator with variable_seq_lengths
+    does as well). `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions, and must have
     been made for this rank's list; `heartbeat` is told each action's index.
 
     Raises ScheduleError where the arguments do not belong together, and EngineError, naming the action, where an action
@@ -42,6 +44,7 @@ def run_schedule(
         programs,
         communicator,
         deallocate_pipeline_outputs=deallocate_pipeline_outputs,
+        variable_shapes=variable_shapes,
         reduce_grad=reduce_grad,
         recorder=recorder,
         heartbeat=heartbeat,

@@ -1,0 +1,123 @@
+"""Batches: messages of one rank that start together and are waited for together.
+
+Knows two ways to start them, fused by batch_isend_irecv or one by one on their lanes. Must not know which messages are
+neighbours in a schedule: whoever adds them says when the batch is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ppctl.comm.buffers import Message, Shelf
+from ppctl.comm.channels import Arrival, Lane, PeerLost, Pending, wait_for
+from ppctl.schedule.action import Channel
+
+
+class Batch(Protocol):
+    """What is started until `settle`, which returns when all of it is over."""
+
+    def send(self, channel: Channel, message: Message) -> None:
+        """Add a message to send."""
+
+    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+        """Add a message to receive into pooled buffers."""
+
+    def settle(self) -> None:
+        """Wait for everything that was added. Raises PeerLost."""
+
+
+class LooseBatch:
+    """Each message starts on its lane when it is added."""
+
+    def __init__(self, lane: Callable[[Channel], Lane]) -> None:
+        self._lane = lane
+        self._arrivals: list[Arrival] = []
+        self._sends: list[tuple[Channel, list[Pending], Message]] = []
+
+    def send(self, channel: Channel, message: Message) -> None:
+        """Start sending."""
+        self._sends.append((channel, [*self._lane(channel).start_send(message)], message))
+
+    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+        """Start receiving."""
+        arrival = self._lane(channel).post(shelf)
+        self._arrivals.append(arrival)
+        return arrival
+
+    def settle(self) -> None:
+        """Wait for the receives, then for the sends: a receive of unknown shape has yet to let its sender go on."""
+        for arrival in self._arrivals:
+            arrival.wait()
+        for channel, works, _ in self._sends:
+            wait_for(works, channel)
+        self._arrivals.clear()
+        self._sends.clear()
+
+
+class FusedBatch:
+    """All messages start in one batch_isend_irecv, on the pipeline's own group and without tags.
+
+    Between two ranks only the order tells messages apart, activations and gradients alike: both ends must add what they
+    exchange in the same sequence, as batched schedules do.
+    """
+
+    def __init__(self, group: ProcessGroup, *, sync: torch.device | None = None) -> None:
+        self._group = group
+        self._sync = sync
+        self._ops: list[dist.P2POp] = []
+        self._channels: list[Channel] = []
+
+    def send(self, channel: Channel, message: Message) -> None:
+        """Add contiguous tensors to send."""
+        self._add(dist.isend, channel, channel.target, message)
+
+    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
+        """Add a message to receive."""
+        message = shelf.take()
+        self._add(dist.irecv, channel, channel.source, message)
+        return Arrival(message, shelf=shelf)
+
+    def settle(self) -> None:
+        """Start the batch and wait for it; then, where asked for, for the whole device."""
+        try:
+            for work in dist.batch_isend_irecv(self._ops) if self._ops else ():
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLost(self._channels[0], error) from error
+        self._ops.clear()
+        self._channels.clear()
+        if self._sync is not None:
+            torch.cuda.synchronize(self._sync)
+
+    def _add(self, op: Callable[..., object], channel: Channel, peer: int, message: Message) -> None:
+        self._ops += [dist.P2POp(op, tensor, group=self._group, group_peer=peer) for tensor in message]
+        self._channels.append(channel)
+
+
+class BatchLane:
+    """A channel's end as the engine uses it, where messages travel in batches."""
+
+    __slots__ = ("_batch", "channel")
+
+    def __init__(self, channel: Channel, batch: Batch) -> None:
+        self.channel = channel
+        self._batch = batch
+
+    def reserve(self, capacity: int) -> None:
+        """Nothing stays outstanding behind a batch."""
+
+    def post(self, shelf: Shelf) -> Arrival:
+        """Add the receive of the next message."""
+        return self._batch.post(self.channel, shelf)
+
+    def send(self, message: Message) -> None:
+        """Add a send."""
+        self._batch.send(self.channel, message)
+
+    def flush(self) -> None:
+        """Nothing stays outstanding behind a batch."""

@@ -1,0 +1,93 @@
+"""How a config wants messages to travel, and what this machine cannot give.
+
+Knows ModelParallelConfig's fields about messages by name. Must not know channels, schedules or config files.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ppctl.errors import ConfigError, Problem
+
+BACKENDS = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "ucc": dist.is_ucc_available}
+"""parallel.pipeline_model_parallel_comm_backend -> whether this build of torch has it."""
+
+_SHORT = {"fp32": torch.float32, "single": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Modes(NamedTuple):
+    """The message modes of a pipeline."""
+
+    batched: bool
+    """Neighbouring messages are fused by batch_isend_irecv (batch_p2p_comm)."""
+    sync: bool
+    """The device is synchronised after each fused exchange (batch_p2p_sync)."""
+    variable: bool
+    """Shapes differ between microbatches and travel ahead of their tensors (variable_seq_lengths, mtp_standalone)."""
+    dtype: torch.dtype | None
+    """Of what is received (pipeline_dtype); None where the config does not say."""
+
+    @classmethod
+    def of(cls, config: Any) -> Modes:
+        """Read a config. Raises ConfigError with everything that contradicts itself or cannot be had."""
+        problems = _problems(config)
+        if problems:
+            raise ConfigError(problems)
+        return cls(
+            batched=bool(getattr(config, "batch_p2p_comm", False)),
+            sync=bool(getattr(config, "batch_p2p_sync", False)),
+            variable=bool(getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)),
+            dtype=_dtype(getattr(config, "pipeline_dtype", None)),
+        )
+
+
+def pipeline_backend(name: str | None, device: torch.device) -> str | None:
+    """The backend for a pipeline's process group; None is the world's own. Raises ConfigError before any group exists.
+
+    `nccl` moves CUDA tensors only. `gloo` moves them through pinned host memory, so that ranks can share one GPU.
+    """
+    problems = _backend_problems(name)
+    if name == "nccl" and device.type != "cuda":
+        message = "parallel.pipeline_model_parallel_comm_backend=nccl moves tensors of a GPU, and the device is the CPU"
+        problems = [Problem("PP-E111", message, "parallel.pipeline_model_parallel_comm_backend=null")]
+    if problems:
+        raise ConfigError(problems)
+    return name
+
+
+def _problems(config: Any) -> list[Problem]:
+    problems = _backend_problems(getattr(config, "pipeline_model_parallel_comm_backend", None))
+    if getattr(config, "use_ring_exchange_p2p", False):
+        message = "parallel.use_ring_exchange_p2p=True needs ring_exchange, which only a custom build of torch has"
+        problems.append(Problem("PP-E111", message, "parallel.use_ring_exchange_p2p=false"))
+    if getattr(config, "overlap_p2p_comm", False) and getattr(config, "batch_p2p_comm", False):
+        message = (
+            "overlap_p2p_comm and batch_p2p_comm exclude each other: a batch is waited for before the rank goes on"
+        )
+        problems.append(Problem("PP-E117", message, "parallel.batch_p2p_comm=false"))
+    return problems
+
+
+def _backend_problems(name: str | None) -> list[Problem]:
+    key, remedy = "parallel.pipeline_model_parallel_comm_backend", "parallel.pipeline_model_parallel_comm_backend=null"
+    if name is None:
+        return []
+    if name not in BACKENDS:
+        return [Problem("PP-E103", f"{key} is one of {', '.join(BACKENDS)}; {name!r} is no such backend", remedy)]
+    if not BACKENDS[name]():
+        return [Problem("PP-E111", f"{key}={name} needs a build of torch with {name}", remedy)]
+    return []
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    name = str(value).removeprefix("torch.").lower()
+    found = _SHORT.get(name, getattr(torch, name, None))
+    if not isinstance(found, torch.dtype):
+        message = f"parallel.pipeline_dtype is a floating point dtype or its name; {value!r} is neither"
+        raise ConfigError(Problem("PP-E103", message, "parallel.pipeline_dtype=float32"))
+    return found

@@ -1,0 +1,117 @@
+"""Messages whose shapes only the sender knows: sizes travel ahead of the tensors, in a header of fixed length.
+
+Knows headers and when a receive can be posted. Must not know schedules or stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ppctl.comm.buffers import Message, MessageSpec, Shelf
+from ppctl.comm.channels import Arrival, Lane, Pending, wait_for
+from ppctl.errors import Problem, TrainingError
+from ppctl.schedule.action import Channel
+
+MOST_DIMS = 8
+"""Of one tensor in a message of variable shape."""
+
+
+class MessageError(TrainingError, ValueError, RuntimeError):
+    """What was given to send, or said about what to receive, would leave the other rank waiting or misled."""
+
+
+def header(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """[tensors, 1 + MOST_DIMS] int64: each one's number of dims, then its sizes. Raises MessageError for too many."""
+    rows = []
+    for tensor in tensors:
+        if tensor.dim() > MOST_DIMS:
+            message = f"a tensor of shape {list(tensor.shape)} has more than {MOST_DIMS} dims"
+            raise MessageError(Problem("PP-E715", message, "flatten it before it is sent"))
+        rows.append([tensor.dim(), *tensor.shape, *[0] * (MOST_DIMS - tensor.dim())])
+    return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 1 + MOST_DIMS)
+
+
+def empty_header(count: int, device: torch.device) -> torch.Tensor:
+    """What a header of `count` tensors is received into."""
+    return torch.empty(count, 1 + MOST_DIMS, dtype=torch.int64, device=device)
+
+
+def shapes_of(received: torch.Tensor) -> list[list[int]]:
+    """The shapes that a header says. On CUDA this waits for the device: sizes are needed by the host."""
+    return [sizes[:dims] for dims, *sizes in received.tolist()]
+
+
+class VariableLane(Lane):
+    """A lane for messages of variable shape: `body` carries the tensors, `headers` their shapes.
+
+    Posting receives a header ahead of need. The tensors' receive follows when the message is waited for, in the order
+    of the sends. Until then the send is not over, so that the sender gets the whole capacity as slots: message n then
+    waits for the use of message n - capacity to begin, where with known shapes it waits for that use to end. So what is
+    free of deadlock with known shapes is free of it with variable ones.
+    """
+
+    __slots__ = ("_device", "_header_device", "_unopened", "body", "headers")
+
+    def __init__(self, body: Lane, headers: Lane, device: torch.device, header_device: torch.device) -> None:
+        super().__init__(body.channel, *body.wire)
+        self.body = body
+        self.headers = headers
+        self._device = device
+        self._header_device = header_device
+        self._unopened: deque[_Announced] = deque()
+
+    def reserve(self, capacity: int) -> None:
+        """Take the whole capacity."""
+        self.send_slots = capacity
+
+    def start_send(self, message: Message) -> Sequence[Pending]:
+        """Start sending the header, then the tensors."""
+        sizes = header(message, self._header_device)
+        return [*self.headers.start_send((sizes,)), *self.body.start_send(message)]
+
+    def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
+        """Start receiving tensors whose shapes are known by now."""
+        return self.body.receive_into(message)
+
+    def post(self, shelf: Shelf) -> Arrival:
+        """Post the receive of the next message's header; never blocks. Tensors are made when it is there."""
+        sizes = empty_header(len(shelf.spec), self._header_device)
+        arrival = _Announced(self, sizes, self.headers.receive_into((sizes,)), shelf.spec, self.channel)
+        self._unopened.append(arrival)
+        return arrival
+
+    def open_up_to(self, arrival: _Announced) -> None:
+        """Post the receives of all announced messages up to this one: on a wire they come in order."""
+        while not arrival.opened:
+            self._unopened.popleft().open(self._device)
+
+
+class _Announced(Arrival):
+    """A message of which the header is on its way."""
+
+    __slots__ = ("_announced", "_lane", "_sizes", "_spec", "opened")
+
+    def __init__(
+        self, lane: VariableLane, sizes: torch.Tensor, works: Sequence[Pending], spec: MessageSpec, channel: Channel
+    ) -> None:
+        super().__init__((), channel=channel)
+        self._lane = lane
+        self._sizes = sizes
+        self._announced = works
+        self._spec = spec
+        self.opened = False
+
+    def open(self, device: torch.device) -> None:
+        """Wait for the header, make tensors, post their receive."""
+        self.opened = True
+        wait_for(self._announced, self._lane.channel)
+        self.message = self._spec.make(device, shapes_of(self._sizes))
+        self._works = self._lane.receive_into(self.message)
+
+    def wait(self) -> Message:
+        """The message, once it is there."""
+        self._lane.open_up_to(self)
+        return super().wait()
