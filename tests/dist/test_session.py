@@ -1,0 +1,30 @@
+"""What a rank holds: no more than its part needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_bitwise_law import config_of
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.plan.build import build_plan
+from ppctl.train.session import build_session
+
+
+def what_a_rank_holds(mapping):
+    config = from_mapping(mapping)
+    session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
+    return session.corpus is not None, sorted(session.weights.model)
+
+
+def test_only_ranks_with_an_embedding_or_a_loss_open_data_and_each_builds_its_own_layers(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("a stage and a rank " * 50)
+    config = config_of(tmp_path / "corpus.txt", pp=4, vpp=1, m=1, layout="Et|t*2||t*3L")
+    held = run_ranks(what_a_rank_holds, 4, to_mapping(config))
+    assert [reads for reads, _ in held] == [True, False, False, True]
+    layers = [{name.split(".")[1] for name in names if name.startswith("layers.")} for _, names in held]
+    assert layers == [{"0"}, {"1", "2"}, set(), {"3", "4", "5"}]
+    assert held[2][1] == [], "an empty stage has no weights"
