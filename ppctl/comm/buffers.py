@@ -8,12 +8,16 @@ that comes back is used again, and one that somebody still looks into (a view th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 Message = tuple[torch.Tensor, ...]
+
+_MOST_HELD = 4
+"""Returned buffers of one spec that somebody still looks into and that are remembered."""
 
 
 class TensorLike(Protocol):
@@ -70,12 +74,13 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 class Shelf:
     """The free buffers of one message spec."""
 
-    __slots__ = ("_device", "_free", "_unshared", "allocated", "spec")
+    __slots__ = ("_device", "_free", "_held", "_unshared", "allocated", "spec")
 
     def __init__(self, spec: MessageSpec, device: torch.device) -> None:
         self.spec = spec
         self._device = device
         self._free: list[Message] = []
+        self._held: deque[Message] = deque(maxlen=_MOST_HELD)
         self._unshared = 0
         self.allocated = 0
         """How many messages' buffers were ever made: constant in the steady state."""
@@ -84,15 +89,24 @@ class Shelf:
         """A message's buffers, their contents undefined."""
         if self._free:
             return self._free.pop()
+        for index, message in enumerate(self._held):
+            if self._is_unshared(message):
+                del self._held[index]
+                return message
         message = self.spec.make(self._device)
         self._unshared = _owners(message[0]) if message else 0
         self.allocated += 1
         return message
 
     def give_back(self, message: Message) -> None:
-        """Return buffers for reuse; those whose storage something else still holds are left to it instead."""
-        if all(_owners(t) == self._unshared for t in message):
-            self._free.append(message)
+        """Return buffers for reuse: at once, or if something else still holds their storage, once it lets go.
+
+        A model often keeps its input until it is given the next one. What is held for long is left to its holder.
+        """
+        (self._free if self._is_unshared(message) else self._held).append(message)
+
+    def _is_unshared(self, message: Message) -> bool:
+        return all(_owners(t) == self._unshared for t in message)
 
 
 def _owners(tensor: torch.Tensor) -> int:

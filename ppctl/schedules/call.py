@@ -71,6 +71,7 @@ def execute(call: Call, order: Order, communicator: P2PCommunicator | None) -> l
                 [running.program(chunk) for chunk in range(len(call.chunks))],
                 communicator,
                 deallocate_pipeline_outputs=bool(setting(config, "deallocate_pipeline_outputs", False)),
+                variable_shapes=bool(setting(config, "variable_seq_lengths", False)),
             )
             if running.deferral is not None:
                 running.deferral.finish(getattr(call.groups, "tp", None))

@@ -201,7 +201,7 @@ def _lowered(
     name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, communicator: P2PCommunicator | None = None
 ) -> Schedule:
     """A policy's schedule as the communicator carries it."""
-    batched = bool(getattr(communicator, "batched", False))
+    batched = communicator is not None and communicator.batched
     return _made(name, pp, vpp, num_microbatches, group, batched)
 
 

@@ -33,8 +33,8 @@ def run_schedule(
     `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
     to call. `deallocate_pipeline_outputs` frees an output once it is delivered, else it lives until its backward.
     `variable_shapes` lets the shapes of messages differ between microbatches (a communicator with variable_seq_lengths
-    does as well). `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions, and must have
-    been made for this rank's list; `heartbeat` is told each action's index.
+    does as well). `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions,
+    and must have been made for this rank's list; `heartbeat` is told each action's index.
 
     Raises ScheduleError where the arguments do not belong together, and EngineError, naming the action, where an action
     fails. After an EngineError the communicator must not be used again: peers may be in the middle of a message.

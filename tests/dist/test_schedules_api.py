@@ -1,6 +1,7 @@
 """The public schedules API between real processes: worlds as pipelines, lists of tensors, shapes, and failures."""
 
 import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from ppctl.comm.groups import make_group
 from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError
 from ppctl.schedules import (
@@ -69,11 +71,11 @@ def sizes(**more):
 
 
 def reference(stages, length=S):
-    """A plain loop: (losses, gradients by stage)."""
+    """A plain loop: (losses, gradients by stage). `length` is one for all microbatches, or a list."""
     models = [Stage(number, None).linear for number in range(stages)]
     losses = []
     for mb in range(M):
-        x = data(mb, length)
+        x = data(mb, length if isinstance(length, int) else length[mb])
         for model in models:
             x = torch.tanh(model(x))
         loss = x.square().mean()
@@ -94,11 +96,12 @@ def same(results, stages, pp, length=S):
 
 
 def on_the_world(vpp):
-    """Twice without a communicator and without groups: the world is the pipeline, and is kept."""
+    """Three times without a communicator and without groups: the world is the pipeline, and is kept."""
     config = config_of(pipeline_model_parallel_size=dist.get_world_size())
     pp = dist.get_world_size()
     chunks = [Stage(dist.get_rank() + pp * chunk, config) for chunk in range(vpp or 1)]
-    for _ in range(2):
+    buffers = []
+    for _ in range(3):
         for chunk in chunks:
             chunk.zero_grad()
         iterators = [iter(range(M)) for _ in chunks]
@@ -108,8 +111,9 @@ def on_the_world(vpp):
             model=chunks if vpp else chunks[0],
             **sizes(),
         )
-    (kept,) = [communicator for _, communicator in pipeline._made.values()]
-    assert kept.total_stages == pp
+        (kept,) = [communicator for _, communicator in pipeline._made.values()]
+        buffers.append(kept.pool.allocated)
+    assert buffers[0] == buffers[-1], "the model keeps its last input, and yet a step needs no new buffers"
     return store, [chunk.linear.weight.grad for chunk in chunks]
 
 
@@ -277,3 +281,41 @@ def test_a_stage_that_fails_says_so_and_leaves_no_sync(how, code, action):
     told = json.loads(first.message)
     assert (first.rank, told["code"], told["action"], told["held"]) == (1, code, action, 0)
     assert "stage 1" in told["text"]
+
+
+def with_the_defaults(pp_size, vpp, length_of):
+    """ModelParallelConfig as it comes (batched messages), or with lengths that differ between microbatches."""
+
+    @dataclass
+    class Config(ModelParallelConfig):
+        hidden_size: int = H
+
+    rank, pp = dist.get_rank(), dist.get_world_size()
+    config = Config(pipeline_model_parallel_size=pp_size, pipeline_dtype=torch.float32)
+    config.variable_seq_lengths = length_of is not None
+    chunks = [Stage(rank + pp * chunk, config) for chunk in range(vpp)]
+
+    def step(iterator, model):
+        mb = next(iterator)
+        return model(data(mb, S if length_of is None else length_of[mb])), pair
+
+    store = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(range(M)) for _ in chunks],
+        model=chunks,
+        **sizes(),
+    )
+    return store, [chunk.linear.weight.grad for chunk in chunks]
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (3, 2), (2, 1)])
+def test_the_documented_defaults_work_and_two_ranks_interleave_rightly(pp, vpp):
+    assert same(run_ranks(with_the_defaults, pp, pp, vpp, None), pp * vpp, pp)
+
+
+LENGTHS = [3, 7, 1, 4]
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 2), (2, 2), (3, 1)])
+def test_lengths_may_differ_between_microbatches(pp, vpp):
+    assert same(run_ranks(with_the_defaults, pp, pp, vpp, LENGTHS), pp * vpp, pp, LENGTHS)

@@ -87,6 +87,18 @@ def loss_function(kind, tokens):
     return {"2": pair, "3": triple, "alias": alias}[kind]
 
 
+def modes_of(args):
+    """How a record's messages travel; batched is the original's default, and it cannot overlap."""
+    overlaps = args.get("overlap", False)
+    return {
+        "batch_p2p_comm": not overlaps and not args.get("batch_false", False),
+        "overlap_p2p_comm": overlaps,
+        "overlap_p2p_comm_warmup_flush": args.get("warmup_flush", False),
+        "variable_seq_lengths": args.get("varlen", False),
+        "mtp_standalone": args.get("mtp_standalone", False),
+    }
+
+
 def config_of(args, events, chunks):
     """The config of a record."""
 
@@ -111,7 +123,7 @@ def config_of(args, events, chunks):
     return SimpleNamespace(
         hidden_size=HIDDEN,
         pipeline_dtype=torch.float64,
-        batch_p2p_comm=False,
+        **modes_of(args),
         pipeline_model_parallel_size=args["pp"],
         virtual_pipeline_model_parallel_size=args.get("vpp"),
         microbatch_group_size_per_vp_stage=args.get("group", args["pp"]),
@@ -126,7 +138,7 @@ def config_of(args, events, chunks):
     )
 
 
-def replay(args, communicator):
+def replay(args):
     """One record on this rank: (events, data store, gradients by chunk, whether the config is as it was)."""
     rank, pp, vpp = dist.get_rank(), args["pp"], args.get("vpp")
     events, chunks = [], []
@@ -141,8 +153,6 @@ def replay(args, communicator):
         return model(x, flag), loss_function(kind, tokens[mb])
 
     iterators = [iter(range(args["m"])) for _ in chunks]
-    if communicator is not None:
-        communicator.config = config
     store = get_forward_backward_func(pp, vpp)(
         forward_step_func=forward_step,
         data_iterator=iterators if vpp else iterators[0],
@@ -151,16 +161,14 @@ def replay(args, communicator):
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,
         forward_only=args.get("forward_only", False),
-        p2p_communicator=communicator,
+        p2p_communicator=P2PCommunicator(dist.group.WORLD, config) if pp > 1 else None,
     )
     return events, store, [chunk.weight.grad for chunk in chunks], vars(config) == before
 
 
 def replay_all(cases):
-    """All records of one pipeline size, through one communicator."""
-    config = SimpleNamespace(batch_p2p_comm=False, pipeline_dtype=torch.float64)
-    communicator = P2PCommunicator(dist.group.WORLD, config) if dist.get_world_size() > 1 else None
-    return [replay(args, communicator) for args in cases]
+    """All records of one pipeline size, each through a communicator in its mode."""
+    return [replay(args) for args in cases]
 
 
 def plain_loop(args):
