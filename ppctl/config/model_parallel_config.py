@@ -42,9 +42,12 @@ def dtype_name(value: Any) -> str | None:
     raise ValueError(f"{value!r} is no dtype of a model: use {', '.join(DTYPES)}")
 
 
-@dataclass(slots=True)
+@dataclass
 class ModelParallelConfig:
-    """How a model is split over ranks and how its pipeline communicates. Raises ValueError where fields contradict."""
+    """How a model is split over ranks and how its pipeline communicates. Raises ValueError where fields contradict.
+
+    Models add what they need to it (`config.hidden_size = ...`), as Megatron's do: therefore no slots.
+    """
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices (tp)."""

@@ -27,10 +27,12 @@ from typing import Any
 from torch import nn
 
 from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.verify import verify
 from ppctl.schedules.call import Call, Order, execute
 from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.schedules.models import all_chunks, config_of, misuse, only_chunk, setting
@@ -165,12 +167,12 @@ def forward_backward_pipelining_with_interleaving(
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
     """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is given, even as 1.
 
-    With neither, what is returned chooses when it is called: from the size of the communicator or the world, and from
-    whether `model` is a list.
+    Without `pp_size` what is returned chooses when it is called: from the size of the communicator or the world, and
+    from whether `model` is a list.
     """
-    if pp_size is None and vp_size is None:
+    if pp_size is None:
         return _chosen_when_called
-    if pp_size is None or pp_size <= 1:
+    if pp_size <= 1:
         return forward_backward_no_pipelining
     if vp_size is None:
         return forward_backward_pipelining_without_interleaving
@@ -207,9 +209,12 @@ def _lowered(
 
 @lru_cache(maxsize=32)
 def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, batched: bool) -> Schedule:
-    """Schedules are values: a step's is the step before's."""
+    """Schedules are values: a step's is the step before's, and is verified once."""
     schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, microbatch_group_size=group)
-    return lower(schedule, batched=batched)
+    lowered = lower(schedule, batched=batched)
+    if problems := verify(lowered):
+        raise ScheduleError(problems)
+    return lowered
 
 
 def _edges(

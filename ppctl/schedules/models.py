@@ -13,6 +13,8 @@ from torch import nn
 
 from ppctl.errors import ConfigError, Problem
 
+_LATER = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+
 
 def holder_of(model: Any, attribute: str) -> Any:
     """The outermost of a model and what it wraps (`.module`) that has the attribute, or None."""
@@ -22,11 +24,21 @@ def holder_of(model: Any, attribute: str) -> Any:
 
 
 def config_of(model: nn.Module) -> Any:
-    """`model.config`, of the model or of what it wraps. Raises ConfigError where there is none."""
+    """`model.config`, of the model or of what it wraps. Raises ConfigError where there is none, or it asks for more.
+
+    More is what the schedules themselves would have to do and do not do yet.
+    """
     holder = holder_of(model, "config")
     if holder is None:
         raise misuse(f"{type(model).__name__} has no config", "model.config = ModelParallelConfig(...)")
-    return holder.config
+    config = holder.config
+    if problems := [
+        Problem("PP-E110", f"config.{name} comes in a later release", f"config.{name} = False")
+        for name in _LATER
+        if setting(config, name, False)
+    ]:
+        raise ConfigError(problems)
+    return config
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:

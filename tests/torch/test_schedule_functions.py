@@ -246,6 +246,8 @@ def test_calls_that_cannot_be_meant_are_refused_before_anything_runs(call, argum
         ("num_microbatches_with_partial_activation_checkpoints", -1, "it counts microbatches"),
         ("grad_sync_func", [print, print], "lists 2 functions for 1 chunks"),
         ("defer_embedding_wgrad_compute", True, "gradient_accumulation_fusion makes"),
+        ("overlap_moe_expert_parallel_comm", True, "PP-E110: config.overlap_moe_expert_parallel_comm"),
+        ("delay_wgrad_compute", True, "PP-E110: config.delay_wgrad_compute"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(field, value, message):

@@ -1,5 +1,6 @@
 """The parts of the schedules API by themselves: against Megatron's vectors, and where they are better on purpose."""
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,9 +303,61 @@ def test_a_model_that_cannot_take_its_input_is_told():
     set_current_microbatch(nn.Linear(2, 2), 3)
 
 
-def test_every_public_name_is_there():
-    for name in schedules.__all__:
-        assert getattr(schedules, name).__doc__
+CALL = (
+    "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size decoder_seq_length=None "
+    "forward_only=False collect_non_loss_data=False first_val_step=None adjust_tensor_shapes_fn=None"
+)
+SIGNATURES = {
+    "backward_step": "input_tensor output_tensor output_tensor_grad model_type config",
+    "check_first_val_step": "first_val_step forward_only cond",
+    "clear_embedding_activation_buffer": "config model is_last_stage",
+    "convert_schedule_table_to_order": "num_warmup_microbatches num_model_chunks schedule_table",
+    "custom_backward": "output grad_output",
+    "deallocate_output_tensor": "out deallocate_pipeline_outputs=False",
+    "finish_embedding_wgrad_compute": "config embedding_module is_last_stage tp_group",
+    "forward_backward_no_pipelining": f"{CALL} pg_collection=None",
+    "forward_backward_pipelining_with_interleaving": f"{CALL} p2p_communicator=None pg_collection=None",
+    "forward_backward_pipelining_without_interleaving": f"{CALL} p2p_communicator=None pg_collection=None",
+    "forward_step": "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
+    "cp_group_size collect_non_loss_data=False checkpoint_activations_microbatch=None is_first_microbatch=False "
+    "current_microbatch=None vp_stage=None is_last_stage=True",
+    "forward_step_calc_loss": "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches "
+    "forward_data_store cp_group_size=None is_last_stage=None",
+    "get_forward_backward_func": "",
+    "get_pp_rank_microbatches": "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage "
+    "forward_only=False overlap_moe_expert_parallel_comm=False p2p_communicator=None",
+    "get_schedule_table": "num_microbatches num_model_chunks microbatch_group_size_per_vp_stage",
+    "get_tensor_shapes": "seq_length micro_batch_size decoder_seq_length config tp_group cp_group",
+    "set_current_microbatch": "model microbatch_id",
+}
+"""The documented parameters and defaults, in order."""
+
+MORE = {
+    "forward_backward_no_pipelining": ["p2p_communicator", "force_all_reduce"],
+    "forward_backward_pipelining_with_interleaving": ["force_all_reduce"],
+    "forward_backward_pipelining_without_interleaving": ["force_all_reduce"],
+    "get_forward_backward_func": ["pp_size", "vp_size"],
+}
+"""Parameters of later versions, all with a default."""
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_documented_parameters_have_their_names_order_and_defaults(name):
+    assert getattr(schedules, name).__doc__
+    parameters = inspect.signature(getattr(schedules, name)).parameters
+    told = dict(part.partition("=")[::2] for part in SIGNATURES[name].split())
+    assert [p for p in parameters if p not in MORE.get(name, ())] == list(told)
+    if name != "backward_step":  # the newer form leaves model_type out, so that both of its last two may be missing
+        given = {n: "" if p.default is p.empty else str(p.default) for n, p in parameters.items()}
+        assert {n: given[n] for n in told} == told
+    assert all(parameters[more].default is None for more in MORE.get(name, ()))
+
+
+def test_a_model_adds_its_own_fields_to_the_config():
+    config = ppctl.ModelParallelConfig()
+    config.hidden_size = 8
+    sizes = {"seq_length": 4, "micro_batch_size": 2, "decoder_seq_length": None, "tp_group": None, "cp_group": None}
+    assert get_tensor_shapes(config=config, **sizes) == [(4, 2, 8)]
 
 
 def test_every_public_name_can_be_imported_from_the_top():
