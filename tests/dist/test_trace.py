@@ -14,7 +14,7 @@ import trace_replay
 from ranks import RanksFailed, run_ranks
 
 RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "trace.json").read_text())["records"]
-SAMPLE = 5
+SAMPLE = 4
 """Records of each pipeline size in a normal run."""
 
 
@@ -64,8 +64,9 @@ def by_size(records):
 
 
 def sampled():
-    """A seeded sample of every size, and every record that is in a table."""
-    named = {**WORKS_HERE, **RIGHT_HERE, **UNSCALED_HERE}
+    """A seeded sample of every size, and every record that is in a table or the only one of its kind."""
+    named = {*WORKS_HERE, *RIGHT_HERE, *UNSCALED_HERE}
+    named |= {key(r["args"]) for r in RECORDS if {"partial_ckpt", "param_sync"} & r["args"].keys()}
     chosen = []
     for size, records in by_size(RECORDS).items():
         sample = random.Random(size).sample(records, min(SAMPLE, len(records)))
