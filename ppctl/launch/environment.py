@@ -58,6 +58,8 @@ def detect(environ: Mapping[str, str]) -> Started:
 
 def _by_variables(environ: Mapping[str, str]) -> Started:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    if not 0 <= rank < world:
+        raise ValueError(f"RANK {rank} is none of WORLD_SIZE {world}")
     local = int(environ.get("LOCAL_RANK", rank))
     variables = {
         "RANK": str(rank),
@@ -65,7 +67,7 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": environ.get("LOCAL_WORLD_SIZE", str(world)),
         "MASTER_ADDR": environ["MASTER_ADDR"],
-        "MASTER_PORT": environ["MASTER_PORT"],
+        "MASTER_PORT": str(int(environ["MASTER_PORT"])),
     }
     elastic = environ.get("TORCHELASTIC_RUN_ID")
     # torchrun without --rdzv-id calls every run "none": no name to share.

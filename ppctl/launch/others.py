@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from ppctl.launch.environment import USUAL, Started
+from ppctl.launch.process import dies_with_its_parent
 
 
 def become_worker(started: Started, *arguments: str, environment: Mapping[str, str] | None = None) -> NoReturn:
@@ -22,6 +23,8 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    if started.by == "torchrun":  # its agent is this process's parent, and nobody else ends the ranks of a killed one
+        dies_with_its_parent()()
     variables = USUAL | dict(os.environ) | dict(environment or {}) | dict(started.variables)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,6 +18,20 @@ from typing import IO
 _PR_SET_PDEATHSIG = 1
 
 
+def dies_with_its_parent() -> Callable[[], None]:
+    """A function that arranges for the kernel to kill the calling process when its parent dies (on Linux).
+
+    All that needs loading is loaded here. The arrangement outlives exec.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+    def arrange() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    return arrange
+
+
 def _before_exec() -> Callable[[], None]:
     """What the child does between fork and exec. All that needs loading is loaded here, in the parent.
 
@@ -25,11 +39,10 @@ def _before_exec() -> Callable[[], None]:
     follows when the launcher dies; a launcher that died before that was arranged is no longer this child's parent.
     """
     launcher = os.getpid()
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+    arrange = dies_with_its_parent()
 
     def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        arrange()
         if os.getppid() != launcher:
             os._exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

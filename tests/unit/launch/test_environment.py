@@ -87,8 +87,14 @@ def test_restarts_are_counted_whoever_restarts() -> None:
 
 @pytest.mark.parametrize(
     "environ",
-    [TORCHRUN | {"RANK": "three"}, {k: v for k, v in SRUN.items() if k != "SLURM_LOCALID"}],
-    ids=["no number", "one is missing"],
+    [
+        TORCHRUN | {"RANK": "three"},
+        {k: v for k, v in SRUN.items() if k != "SLURM_LOCALID"},
+        TORCHRUN | {"RANK": "5", "WORLD_SIZE": "2"},
+        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "0"},
+        TORCHRUN | {"MASTER_PORT": "http"},
+    ],
+    ids=["no number", "one is missing", "a rank outside the world", "an empty world", "no port"],
 )
 def test_variables_that_make_no_sense_are_an_error(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="PP-E606"):
