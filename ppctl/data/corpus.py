@@ -9,6 +9,7 @@ import glob
 import hashlib
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ READABLE = (".txt", ".jsonl")
 LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
 """Directories of the standard library that are tests, a GUI that some systems leave out, or not the library at all."""
 MOST_PROBLEMS = 20
-_OWN_DATA = "data.path='texts/**/*.txt' (or .jsonl with a \"text\" field in every line)"
+_OWN_DATA = "data.path='texts/**/*.txt'"
+_LIBRARY = "data.path=null"
+"""Reads the running interpreter's own library."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,7 @@ def load_corpus(path: str | None, tokenizer: ByteTokenizer) -> Corpus:
         files, description = _matching(path)
     documents = _documents(files, tokenizer)
     if not documents:
-        raise DataError(Problem("PP-E404", f"there is no text in {description}", remedy=_OWN_DATA, place=_names(files)))
+        raise DataError(Problem("PP-E404", f"there is no text in {description}", remedy=_LIBRARY, place=_names(files)))
     return _join(documents, tokenizer, description)
 
 
@@ -78,7 +81,7 @@ def _too_short(corpus: Corpus, seq_length: int) -> Problem:
         "PP-E404",
         f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs "
         f"{seq_length + 1} (its inputs and the label of the last)",
-        remedy=f"data.seq_length={tokens - 1}, or more text" if tokens > 1 else _OWN_DATA,
+        remedy=f"data.seq_length={tokens - 1}" if tokens > 1 else _LIBRARY,
         place=corpus.description,
     )
 
@@ -129,10 +132,10 @@ def _no_match(pattern: str, expanded: str, others: list[Path]) -> Problem:
         return Problem("PP-E401", f"data.path={pattern} is a directory; it takes files, by name or glob", remedy=inside)
     if others:
         message = f"data.path={pattern} matches no .txt or .jsonl file; only these are read"
-        return Problem("PP-E401", message, remedy=_OWN_DATA, place=_names(others))
+        return Problem("PP-E401", message, remedy=_LIBRARY, place=_names(others))
     missing = "no such file" if not glob.has_magic(pattern) else "no file matches"
     where = f"looked in {Path(expanded).absolute().parent}"
-    return Problem("PP-E401", f"data.path={pattern}: {missing}", remedy=_OWN_DATA, place=where)
+    return Problem("PP-E401", f"data.path={pattern}: {missing}", remedy=_LIBRARY, place=where)
 
 
 def _names(files: list[Path]) -> str:
@@ -159,6 +162,9 @@ def _documents(files: list[Path], tokenizer: ByteTokenizer) -> list[Tokens]:
 
 def _read(file: Path) -> Iterator[bytes | Problem]:
     try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l '{file}'")
+            return
         data = file.read_bytes()
     except OSError as error:
         yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")

@@ -99,11 +99,11 @@ def test_bad_lines_are_reported_together_up_to_twenty(tmp_path):
 @pytest.mark.parametrize(
     ("path", "said", "remedy"),
     [
-        ("none.txt", "no such file", "data.path='texts/**/*.txt'"),
-        ("*.text", "no file matches", "data.path='texts/**/*.txt'"),
+        ("none.txt", "no such file", "data.path=null"),
+        ("*.text", "no file matches", "data.path=null"),
         ("", "is a directory", "/**/*.txt'"),
-        ("table.csv", "matches no .txt or .jsonl file", "data.path='texts/**/*.txt'"),
-        ("*.csv", "matches no .txt or .jsonl file", "data.path='texts/**/*.txt'"),
+        ("table.csv", "matches no .txt or .jsonl file", "data.path=null"),
+        ("*.csv", "matches no .txt or .jsonl file", "data.path=null"),
     ],
 )
 def test_a_path_that_finds_nothing_says_why(tmp_path, path, said, remedy):
@@ -125,6 +125,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert (
         problem.code == "PP-E402" and problem.message == f"cannot read {tmp_path}/gone.txt: No such file or directory"
     )
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (problem,) = refused(tmp_path / "*.txt")
+    assert problem.code == "PP-E402" and "no file of data" in problem.message
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
