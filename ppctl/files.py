@@ -28,15 +28,21 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def append(path: Path, line: str) -> None:
-    """Append `line` in a single write: lines of two writers never mix. Raises OSError where the disk is full."""
+    """Append `line` in a single write: lines of two writers never mix.
+
+    Raises OSError where the disk is full; half a line does not stay.
+    """
     data = line.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         written = os.write(descriptor, data)
+        if written < len(data):
+            os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR) - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
-    if written < len(data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 TAKEN = -1

@@ -9,6 +9,7 @@ it was killed. Who made it removes it; `sweep` removes what a killed launcher le
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -133,6 +134,24 @@ def remove(run_id: str, ranks: Iterable[int]) -> None:
         _path(run_id, rank).unlink(missing_ok=True)
 
 
+def leave_word(run_id: str, rank: int, word: Mapping[str, Any]) -> None:
+    """Tell the launcher of a failure that could not be written to the run directory: its disk may be full."""
+    path = _path(run_id, rank).with_suffix(".word")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(word), encoding="utf-8")
+    draft.replace(path)
+
+
+def words(run_id: str, ranks: Iterable[int]) -> list[dict[str, Any]]:
+    """What ranks left with `leave_word`; removed by being read."""
+    found = []
+    for path in (_path(run_id, rank).with_suffix(".word") for rank in ranks):
+        with suppress(OSError, ValueError):
+            found.append(json.loads(path.read_text(encoding="utf-8")))
+        path.unlink(missing_ok=True)
+    return found
+
+
 def sweep() -> None:
     """Remove this user's records whose owner no longer lives: their launcher was killed."""
     for path in directory().glob(f"ppctl-{os.getuid()}-*.beat"):
@@ -142,6 +161,7 @@ def sweep() -> None:
             continue
         if not _lives(owner):
             path.unlink(missing_ok=True)
+            path.with_suffix(".word").unlink(missing_ok=True)
 
 
 def _lives(pid: int) -> bool:

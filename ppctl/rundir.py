@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +67,9 @@ class RunDir:
             return cls(_rename_to_free(draft, home, run_id))
         except OSError as error:
             message = f"the run directory cannot be written: {error.strerror} ({error.filename or home})"
-            raise ConfigError(Problem("PP-E610", message, "log.dir=/a/directory/with/space", "log.dir")) from error
+            raise ConfigError(
+                Problem("PP-E610", message, f"log.dir={tempfile.gettempdir()}/ppctl-runs", "log.dir")
+            ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -110,9 +114,13 @@ class RunDir:
 
         from ppctl.config.mapping import from_mapping
 
-        return from_mapping(
-            yaml.safe_load(self._read("config.yaml")), lambda key: f"{self.path / 'config.yaml'}: {key}"
-        )
+        try:
+            tree = yaml.safe_load(self._read("config.yaml"))
+        except yaml.YAMLError as error:
+            raise self._damaged("config.yaml", error) from None
+        if not isinstance(tree, dict):
+            raise self._damaged("config.yaml", "it holds no mapping of keys")
+        return from_mapping(tree, lambda key: f"{self.path / 'config.yaml'}: {key}")
 
     def write_plan(self, plan: Plan) -> None:
         """Write plan.json and schedule.csv (as executed, with messages)."""
@@ -124,10 +132,14 @@ class RunDir:
         self._write("plan.json", text + "\n")
 
     def read_plan(self) -> Plan:
-        """Read plan.json. Raises ConfigError where it is missing."""
+        """Read plan.json. Raises ConfigError where it is missing or not a plan."""
         from ppctl.plan import Plan
 
-        return Plan.from_json(json.loads(self._read("plan.json")))
+        text = self._read("plan.json")
+        try:
+            return Plan.from_json(json.loads(text))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise self._damaged("plan.json", error) from error
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write env.json."""
@@ -152,7 +164,7 @@ class RunDir:
         append(self.path / "metrics.jsonl", json.dumps({k: _finite(v) for k, v in record.items()}) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All records of metrics.jsonl; a last line that a crash cut short is left out."""
+        """All records of metrics.jsonl; what is no record (a line that a crash cut short) is left out."""
         return list(_records(self.path / "metrics.jsonl"))
 
     def drop_metrics_from(self, step: int) -> None:
@@ -197,6 +209,21 @@ class RunDir:
         for file in (self.path / "errors").glob("rank-*.json"):
             file.unlink()
 
+    def sweep(self) -> None:
+        """Remove what writers who were killed have left half-written. Only where no process of the run is left."""
+        places = (self.path, self.path / "errors", self.path / "heartbeats", self.checkpoints)
+        with suppress(OSError):
+            for left in (path for place in places for path in place.glob("*.tmp")):
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    left.unlink(missing_ok=True)
+
+    def forget_heartbeats(self) -> None:
+        """Remove what the hosts published: room on a full disk for what must be written."""
+        for file in (self.path / "heartbeats").glob("*.json"):
+            file.unlink(missing_ok=True)
+
     def write_result(self, record: Mapping[str, Any]) -> None:
         """Write result.json, at the end."""
         self._write("result.json", json.dumps({k: _finite(v) for k, v in record.items()}, indent=1) + "\n")
@@ -231,12 +258,17 @@ class RunDir:
         return self.path / "submit.sbatch"
 
     def latest_checkpoint(self) -> Path | None:
-        """The checkpoint that `checkpoints/latest` names, if it is there."""
+        """The checkpoint that `checkpoints/latest` names, if it is there; before there is such a file, the last one."""
         try:
-            path = self.checkpoints / (self.checkpoints / "latest").read_text().strip()
+            name = (self.checkpoints / "latest").read_text(errors="replace").strip()
         except OSError:
-            return None
-        return path if path.is_dir() and path.name.startswith("step-") else None
+            return next(reversed(self.all_checkpoints()), None)
+        return next((path for path in self.all_checkpoints() if path.name == name), None)
+
+    def all_checkpoints(self) -> list[Path]:
+        """All complete checkpoints, by step."""
+        found = [path for path in self.checkpoints.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
     def set_aside(self) -> None:
         """Keep the plan, config, errors and result of the life that has ended, as plan-1.json and so on."""
@@ -257,12 +289,16 @@ class RunDir:
     def _read(self, name: str) -> str:
         try:
             return (self.path / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise self._damaged(name, error) from None
         except OSError as error:
-            raise ConfigError(
-                Problem(
-                    "PP-E611", f"{self.path} is not a complete run directory: {name}: {error.strerror}", "ppctl runs"
-                )
-            ) from error
+            message = f"{self.path} is not a complete run directory: {name}: {error.strerror}"
+            raise ConfigError(Problem("PP-E611", message, "ppctl runs")) from error
+
+    def _damaged(self, name: str, reason: object) -> ConfigError:
+        first = next(iter(str(reason).splitlines()), "")
+        message = f"{self.path} is not a complete run directory: {name} is damaged: {first}"
+        return ConfigError(Problem("PP-E611", message, "ppctl runs"))
 
     def _mapping(self, name: str) -> dict[str, Any]:
         try:
@@ -272,15 +308,18 @@ class RunDir:
         return value if isinstance(value, dict) else {}
 
 
+_STEP = re.compile(r"step-[0-9]+")
+
+
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                    yield record
 
 
 def _finite(value: Any) -> Any:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
-from ppctl.heartbeat import Heartbeat, Publisher
+from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome, train
@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopRequest()
     ranks = Ranks.from_environment()
     run = None if arguments.run is None else RunDir(arguments.run)
-    with ExitStack() as trackers:
+    with ExitStack() as to_close:
         try:
             store = meet(ranks)
             job = _find_job(arguments, ranks, store)
             if isinstance(job, int):
                 return job
             run = job.run
-            return _work(job, ranks, store, stop, trackers, by_others=arguments.run is None)
+            return _work(job, ranks, store, stop, to_close, by_others=arguments.run is None)
         except Exception as error:
             return _fail(error, run, ranks, by_others=arguments.run is None)
 
@@ -119,9 +119,10 @@ def _become(environment: Mapping[str, str]) -> None:
         os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", "--join"], os.environ | dict(environment))
 
 
-def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, trackers: ExitStack, *, by_others: bool) -> int:
+def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, to_close: ExitStack, *, by_others: bool) -> int:
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
+    to_close.callback(heartbeat.close)
     publisher = _publisher(job.run, ranks)
     join_world(store, ranks, device)
     compare_digests(job)
@@ -139,7 +140,7 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, trackers: Exi
         session,
         job.run.checkpoints,
         resume=None if resume is None else Path(resume),
-        write=_writer(job, trackers) if leads else None,
+        write=_writer(job, to_close) if leads else None,
         stop_requested=stop,
         enter=enter,
     )
@@ -149,7 +150,6 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, trackers: Exi
     if publisher is not None:
         publisher.stop()
     dist.destroy_process_group()
-    heartbeat.close()
     return 0
 
 
@@ -170,16 +170,16 @@ def _publisher(run: RunDir, ranks: Ranks) -> Publisher | None:
     return publisher
 
 
-def _writer(job: Job, trackers: ExitStack) -> Writer:
-    """What takes each step's record; trackers that have to be closed in the end are entered into `trackers`."""
+def _writer(job: Job, to_close: ExitStack) -> Writer:
+    """What takes each step's record; trackers that have to be closed in the end are entered into `to_close`."""
     log, others = job.config.log, []
     directory = str(job.run.trace)
     if log.tensorboard:
-        others.append(trackers.enter_context(tensorboard_writer(directory)))
+        others.append(to_close.enter_context(tensorboard_writer(directory)))
     if log.wandb:
         job.run.trace.mkdir(exist_ok=True)
         to_wandb = wandb_writer(directory, log.name, job.run.id, to_mapping(job.config))
-        others.append(trackers.enter_context(to_wandb))
+        others.append(to_close.enter_context(to_wandb))
     return writers(job.run.add_metrics, others, screen=True, steps=job.config.train.steps)
 
 
@@ -210,8 +210,13 @@ def _fail(error: Exception, run: RunDir | None, ranks: Ranks, *, by_others: bool
     """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     if run is not None:
+        record = _error_record(error, ranks, code)
+        try:
+            run.write_error(ranks.rank, record)
+        except OSError:
+            with suppress(OSError):
+                leave_word(run.id, ranks.rank, record)
         with suppress(OSError):
-            run.write_error(ranks.rank, _error_record(error, ranks, code))
             if by_others:
                 run.write_status("failed", rank=ranks.rank)
     traceback.print_exception(error)
@@ -221,7 +226,7 @@ def _fail(error: Exception, run: RunDir | None, ranks: Ranks, *, by_others: bool
 def _error_record(error: Exception, ranks: Ranks, exit_code: int) -> dict[str, Any]:
     engine = error if isinstance(error, EngineError) else None
     cause = error.__cause__ if engine is not None and error.__cause__ is not None else error
-    problem = cause.problems[0] if isinstance(cause, PpctlError) else None
+    problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]
     return {
         "rank": ranks.rank,
         "stage": None if engine is None else engine.action.stage,
@@ -230,7 +235,9 @@ def _error_record(error: Exception, ranks: Ranks, exit_code: int) -> dict[str, A
         "code": None if problem is None else problem.code,
         "type": type(cause).__name__,
         "message": str(cause) if problem is None else problem.message,
+        "place": "" if problem is None else problem.place,
         "remedy": "" if problem is None else problem.remedy,
+        "others": [str(other) for other in others],
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": exit_code,
     }

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ppctl.checkpoint import folder
 from ppctl.errors import CheckpointError, Problem
 
 MANIFEST = "manifest.json"
@@ -118,5 +119,8 @@ def _fault(file: Path, name: str, manifest: Manifest) -> str:
 
 
 def _damaged(path: Path, fault: str) -> Problem:
-    remedy = f"resume from another checkpoint: ls '{path.parent}'"
+    others = [folder.step_path(path.parent, step) for step in folder.steps(path.parent)]
+    earlier = [other for other in others if other != path]
+    run = path.parent.parent
+    remedy = f"ppctl resume '{run}' checkpoint.resume='{earlier[-1]}'" if earlier else f"ls '{path.parent}'"
     return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", remedy)

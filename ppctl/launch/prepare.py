@@ -5,6 +5,7 @@ Knows what a run directory must hold before the first rank reads it. Must not kn
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,5 +89,11 @@ def find_checkpoint(text: str, root: Path) -> Path:
 
 
 def _no_checkpoint(run: RunDir) -> Problem:
-    again = run.commands()[0]
+    left = run.all_checkpoints()
+    if left:
+        names = ", ".join(path.name for path in left)
+        message = f"{run.checkpoints / 'latest'} names no checkpoint that is there; there are {names}"
+        remedy = f"ppctl resume {shlex.quote(str(run.path))} {shlex.quote(f'checkpoint.resume={left[-1]}')}"
+        return Problem("PP-E615", message, remedy, str(run.checkpoints))
+    again = next(iter(run.commands()), "ppctl train +recipe=quickstart")
     return Problem("PP-E615", f"run {run.id} has no checkpoint to go on from", again, str(run.checkpoints))

@@ -58,6 +58,8 @@ class Failure:
     remedy: str = ""
     frame: str = ""
     """Where in the code, as a traceback says it."""
+    others: tuple[str, ...] = ()
+    """What else the rank found wrong, each as a person reads it."""
 
 
 def failures(exits: Sequence[Exit], errors: Sequence[Mapping[str, Any]]) -> list[Failure]:
@@ -71,12 +73,13 @@ def _told(error: Mapping[str, Any]) -> Failure:
     kind, message = str(error.get("type") or ""), str(error.get("message") or "")
     code = str(error.get("code") or RAISED)
     message = message.removeprefix(f"{code}: ")
+    said = message if code != RAISED else f"{kind}: {message}" if message else kind
     frames = [line.strip() for line in str(error.get("traceback") or "").splitlines() if line.startswith("  File ")]
     return Failure(
         rank=int(error["rank"]),
         time=float(error["time"]),
         code=code,
-        what=message if code != RAISED else f"{kind}: {message}" if message else kind,
+        what="\n".join(filter(None, [said, str(error.get("place") or "")])),
         echo=code == _BROKEN_CHANNEL or bool(_ECHO.search(message)),
         exit_code=int(error.get("exit_code") or 1),
         stage=error.get("stage"),
@@ -84,6 +87,7 @@ def _told(error: Mapping[str, Any]) -> Failure:
         told=True,
         remedy=str(error.get("remedy") or ""),
         frame=frames[-1] if frames and code == RAISED else "",
+        others=tuple(map(str, error.get("others") or ())),
     )
 
 
@@ -120,7 +124,10 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
     failed = f"failed {doing}" if doing else "failed"
     lines = [f"error {first.code}: {owner} {failed}: {what}", *(f"  {line}" for line in more)]
     lines += [f"  {first.frame}"] * bool(first.frame)
-    lines += [f"  try: {first.remedy}"] * bool(first.remedy)
+    if first.remedy:
+        remedy, *further = first.remedy.splitlines()
+        lines += [f"  try: {remedy}", *(f"       {line}" for line in further)]
+    lines += [f"error {other}" for other in first.others]
     step = f"at step {beat.step + 1}; " if beat is not None and beat.index >= 0 else ""
     lines.append(f"  {step}its log: {run.log(first.rank)}")
     if first.code == SILENT:

@@ -62,7 +62,7 @@ def supervise(job: Job, out: TextIO | None = None) -> Outcome:
 def _judge(watch: Watch) -> Outcome:
     said = watch.job.run.status()["state"]
     if watch.cause == "failure":
-        found = failures(list(watch.exits.values()), watch.job.run.errors())
+        found = failures(list(watch.exits.values()), [*watch.job.run.errors(), *watch.words])
         return Outcome(found[0].exit_code, "failed", report(watch.job.run, found, watch.beats, watch.job.world_size))
     if watch.cause == "interrupt":
         return Outcome(INTERRUPTED, "interrupted", "interrupted: all ranks were ended, nothing more was saved")
@@ -80,8 +80,13 @@ def _write_status(watch: Watch, outcome: Outcome) -> None:
     run = watch.job.run
     step = max((beat.step for beat in watch.beats.values()), default=run.status().get("step"))
     line = outcome.report.partition("\n")[0]
+    told = {"step": step, "exit_code": outcome.exit_code, "message": line}
     try:
-        run.write_status(outcome.state, step=step, exit_code=outcome.exit_code, message=line)
+        try:
+            run.write_status(outcome.state, **told)
+        except OSError:  # the disk is full, and nobody needs the heartbeats any more
+            run.forget_heartbeats()
+            run.write_status(outcome.state, **told)
     except OSError as error:
         print(f"warning: {run.path / 'status.json'} cannot be written: {error.strerror}", file=sys.stderr)
 

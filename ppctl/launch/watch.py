@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 from ppctl import heartbeat
 from ppctl.launch.environment import rank_environment
@@ -56,6 +56,8 @@ class Watch:
         self.exits: dict[int, Exit] = {}
         self.beats: dict[int, heartbeat.Beat] = {}
         """Each rank's last heartbeat."""
+        self.words: list[dict[str, Any]] = []
+        """Failures that ranks could not write to the run directory."""
         self.cause: str | None = None
         """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None where it did not."""
         self.asked: int | None = None
@@ -89,7 +91,10 @@ class Watch:
             if pump is not None:
                 pump.finish()
             self.beats = {beat.rank: beat for beat in heartbeat.read_all(run.id, everyone)}
+            self.words = heartbeat.words(run.id, everyone)
             heartbeat.remove(run.id, everyone)
+            if not self._alive():
+                run.sweep()
 
     def _start(self, rank: int, port: int) -> RankProcess:
         job = self.job

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from ppctl.heartbeat import Heartbeat
+from ppctl.heartbeat import Heartbeat, leave_word
 from ppctl.rundir import RunDir
 
 RUN = RunDir(Path(sys.argv[1]))
@@ -65,6 +65,14 @@ def raises() -> None:
 def raises_config() -> None:
     fail("CheckpointError", "PP-E501: not there\n  try: this", code="PP-E501", exit_code=3)
     os._exit(3)
+
+
+def finds_the_disk_full() -> None:
+    """Leaves half a file, and its reason where there is room."""
+    (RUN.path / "errors" / f".rank-{RANK:04d}.json.7.tmp").write_text("{")
+    error = {"rank": RANK, "time": time.time(), "code": "PP-E701", "type": "OSError", "message": "No space left"}
+    leave_word(RUN.id, RANK, error | {"exit_code": 1})
+    os._exit(1)
 
 
 def follows() -> None:
@@ -143,6 +151,6 @@ def floods() -> None:
 
 
 ROLES = [finish, raises, raises_config, follows, is_killed, is_silent, saves, leaves_unsaved, is_stubborn, has_child]
-ROLES += [binds, floods, wait]
+ROLES += [finds_the_disk_full, binds, floods, wait]
 {role.__name__: role for role in ROLES}[BEHAVIOUR.partition("+")[0]]()
 beat.close()

@@ -125,6 +125,14 @@ def test_a_rank_that_gives_no_reason_is_quoted(run: RunDir) -> None:
     assert "  | no module named torch" in err.splitlines()
 
 
+def test_a_reason_that_the_full_disk_did_not_take_is_told_and_nothing_half_written_stays(run: RunDir) -> None:
+    code, _, err = Launcher(run, 2, "wait", "finds_the_disk_full").end()
+    assert code == 1
+    assert err.startswith("error PP-E701: rank 1 failed while starting: OSError: No space left\n")
+    assert list(run.path.rglob("*.tmp")) == []
+    assert not [path for path in heartbeat.directory().iterdir() if run.id in path.name]
+
+
 def test_the_culprits_exit_code_and_code_are_the_jobs(run: RunDir) -> None:
     code, _, err = Launcher(run, 2, "wait", "raises_config").end()
     assert code == 3

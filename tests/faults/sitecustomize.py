@@ -1,7 +1,8 @@
 """Faults for ranks that a test starts with this directory on PYTHONPATH; python imports this file by itself.
 
 PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
-raise, kill (SIGKILL), stop (SIGSTOP), noise (from that step on, every stage input is noise), nan (the stage's output).
+raise, kill (SIGKILL), stop (SIGSTOP), noise (from that step on, every stage input is noise), nan (the stage's output),
+save (SIGKILL in the STEP-th save, when this rank's tensors are written).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -52,6 +53,21 @@ def _strike(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
+def _arm_save() -> None:
+    from ppctl.checkpoint import writing
+
+    _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
+    sync, saves = writing._sync, [0]
+
+    def spoilt_sync(path: object, pattern: str) -> dict:
+        saves[0] += pattern.startswith("__")
+        if os.environ["RANK"] == rank and saves[0] == int(number):
+            _strike("kill")
+        return sync(path, pattern)
+
+    writing._sync = spoilt_sync
+
+
 def _watch() -> None:
     """Log writes from the second step on: what comes before is start-up."""
     from ppctl.engine.interpreter import Engine
@@ -72,7 +88,7 @@ def _watch() -> None:
 
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    _arm()
+    _arm_save() if os.environ["PPCTL_FAULT"].startswith("save") else _arm()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ:
     _watch()
 if "RANK" in os.environ and "PPCTL_TELL" in os.environ:

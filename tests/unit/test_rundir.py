@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -157,12 +158,64 @@ def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
 
 def test_the_latest_checkpoint_is_the_one_that_latest_names(run: RunDir) -> None:
     assert run.latest_checkpoint() is None
-    (run.checkpoints / "step-4").mkdir()
-    (run.checkpoints / "step-8").mkdir()
+    for name in ("step-4", "step-12", "step-8", "step-16.tmp", "step-x"):
+        (run.checkpoints / name).mkdir()
+    assert run.latest_checkpoint() == run.checkpoints / "step-12", "a crash came before the first `latest`"
     (run.checkpoints / "latest").write_text("step-4\n")
     assert run.latest_checkpoint() == run.checkpoints / "step-4"
-    (run.checkpoints / "latest").write_text("step-12\n")
+
+
+@pytest.mark.parametrize("text", ["step-99\n", "", "../../..", "step-4.tmp", "\0{"])
+def test_a_latest_that_names_nothing_is_no_checkpoint(run: RunDir, text: str) -> None:
+    (run.checkpoints / "step-4").mkdir()
+    (run.checkpoints / "latest").write_text(text)
     assert run.latest_checkpoint() is None
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "plan.json"])
+@pytest.mark.parametrize("data", [b"", b"\0{{{: [", b"[]", b"{", b"\xff\xfe", b"3", None])
+def test_a_damaged_run_directory_is_an_error_that_names_the_file(run: RunDir, name: str, data: bytes | None) -> None:
+    (run.path / name).unlink(missing_ok=True)
+    if data is not None:
+        (run.path / name).write_bytes(data)
+    with pytest.raises(ConfigError) as caught:
+        run.read_config() if name == "config.yaml" else run.read_plan()
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E611"
+    assert f"{run.path} is not a complete run directory: {name}" in problem.message
+
+
+def test_metrics_that_are_no_records_are_left_out(run: RunDir) -> None:
+    (run.path / "metrics.jsonl").write_bytes(b'\xff\n5\nnull\n{"a": 1}\n{"step": "x"}\n{"step": 7}\n')
+    assert run.metrics() == [{"step": 7}]
+
+
+def test_on_a_full_disk_no_half_line_stays(run: RunDir) -> None:
+    run.add_metrics({"step": 0})
+    before = (run.path / "metrics.jsonl").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            run.add_metrics({"step": 1, "text": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (run.path / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_killed_writers_left_is_swept(run: RunDir) -> None:
+    (run.checkpoints / "step-4").mkdir()
+    (run.checkpoints / "step-8.tmp").mkdir()
+    for name in (
+        ".status.json.7.tmp",
+        "errors/.rank-0000.json.7.tmp",
+        "checkpoints/step-8.tmp/x",
+        "errors/rank-0001.json",
+    ):
+        (run.path / name).write_text("{")
+    run.sweep()
+    assert [path.name for path in run.path.rglob("*.tmp")] == []
+    assert run.all_checkpoints() and (run.path / "errors" / "rank-0001.json").exists()
 
 
 HOLD = """

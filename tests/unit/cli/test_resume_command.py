@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, go_on, new_run
+from ppctl.launch.prepare import Launch, find_checkpoint, go_on, new_run
 from ppctl.rundir import RunDir
 
 PERSON = Started("person")
@@ -108,7 +109,13 @@ def test_an_older_checkpoint_can_be_named(run: RunDir) -> None:
 def test_without_a_checkpoint_the_exit_code_is_3_and_the_remedy_starts_anew(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run.checkpoints / "latest").unlink()
+    (run.checkpoints / "latest").write_text("step-5\n")
+    with pytest.raises(CheckpointError, match="names no checkpoint that is there; there are step-4") as caught:
+        prepared(run)
+    words = shlex.split(caught.value.problems[0].remedy)
+    assert words[:3] == ["ppctl", "resume", str(run.path)]
+    assert find_checkpoint(words[3].partition("=")[2], Path("runs")) == run.checkpoints / "step-4"
+    shutil.rmtree(run.checkpoints)
     with pytest.raises(CheckpointError, match="PP-E615") as caught:
         prepared(run)
     words = shlex.split(caught.value.problems[0].remedy)

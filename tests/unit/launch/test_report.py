@@ -107,3 +107,20 @@ def test_many_victims_are_one_line(run: RunDir) -> None:
     assert len(lines) == 4
     assert lines[2].startswith("  followed by rank 1 (ValueError: [/x/gloo")
     assert lines[2].endswith(" and 4 more")
+
+
+def test_all_that_a_rank_found_wrong_is_told_with_its_place(run: RunDir) -> None:
+    others = ["PP-E403: the line is not an object\n  bad.jsonl:3\n  try: this"]
+    found = failures(
+        [], [told(0, 1.0, "not a JSON object", code="PP-E403", place="bad.jsonl:2", remedy="a\nb", others=others)]
+    )
+    assert report(run, found, {}, 1).splitlines()[:8] == [
+        "error PP-E403: rank 0 failed: not a JSON object",
+        "  bad.jsonl:2",
+        "  try: a",
+        "       b",
+        "error PP-E403: the line is not an object",
+        "  bad.jsonl:3",
+        "  try: this",
+        f"  its log: {run.log(0)}",
+    ]
