@@ -1,16 +1,20 @@
-"""What a rank holds: no more than its part needs."""
+"""What a rank holds: no more than its part needs, and the same config and plan as the others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import RanksFailed, run_ranks
 from test_bitwise_law import config_of
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
+from ppctl.rundir import RunDir
+from ppctl.train.rendezvous import Job, compare_digests
 from ppctl.train.session import build_session
 
 
@@ -28,3 +32,24 @@ def test_only_ranks_with_an_embedding_or_a_loss_open_data_and_each_builds_its_ow
     layers = [{name.split(".")[1] for name in names if name.startswith("layers.")} for _, names in held]
     assert layers == [{"0"}, {"1", "2"}, set(), {"3", "4", "5"}]
     assert held[2][1] == [], "an empty stage has no weights"
+
+
+def compare(mapping, seed, p2p_capacity):
+    config = from_mapping(mapping)
+    plan = build_plan(config, {})
+    if dist.get_rank() == 1:
+        config.train.seed += seed
+        plan = replace(plan, p2p_capacity=p2p_capacity)
+    compare_digests(Job(RunDir(Path("nowhere")), config, plan))
+
+
+@pytest.mark.parametrize(("seed", "p2p_capacity"), [(1, None), (0, 7)], ids=["another config", "another plan"])
+def test_ranks_that_differ_all_stop_before_the_first_message(
+    tmp_path: Path, seed: int, p2p_capacity: int | None
+) -> None:
+    mapping = to_mapping(config_of(tmp_path / "never read", pp=3, vpp=1, m=3))
+    run_ranks(compare, 3, mapping, 0, None)
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(compare, 3, mapping, seed, p2p_capacity)
+    assert [failure.kind for failure in caught.value.failures] == ["ConfigError"] * 3
+    assert all("PP-E742: ranks 1 hold another config or plan" in f.message for f in caught.value.failures)

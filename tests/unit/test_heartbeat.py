@@ -97,6 +97,7 @@ def test_the_publisher_writes_at_once_when_asked_and_at_the_end(run_id: str) -> 
 
     beats = [Heartbeat.open(run_id, rank) for rank in (4, 5)]
     publisher = Publisher(run_id, [4, 5, 6], write)
+    assert publisher.every == 10.0
     publisher.start()
     assert first.wait(5)
     beats[0].enter(9)
