@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppctl.config.argv import ALIASES
+from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
 from ppctl.config.support import MEANING, PYTHON, WORKS, support
 from ppctl.errors import ConfigError, Problem
@@ -45,7 +45,7 @@ def explain(topic: str | None) -> str:
     if code in sections_by_code:
         title, text = sections_by_code[code]
         return f"{code} {title}\n\n{_wrapped(text)}"
-    name = ALIASES.get(topic, topic)
+    name = full_name(topic)
     if name in keys():
         return _key(keys()[name])
     if name in sections():
@@ -106,7 +106,8 @@ def _key(key: Key) -> str:
         return "\n".join([*lines[:4], "state    " + MEANING[PYTHON]])
     accepts = f"; takes {', '.join(map(_text, state.accepts))}" if state.accepts else ""
     reason = f" ({state.note})" if state.note else ""
-    return "\n".join([*lines, f"state    {MEANING[state.state]}{reason}{accepts}"])
+    shown = f"; shown by {state.test}" if state.test else ""
+    return "\n".join([*lines, f"state    {MEANING[state.state]}{reason}{accepts}{shown}"])
 
 
 def _value(key: Key) -> str:

@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.cli.console import PIPE_WIDTH, console, is_live
@@ -35,6 +36,7 @@ EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_gr
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
+    parser.add_argument("--dump-schedule", metavar="FILE.csv", help="write the schedule as torch's compute-only CSV")
     parser.add_argument("--force", action="store_true", help="exit 0 even if memory does not fit")
 
 
@@ -52,6 +54,8 @@ def _run(args: argparse.Namespace) -> int:
     composed, plan, problems = planned(args.overrides, args.problems)
     for note in composed.notes if composed else ():
         print(f"note: {note}", file=sys.stderr)
+    if args.dump_schedule:
+        problems += _dump(plan, problems, Path(args.dump_schedule))
     if args.json:
         print(_json(plan, problems))
     else:
@@ -80,14 +84,30 @@ def planned(
     except ConfigError as error:
         return None, None, [*found, *error.problems]
     from ppctl.plan import build_plan
+    from ppctl.plan.given import not_trained
 
     plan = None
     try:
         plan = build_plan(composed.config, composed.provenance, problems=found)
         found = list(plan.problems)
+        found += not_trained(composed.config, plan) if for_training else []
     except ConfigError as error:
         found = list(error.problems)
     return composed, plan, list(dict.fromkeys(found))
+
+
+def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:
+    """Write the schedule, if there is a sound one; what kept it from being written."""
+    from ppctl.schedule.slots import to_slots
+
+    if plan is None or any(problem.code.startswith("PP-E3") for problem in problems):
+        return []  # there is nothing to write, and it has been told why
+    try:
+        path.write_text(to_slots(plan.schedule), encoding="utf-8")
+    except OSError as error:
+        return [Problem("PP-E127", f"the schedule cannot be written to {path}: {error.strerror}", place="command line")]
+    print(f"note: wrote the schedule to {path}; pipeline.pp_schedule_csv={path} runs it", file=sys.stderr)
+    return []
 
 
 def exit_code(problems: Sequence[Problem], *, force: bool = False) -> int:

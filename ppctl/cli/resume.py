@@ -73,7 +73,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
-    training.refuse([*problems, *([] if args.allow else forbidden(changes, args))])
+    training.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(changes, args))])
     assert plan is not None  # without problems there is one
     given = "checkpoint.resume" in changes
     checkpoint = find_checkpoint(str(composed.config.checkpoint.resume) if given else str(run.path), Path(args.dir))
@@ -90,6 +90,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
     """The config with the overrides on top, its plan if it has one, and all problems of both."""
     from ppctl.config.compose import RefusedError, override
     from ppctl.plan import build_plan
+    from ppctl.plan.given import not_trained
 
     history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
     found: list[Problem] = list(args.problems)
@@ -102,7 +103,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
         plan = build_plan(composed.config, composed.provenance, problems=found)
     except ConfigError as error:
         return composed, None, list(error.problems)
-    return composed, plan, list(plan.problems)
+    return composed, plan, list(dict.fromkeys([*plan.problems, *not_trained(composed.config, plan)]))
 
 
 def _earlier(run: RunDir, source: str) -> str:
@@ -127,6 +128,15 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     return {key: (old, after[key]) for key, old in before.items() if old != after[key]}
 
 
+def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
+    """One problem for each change that cannot take effect: a run stays in its directory."""
+    return [
+        Problem("PP-E617", f"{key} was {changes[key][0]}, and a run stays where it is; leave it out", place=key)
+        for key in ("log.name", "log.dir")
+        if key in changes
+    ]
+
+
 def forbidden(changes: Mapping[str, tuple[Any, Any]], args: argparse.Namespace) -> list[Problem]:
     """One problem for each change that would make the run another one: other numbers from the next step on."""
     return [
@@ -145,9 +155,11 @@ def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: ar
     from ppctl.launch.prepare import step_of
 
     done, steps = step_of(checkpoint), composed.config.train.steps
-    if run.status()["state"] == "finished" and done >= steps:
-        message = f"run {run.id} has done its {steps} steps"
-        remedy = f"ppctl resume {args.run or run.id} steps={2 * steps}"
+    finished = run.status()["state"] == "finished" and done == steps
+    if finished or done > steps:
+        message = f"run {run.id} has done its {done} steps"
+        message += "" if finished else f", and train.steps is {steps}"
+        remedy = f"ppctl resume {args.run or run.id} steps={2 * done}"
         raise ConfigError(Problem("PP-E618", message, remedy, str(run.path)))
 
 

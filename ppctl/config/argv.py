@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppctl.config.flags import MEGATRON, flag_problem
+from ppctl.config.flags import MEGATRON, SWITCHES, flag_problem
 from ppctl.config.keys import as_typed, keys, sections
 from ppctl.errors import Problem
 
@@ -35,13 +35,35 @@ ALIASES = {
     "gpus_per_node": "launch.gpus_per_node",
 }
 
+SYNONYMS = {
+    **{
+        f"model.{name}": f"parallel.{name}"
+        for name in (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    },
+    "parallel.num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_model_parallel_size",
+}
+"""Names that other systems have for a key, and for its section."""
+
 SETS_LAYOUT_ASIDE = (
     "parallel.pipeline_model_parallel_size",
     "parallel.virtual_pipeline_model_parallel_size",
     "model.num_layers",
     "model.mtp_num_layers",
+    "parallel.num_layers_in_first_pipeline_stage",
+    "parallel.num_layers_in_last_pipeline_stage",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "pipeline.layers_per_stage",
+    "pipeline.module_fqns_per_model_part",
 )
-"""The sizes that a layout is written for: overriding one without a layout sets a recipe's layout aside."""
+"""The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
 
 PATHS = frozenset({"data.path", "checkpoint.resume", "log.dir", "pipeline.pp_schedule_csv"})
 """Text keys in which a comma is an ordinary character."""
@@ -52,6 +74,11 @@ _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
 _RANGE = re.compile(r"range\(((?: *-?[0-9]{1,4} *,?){1,3})\)")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def full_name(name: str) -> str:
+    """The key that an alias, or another system's name, stands for; any other name as it is."""
+    return ALIASES.get(name) or SYNONYMS.get(name, name)
 
 
 @dataclass(slots=True)
@@ -103,6 +130,8 @@ class _Sorter:
         elif name in MEGATRON and (equals or self._value_follows()):
             value = value if equals else self.queue.pop(0)
             self._add(name, MEGATRON[name], value, token if equals else f"{token} {value}")
+        elif name in SWITCHES:
+            self._add(name, SWITCHES[name], value if equals else "true", token)
         elif token.startswith("-") and len(token) > 1:
             if not equals and self._value_follows() and "=" not in self.queue[0]:
                 value = self.queue.pop(0)
@@ -130,7 +159,7 @@ class _Sorter:
         elif match[3] is None:
             self.found.problems.append(Problem("PP-E105", f"{token} has no value", _where_told(match[2]), PLACE))
         else:
-            self._add(match[2], ALIASES.get(match[2], match[2]), match[3], token)
+            self._add(match[2], full_name(match[2]), match[3], token)
 
     def _add(self, name: str, key: str, value: str, typed: str) -> None:
         """Add one override, unless it is a list of values or contradicts an earlier one."""

@@ -13,11 +13,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from ppctl.config import messages
 from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.model_parallel_config import problems as parallel_problems
-from ppctl.config.schema import ModelConfig, OptimConfig, ParallelConfig, RunConfig
-from ppctl.config.support import LATER_SCHEDULES, SCHEDULES, not_trained, refused, schedule_policy
+from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
+from ppctl.config.support import ABSTRACT_SCHEDULES, SCHEDULES, not_trained, refused, schedule_policy
 from ppctl.errors import Problem
 
 
@@ -108,12 +109,18 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _heads(config.model)
     yield from _experts(config.model)
     yield from _optim(config.optim)
-    yield from _dtypes(config.parallel)
+    yield from _dtypes(config)
+    yield from messages.broken_rules(config)
     yield from _schedule(config)
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
         keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
         yield keys, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
     model, data = config.model, config.data
+    given = config.pipeline.pp_seq_len
+    if given is not None and given != data.seq_length:
+        keys = ("pipeline.pp_seq_len", "data.seq_length")
+        message = f"messages would be made for sequences of {given}, and the data's have {data.seq_length}"
+        yield keys, message, f"pipeline.pp_seq_len={data.seq_length}"
     if data.seq_length > model.max_position_embeddings:
         yield (
             ("data.seq_length", "model.max_position_embeddings"),
@@ -227,21 +234,24 @@ def _optim(optim: OptimConfig) -> Iterator[Finding]:
         )
 
 
-def _dtypes(parallel: ParallelConfig) -> Iterator[Finding]:
+def _dtypes(config: RunConfig) -> Iterator[Finding]:
     """bf16 decides: the weights' and the messages' dtype may repeat it, not contradict it."""
-    dtype = "bfloat16" if parallel.bf16 else "float32"
-    for name in ("params_dtype", "pipeline_dtype"):
-        given = dtype_name(getattr(parallel, name))
+    bf16 = config.parallel.bf16
+    dtype = "bfloat16" if bf16 else "float32"
+    for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
+        given = dtype_name(value_of(config, name))
         if given in ("float32", "bfloat16") and given != dtype:
-            keys = (f"parallel.{name}", "parallel.bf16")
-            message = f"with parallel.bf16={str(parallel.bf16).lower()} weights and messages are {dtype}"
-            yield keys, message, f"parallel.bf16={str(given == 'bfloat16').lower()}"
+            message = f"with parallel.bf16={str(bf16).lower()} weights and messages are {dtype}"
+            yield (name, "parallel.bf16"), message, f"parallel.bf16={str(given == 'bfloat16').lower()}"
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:
     name = config.pipeline.pp_schedule
-    if schedule_policy(name) is None and (name or "").lower().removeprefix("schedule") not in LATER_SCHEDULES:
-        hint = did_you_mean(str(name), SCHEDULES)
+    if config.pipeline.pp_schedule_csv is not None and name is None:
+        return
+    if schedule_policy(name) is None:
+        abstract = (name or "").lower() in ABSTRACT_SCHEDULES
+        hint = ": that is a kind of schedule" if abstract else did_you_mean(str(name), SCHEDULES)
         chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
         close = [*nearest(str(name), SCHEDULES), "interleaved_1f1b" if chunks > 1 else "1f1b"]
         yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", f"pipeline.pp_schedule={close[0]}"

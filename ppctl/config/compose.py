@@ -20,7 +20,7 @@ from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, t
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.resources import groups, recipes
 from ppctl.config.schema import RunConfig
-from ppctl.config.support import later_key
+from ppctl.config.support import ignored, later_key
 from ppctl.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -203,6 +203,7 @@ def _fits(name: str, text: str) -> bool:
 def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Composed:
     draft.resolve()
     draft.read_layout_file()
+    draft.find_schedule_file()
     draft.unite_micro_batch()
     config, wrong = convert(draft.tree, draft.place)
     named = {_key_of(p): p for p in wrong}
@@ -212,7 +213,8 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
         later_key(key, p.place) or _with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place
     ]
     problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
-    composed = Composed(config, draft.provenance, tuple(overrides), notes=tuple(draft.notes))
+    notes = (*draft.notes, *ignored(config, draft.provenance))
+    composed = Composed(config, draft.provenance, tuple(overrides), notes=notes)
     if problems:
         same = shlex.join(["ppctl", "plan", *overrides])
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]

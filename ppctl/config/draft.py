@@ -18,6 +18,8 @@ from ppctl.errors import Problem
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
 
+SCHEDULE_FILE = "pipeline.pp_schedule_csv"
+
 DEFAULT = "default"
 
 
@@ -122,6 +124,12 @@ class Draft:
             self.put(LAYOUT, yaml.safe_load(text))
         else:
             self.put(LAYOUT, text)
+
+    def find_schedule_file(self) -> None:
+        """Keep the schedule file's absolute path: a run is resumed from anywhere."""
+        value = self.get(SCHEDULE_FILE)
+        if isinstance(value, str) and (path := Path(value).expanduser()).is_file():
+            self.put(SCHEDULE_FILE, str(path.resolve()))
 
     def unite_micro_batch(self) -> None:
         """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: the stronger one's.

@@ -41,12 +41,21 @@ MEGATRON = {
     **{_flag(name): f"model.{name}" for name in _MODEL},
     "--num-virtual-stages-per-pipeline-rank": "parallel.virtual_pipeline_model_parallel_size",
     "--microbatch-group-size-per-virtual-pipeline-stage": "parallel.microbatch_group_size_per_vp_stage",
+    "--num-layers-per-virtual-pipeline-stage": "parallel.num_layers_per_virtual_pipeline_stage",
+    "--decoder-first-pipeline-num-layers": "parallel.num_layers_in_first_pipeline_stage",
+    "--decoder-last-pipeline-num-layers": "parallel.num_layers_in_last_pipeline_stage",
     "--num-experts": "model.num_moe_experts",
     "--micro-batch-size": "train.micro_batch_size",
     "--global-batch-size": "train.global_batch_size",
     "--seq-length": "data.seq_length",
 }
 """Flag -> key. Each takes one value, as `--flag VALUE` or `--flag=VALUE`."""
+
+SWITCHES = {
+    _flag(name): f"parallel.{name}"
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+}
+"""Flag -> key that it sets to true. They take no value."""
 
 RENAMED = {
     "--train-iters": "train.steps",
@@ -73,11 +82,6 @@ RENAMED = {
 
 LATER = frozenset(
     {
-        "--num-layers-per-virtual-pipeline-stage",
-        "--decoder-first-pipeline-num-layers",
-        "--decoder-last-pipeline-num-layers",
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
         "--recompute-granularity",
         "--recompute-method",
         "--recompute-num-layers",

@@ -104,6 +104,16 @@ class ParallelConfig(ModelParallelConfig):
     """None derives it: world / (tp x cp x pp)."""
     pipeline_model_parallel_layout: Any = None
     """A layout string, a list of stages, `auto`, `@file`; none is the even split."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Decoder layers on the first pp_rank (all its chunks); the others share the rest evenly. Compiled to a layout."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Decoder layers on the last pp_rank (all its chunks); the others share the rest evenly. Compiled to a layout."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer in the even split. Compiled to a layout."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the loss as one layer in the even split. Compiled to a layout."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Decoder layers of one chunk in the even split, which gives vpp. Compiled to a layout."""
 
     def __post_init__(self) -> None:
         """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""

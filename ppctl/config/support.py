@@ -17,15 +17,16 @@ from ppctl.errors import Problem
 WORKS, PLANS, LATER, NEEDS, IGNORED, PYTHON = "works", "plans", "later", "needs", "ignored", "python"
 
 MEANING = {
-    WORKS: "works in this release",
-    PLANS: "`ppctl plan` works with it; training comes in a later release",
-    LATER: "comes in a later release",
+    WORKS: "works",
+    PLANS: "later: `ppctl plan` works with it; training comes in a later release",
+    LATER: "later: comes in a later release, and is refused until then",
     NEEDS: "needs a library or build that ppctl does not use",
-    IGNORED: "has no effect in the original either, or nothing to act on here",
-    PYTHON: "takes a Python object; a config cannot set it",
+    IGNORED: "ignored upstream too, or nothing to act on here: accepted, with a note",
+    PYTHON: "works from Python: takes an object, which a config cannot set",
 }
+"""Each state begins with one of four words: works, later, needs, ignored."""
 
-_CODES = {LATER: "PP-E110", NEEDS: "PP-E111", IGNORED: "PP-E112"}
+_CODES = {LATER: "PP-E110", NEEDS: "PP-E111"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +37,78 @@ class Support:
     note: str = ""
     accepts: tuple[Any, ...] | None = None
     """The values that take effect; none means all (WORKS) or the default alone (any other state)."""
+    test: str = ""
+    """Of a field that works: the test that shows it, as pytest names it."""
 
     def refuses(self, key: Key, value: Any) -> bool:
         """Whether `value` is one that this release does not honour."""
         accepted = (key.default,) if self.accepts is None else self.accepts
+        if self.state == IGNORED:
+            return False
         return (self.state != WORKS or self.accepts is not None) and value not in accepted
+
+
+def _works(tests: dict[str, str], accepts: tuple[Any, ...] | None = None) -> dict[str, Support]:
+    """Field -> its state, for fields that work; the tests are relative to tests/."""
+    return {name: Support(WORKS, "", accepts, f"tests/{test}") for name, test in tests.items()}
 
 
 def _each(names: str, state: str, note: str = "") -> dict[str, Support]:
     return {name: Support(state, note) for name in names.split()}
 
 
+_LAW = "dist/test_bitwise_law.py"
+_SPLIT = "unit/test_plan_split.py"
+_RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
 _TE = "Transformer Engine's userbuffers"
 
 _PARALLEL = {
-    **_each(
-        "pipeline_model_parallel_size virtual_pipeline_model_parallel_size pipeline_model_parallel_layout "
-        "data_parallel_size microbatch_group_size_per_vp_stage bf16 deallocate_pipeline_outputs",
-        WORKS,
+    **_works(
+        {
+            "pipeline_model_parallel_size": f"{_LAW}::test_any_cut_gives_the_bits_of_one_process",
+            "virtual_pipeline_model_parallel_size": f"{_LAW}::test_any_cut_gives_the_bits_of_one_process",
+            "pipeline_model_parallel_layout": f"{_LAW}::test_any_layout_gives_the_bits_of_one_process",
+            "data_parallel_size": f"{_LAW}::test_two_replicas_agree_with_one_process_to_a_millionth",
+            "microbatch_group_size_per_vp_stage": "unit/test_plan.py::test_a_group_size_counts_only_when_it_was_given",
+            "bf16": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
+            "deallocate_pipeline_outputs": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
+            "num_layers_in_first_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
+            "num_layers_in_last_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
+            "account_for_embedding_in_pipeline_split": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
+            "account_for_loss_in_pipeline_split": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
+            "num_layers_per_virtual_pipeline_stage": f"{_SPLIT}::test_layers_per_chunk_give_the_chunks",
+        }
     ),
     **_each("tensor_model_parallel_size", PLANS, "tensor parallelism"),
     **_each("context_parallel_size", PLANS, "context parallelism"),
     **_each("expert_model_parallel_size expert_tensor_parallel_size", PLANS, "expert parallelism"),
-    "params_dtype": Support(WORKS, accepts=(None, "float32", "bfloat16")),
-    "pipeline_dtype": Support(WORKS, accepts=(None, "float32", "bfloat16")),
-    "overlap_p2p_comm": Support(LATER, "messages always overlap compute", accepts=(True,)),
-    "batch_p2p_comm": Support(LATER, "every edge has channels of its own instead", accepts=(False,)),
-    "batch_p2p_sync": Support(LATER, "it belongs to batch_p2p_comm", accepts=(False,)),
+    **_works(
+        {
+            "params_dtype": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
+            "pipeline_dtype": _RULES,
+        },
+        (None, "float32", "bfloat16"),
+    ),
+    **_works(
+        {
+            "overlap_p2p_comm": f"{_LAW}::test_how_messages_travel_changes_no_bit",
+            "batch_p2p_comm": f"{_LAW}::test_how_messages_travel_changes_no_bit",
+            "batch_p2p_sync": "dist/test_p2p.py::test_activations_go_down_and_gradients_come_back",
+            "variable_seq_lengths": f"{_LAW}::test_how_messages_travel_changes_no_bit",
+            "pipeline_model_parallel_comm_backend": f"{_LAW}::test_how_messages_travel_changes_no_bit",
+        }
+    ),
+    "overlap_p2p_comm_warmup_flush": Support(
+        WORKS,
+        "channels overlap warm-up and flush in any case",
+        None,
+        f"tests/{_LAW}::test_how_messages_travel_changes_no_bit",
+    ),
     **_each("sequence_parallel hierarchical_context_parallel_sizes", LATER),
     **_each("fp16 enable_autocast autocast_dtype deterministic_mode", LATER),
     **_each("num_microbatches_with_partial_activation_checkpoints", LATER, "activation recomputation"),
-    **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_p2p_comm_warmup_flush", LATER),
-    **_each("variable_seq_lengths cross_entropy_loss_fusion cross_entropy_fusion_impl", LATER),
-    **_each("perform_initialization pipeline_model_parallel_comm_backend", LATER),
+    **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute", LATER),
+    **_each("cross_entropy_loss_fusion cross_entropy_fusion_impl perform_initialization", LATER),
     **_each("cpu_offloading cpu_offloading_num_layers cpu_offloading_activations", LATER, "activation offloading"),
     **_each("cpu_offloading_weights cpu_offloading_double_buffering", LATER, "activation offloading"),
     **_each("gradient_accumulation_fusion", NEEDS, "APEX's fused_weight_gradient_mlp_cuda"),
@@ -86,12 +126,24 @@ _PARALLEL = {
 }
 
 _PIPELINE = {
-    **_each("pp_schedule pp_microbatch_size p2p_capacity extra_warmup", WORKS),
-    **_each("pp_schedule_csv layers_per_stage round_virtual_stages_to_pp_multiple", LATER),
-    **_each("module_fqns_per_model_part pp_seq_len dtype scale_grads_in_schedule", LATER),
+    **_works(
+        {
+            "pp_schedule": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
+            "pp_schedule_csv": f"{_LAW}::test_a_given_schedule_gives_the_bits_of_one_process",
+            "pp_microbatch_size": "unit/test_plan.py::test_the_world_and_the_batch_follow_from_what_was_given",
+            "p2p_capacity": "dist/test_engine.py::test_capacity_changes_nothing_but_time",
+            "extra_warmup": f"{_LAW}::test_a_longer_warmup_changes_no_bit",
+            "layers_per_stage": f"{_SPLIT}::test_layers_per_stage_are_nemos",
+            "round_virtual_stages_to_pp_multiple": f"{_SPLIT}::test_layers_per_stage_are_nemos",
+            "module_fqns_per_model_part": f"{_SPLIT}::test_modules_by_name_are_a_layout",
+            "pp_seq_len": _RULES,
+        }
+    ),
+    **_works({"dtype": _RULES}, (None, "float32", "bfloat16")),
+    **_each("scale_grads_in_schedule", LATER, "the loss is a mean over the step's tokens already"),
     **_each("pp_batch_size", LATER, "gradient accumulation over several schedule calls"),
-    **_each("patch_inner_model patch_causal_lm_model", IGNORED, "stages are built, no foreign model is patched"),
-    **_each("patch_stage_backward_maybe_with_nosync", IGNORED, "there is no FSDP wrapper to hold back"),
+    **_each("patch_inner_model patch_causal_lm_model", LATER, "it belongs to Hugging Face models"),
+    **_each("patch_stage_backward_maybe_with_nosync", LATER, "it belongs to Hugging Face models under FSDP"),
 }
 
 _ELSEWHERE = {
@@ -121,11 +173,26 @@ SCHEDULES = {
     "1f1b": "1f1b",
     "interleaved1f1b": "interleaved_1f1b",
     "interleaved_1f1b": "interleaved_1f1b",
+    "dfs": "interleaved_1f1b",
     "gpipe": "gpipe",
+    "loopedbfs": "gpipe",
+    "looped_bfs": "gpipe",
+    "interleavedzerobubble": "interleaved_zero_bubble",
+    "interleaved_zero_bubble": "interleaved_zero_bubble",
+    "zero_bubble": "interleaved_zero_bubble",
+    "zbvzerobubble": "zbv_zero_bubble",
+    "zbv_zero_bubble": "zbv_zero_bubble",
+    "v_schedule": "zbv_zero_bubble",
+    "dualpipev": "dualpipev",
 }
-"""pipeline.pp_schedule in lower case, without torch's `Schedule` prefix -> the policy's name."""
+"""pipeline.pp_schedule in lower case, without torch's `Schedule` prefix -> the policy's name: torch's names, those of
+NeMo Automodel's documentation, ppctl's. Breadth-first (looped) is gpipe with several chunks per rank."""
 
-LATER_SCHEDULES = frozenset({"loopedbfs", "interleavedzerobubble", "zbvzerobubble", "dualpipev"})
+PLANNED_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
+"""The policies that can be planned and drawn, but not trained with yet."""
+
+ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti"})
+"""torch's names of kinds of schedules, which name no schedule."""
 
 _LATER_KEYS = {
     "scale": "sizes scaled down for a smoke run (+scale=smoke)",
@@ -165,7 +232,6 @@ def _refusal(key: Key, value: Any, place: str) -> Problem:
     reason = {
         LATER: f"comes in a later release{what}",
         NEEDS: f"needs {state.note or 'a library'}, which ppctl does not use",
-        IGNORED: f"would have no effect: {state.note}",
     }.get(state.state, f"is not supported{what}")
     accepted = state.accepts or (key.default,)
     remedy = f"{key.name}={_text(accepted[0])}"
@@ -182,11 +248,17 @@ def refused(config: RunConfig, provenance: Mapping[str, str], skip: Collection[s
         is_set = provenance.get(name, "default") != "default" or value != key.default
         if is_set and state.refuses(key, value):
             yield _refusal(key, value, place_of(name, value, provenance))
-    schedule = config.pipeline.pp_schedule or ""
-    if schedule.lower().removeprefix("schedule") in LATER_SCHEDULES:
-        place = place_of("pipeline.pp_schedule", schedule, provenance)
-        message = f"pipeline.pp_schedule={schedule} comes in a later release"
-        yield Problem("PP-E110", message, "pipeline.pp_schedule=interleaved1f1b", place)
+
+
+def ignored(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
+    """One note that names all the settings that have no effect, if there are any."""
+    found = []
+    for name, state in SUPPORT.items():
+        key = text_keys().get(name)
+        if state.state == IGNORED and key is not None and value_of(config, name) != key.default:
+            source = provenance.get(name, "default")
+            found.append(f"{name}={_text(value_of(config, name))} ({source}; {state.note})")
+    return [f"without effect: {', '.join(found)}"] if found else []
 
 
 def not_trained(config: RunConfig) -> list[Problem]:
@@ -199,6 +271,9 @@ def not_trained(config: RunConfig) -> list[Problem]:
         value = value_of(config, name)
         if state.refuses(key, value) and not (name.endswith("parallel_size") and value == 1):
             missing.setdefault(state.note, []).append(f"{name}={str(value).lower()}")
+    if config.pipeline.pp_schedule_csv is None and schedule_policy(config.pipeline.pp_schedule) in PLANNED_SCHEDULES:
+        named = f"pipeline.pp_schedule={config.pipeline.pp_schedule}"
+        missing.setdefault("schedules with split backwards", []).append(named)
     if not missing:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())

@@ -16,10 +16,11 @@ from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
+from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import rank_costs, stage_specs, tie_groups
-from ppctl.plan.timing import CAPACITY, Choice, check_length, choose_schedule, compute_only, predicted, proved
+from ppctl.plan.timing import CAPACITY, CSV, Choice, check_length, choose_schedule, compute_only, predicted, proved
 from ppctl.plan.types import Derived, Plan, RankCost, StageSpec
 from ppctl.plan.warmup import check_warmup, decide_warmup
 from ppctl.schedule.action import Schedule
@@ -83,16 +84,23 @@ def derive(said: Said) -> Derivation:
         findings.extend(_layer_kinds(said))
     derivation.world = derive_world(said, findings)
     divide_model(said, findings)
-    derivation.cut = derive_cut(said, findings)
+    given = read_given(said, findings)
+    derivation.cut = derive_cut(said, findings, chunks_wanted(said, given))
     if derivation.world is not None:
         derivation.batch = derive_batch(said, derivation.world.dp, findings)
     if derivation.cut is not None:
-        derivation.choice = choose_schedule(said, derivation.cut.vpp, findings)
+        derivation.choice = _choice(said, derivation, given, findings)
         if derivation.batch is not None:
             check_length(said, said["pp"] * derivation.cut.vpp, derivation.batch.num_microbatches, findings)
         if derivation.choice is not None:
             check_warmup(said, derivation.choice, findings)
     return derivation
+
+
+def _choice(said: Said, derivation: Derivation, given: Schedule | None, findings: Findings) -> Choice | None:
+    if said[CSV] is None:
+        return choose_schedule(said, derivation.cut.vpp if derivation.cut else 1, findings)
+    return None if given is None else take_given(said, given, derivation.cut, derivation.batch, findings)
 
 
 def _layer_kinds(said: Said) -> Iterable[Finding]:
@@ -130,11 +138,11 @@ def _sizes(said: Said, world: World, cut: Cut) -> ParallelSizes:
 
 
 def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
-    world, cut, batch = derivation.world, derivation.cut, derivation.batch
-    assert world and cut and batch
+    world, cut, batch, choice = derivation.world, derivation.cut, derivation.batch, derivation.choice
+    assert world and cut and batch and choice
     config, model = said.config, said.config.model
     sizes = _sizes(said, world, cut)
-    stages = stage_specs(config, cut.layout, batch.micro_batch_size)
+    stages = stage_specs(config, cut.layout, batch.micro_batch_size, choice.placement)
     plain, decided = _compute_only(said, derivation, stages, sizes)
     schedule, wrong = proved(said, plain)
     flops = [stage.flops_forward for stage in stages]
@@ -168,7 +176,8 @@ def _peak(said: Said) -> int | None:
     if derivation.findings or not (derivation.world and derivation.cut and derivation.batch and derivation.choice):
         return None
     sizes = _sizes(said, derivation.world, derivation.cut)
-    stages = stage_specs(said.config, derivation.cut.layout, derivation.batch.micro_batch_size)
+    placement = derivation.choice.placement
+    stages = stage_specs(said.config, derivation.cut.layout, derivation.batch.micro_batch_size, placement)
     schedule, _ = _compute_only(said, derivation, stages, sizes)
     costs = rank_costs(said.config, stages, sizes, schedule, derivation.batch.micro_batch_size)
     return max(cost.peak_bytes for cost in costs)

@@ -15,6 +15,7 @@ from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Override, Said, typed
 from ppctl.plan.sizes import nearest_divisors
+from ppctl.plan.split import Split, compile_split, options_said
 from ppctl.plan.types import Derived
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
@@ -33,19 +34,41 @@ class Cut:
         return self.layout.virtual_pipeline_model_parallel_size
 
 
-def derive_cut(said: Said, findings: Findings) -> Cut | None:
-    """The layout. None if there is none that fits; then `findings` say why."""
+def derive_cut(said: Said, findings: Findings, chunks: tuple[int, str] | None = None) -> Cut | None:
+    """The layout. None if there is none that fits; then `findings` say why.
+
+    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none was given.
+    """
+    split = compile_split(said, findings)
+    if split is not None:
+        return _split_cut(said, split, findings)
+    if options_said(said):
+        return None  # they do not fit, and it has been told
     given = said["layout"]
     if given == "auto":
         message = "layout=auto (a balanced layout by search) comes in a later release"
         findings.append(Finding("PP-E221", "layout", message, said.told("layout"), *_even(said)))
         return None
-    return _even_cut(said, findings) if given is None else _given_cut(said, given, findings)
+    return _even_cut(said, findings, chunks) if given is None else _given_cut(said, given, findings)
 
 
-def _even_cut(said: Said, findings: Findings) -> Cut | None:
-    """The even split; vpp is 1 unless it was given."""
-    layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or 1
+def _split_cut(said: Said, split: Split, findings: Findings) -> Cut | None:
+    """The layout that Megatron's or NeMo's options were compiled to; it is printed, and held to all rules."""
+    layout = PipelineParallelLayerLayout(split.layout, said["pp"])
+    if wrong := layout.problems(said["model.num_layers"], said["model.mtp_num_layers"]):
+        _adopt(findings, LayoutError(wrong), said)
+        return None
+    derived = [split.derived]
+    if said["vpp"] is None:
+        count, pp = len(layout.stages), said["pp"]
+        derived.append(Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"))
+    return Cut(layout, tuple(derived))
+
+
+def _even_cut(said: Said, findings: Findings, chunks: tuple[int, str] | None) -> Cut | None:
+    """The even split; vpp is 1 unless it was given, or the schedule asks for more."""
+    wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
+    layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or wanted
     # What no layout can hold is a typing error in one of these.
     fewer = ((("pp", min(pp, layers)), ("vpp", 1)), (("model.num_layers", pp * vpp),))
     try:
@@ -64,7 +87,7 @@ def _even_cut(said: Said, findings: Findings) -> Cut | None:
         why += f"; {source.removeprefix('derived: ')}"
     derived = [Derived("layout", text, f"layout {text}: {why}")]
     if said["vpp"] is None:
-        derived.append(Derived("vpp", 1, "vpp 1: neither a layout nor virtual_pipeline_model_parallel_size was given"))
+        derived.append(Derived("vpp", vpp, f"vpp {vpp}: {asks}"))
     return Cut(layout, tuple(derived))
 
 

@@ -65,7 +65,11 @@ class Said:
 
 def command(overrides: tuple[Override, ...]) -> str:
     """Overrides as a shell takes them."""
-    return " ".join(shlex.quote(f"{key}={'null' if value is None else value}") for key, value in overrides)
+    return " ".join(shlex.quote(f"{key}={_text(value)}") for key, value in overrides)
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def typed(text: str) -> tuple[Override, ...]:
@@ -80,4 +84,5 @@ def typed(text: str) -> tuple[Override, ...]:
 
 
 def _value(text: str) -> Any:
-    return None if text == "null" else int(text) if text.isdecimal() else text
+    words = {"null": None, "true": True, "false": False}
+    return words[text] if text in words else int(text) if text.isdecimal() else text

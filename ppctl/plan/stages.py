@@ -13,7 +13,7 @@ from ppctl.cost.memory import PRECISIONS, Precision, Shares, peaks, stage_activa
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Placement, Schedule
 from ppctl.topology import ParallelSizes
 
 
@@ -23,9 +23,12 @@ def precision_of(config: RunConfig) -> Precision:
     return PRECISIONS["bfloat16" if parallel.bf16 else str(parallel.params_dtype or "float32").removeprefix("torch.")]
 
 
-def stage_specs(config: RunConfig, layout: PipelineParallelLayerLayout, micro_batch_size: int) -> tuple[StageSpec, ...]:
-    """All stages in model order."""
+def stage_specs(
+    config: RunConfig, layout: PipelineParallelLayerLayout, micro_batch_size: int, placement: str = "loop"
+) -> tuple[StageSpec, ...]:
+    """All stages in model order, placed as a loop over the pp_ranks or as a V."""
     model, pp = config.model, layout.pipeline_model_parallel_size
+    place = Placement(placement, pp, len(layout.stages))
     message = _message(config, micro_batch_size)
     count = len(layout.stages)
     specs = []
@@ -38,8 +41,8 @@ def stage_specs(config: RunConfig, layout: PipelineParallelLayerLayout, micro_ba
         specs.append(
             StageSpec(
                 stage=stage,
-                pp_rank=stage % pp,
-                vpp_rank=stage // pp,
+                pp_rank=place.rank_of(stage),
+                vpp_rank=place.chunk_of(stage),
                 layers=layers,
                 receives=crossing,
                 sends=sends,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
+from ppctl.config.messages import in_batches
 from ppctl.config.support import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.findings import Finding, Findings
@@ -17,7 +18,7 @@ from ppctl.plan.said import Said
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.policies import V_PLACED, forwards_alone, make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
@@ -32,13 +33,24 @@ MOST_ACTIONS = 1_000_000
 SCHEDULE = "pipeline.pp_schedule"
 GROUP = "parallel.microbatch_group_size_per_vp_stage"
 CAPACITY = "pipeline.p2p_capacity"
+CSV = "pipeline.pp_schedule_csv"
+GIVEN = "csv"
+"""The name of a schedule that was given as a file."""
 
 
 class Choice(NamedTuple):
-    """A policy's name, and the equation where ppctl chose it."""
+    """A policy's name, and the equation where ppctl chose it; or a schedule that was given as a file."""
 
     name: str
     derived: tuple[Derived, ...] = ()
+    given: Schedule | None = None
+
+    @property
+    def placement(self) -> str:
+        """How stages are placed: `loop` or `v`."""
+        if self.given is not None:
+            return self.given.placement.kind
+        return "v" if self.name in V_PLACED else "loop"
 
 
 def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
@@ -56,6 +68,11 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
         one_chunk = (("vpp", 1),) if said["layout"] is None else (("vpp", 1), ("layout", None))
         remedies = (((SCHEDULE, _fitting(vpp)),), one_chunk)
         findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *remedies))
+        return None
+    if name in V_PLACED and vpp != 2:
+        message = f"schedule {asked} runs two chunks per rank, down a V and back up, and vpp is {vpp}"
+        ways = ((("vpp", 2),), (("vpp", 2), ("layout", None)), ((SCHEDULE, _fitting(vpp)),))
+        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *ways))
         return None
     if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
         return Choice("1f1b", (_chosen(vpp, f"{asked} ({said.source(SCHEDULE)}) was given for more chunks"),))
@@ -90,7 +107,9 @@ def _chosen(vpp: int, why: str) -> Derived:
 
 
 def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0) -> Schedule:
-    """The chosen policy's schedule. A group size counts only where it was given: its default follows pp."""
+    """The chosen policy's schedule, or the given one. A group size counts only where it was given: else it is pp."""
+    if choice.given is not None:
+        return choice.given
     return make_schedule(
         choice.name,
         pp=said["pp"],
@@ -103,18 +122,18 @@ def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int, ex
 
 def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
     """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity was given."""
-    capacity = said[CAPACITY]
+    capacity, batched = said[CAPACITY], in_batches(said.config.parallel)
+    if plain.name == GIVEN and (wrong := verify(plain)):
+        return plain, [replace(each, place=f"{each.place}\n{said.told(CSV)}".strip()) for each in wrong]
     try:
-        free = lower(plain)
+        free = lower(plain, batched=batched)
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
         return plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)]
-    schedule = free if capacity is None else lower(plain, capacity=capacity)
+    schedule = free if capacity is None else lower(plain, capacity=capacity, batched=batched)
     wrong = verify(schedule)
-    if capacity is None:
+    if capacity is None or batched:
         return schedule, wrong
-    place = schedule.placement
-    vpp = place.num_stages // place.pp
-    twin = make_schedule("forward_only", pp=place.pp, vpp=vpp, num_microbatches=plain.num_microbatches)
+    twin = forwards_alone(schedule.placement, plain.num_microbatches)
     wrong = wrong or verify(lower(twin, capacity=capacity))
     enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"

@@ -13,7 +13,7 @@ from typing import Any
 from ppctl.errors import Problem
 from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.policies import forwards_alone
 from ppctl.topology import ParallelSizes, RankGrid
 
 
@@ -105,9 +105,8 @@ class Plan:
 
     def forward_only(self, num_microbatches: int) -> Schedule:
         """The lowered forward-only schedule of these stages for any number of microbatches."""
-        sizes = self.sizes
-        plain = make_schedule("forward_only", pp=sizes.pp, vpp=sizes.vpp, num_microbatches=num_microbatches)
-        return lower(plain, capacity=self.p2p_capacity)
+        plain = forwards_alone(self.schedule.placement, num_microbatches)
+        return lower(plain, capacity=self.p2p_capacity, batched=self.schedule.batched)
 
     @cached_property
     def digest(self) -> str:

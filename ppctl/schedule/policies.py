@@ -163,6 +163,9 @@ POLICIES: dict[str, Callable[..., Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
 }
 
+V_PLACED = ("zbv_zero_bubble", "dualpipev")
+"""The policies that place stages as a V."""
+
 WARMED_UP = ("1f1b", "interleaved_1f1b")
 """The policies that know `extra_warmup`."""
 

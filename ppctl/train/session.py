@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.clock import clock_offset
 from ppctl.comm.groups import make_group
+from ppctl.comm.modes import pipeline_backend
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import Batches
@@ -91,7 +92,7 @@ def build_session(
     grid = RankGrid(plan.sizes)
     pp_group = make_group(grid.groups("pp"))
     dp_group = make_group(grid.groups("dp"))
-    communicator = P2PCommunicator(pp_group, config.parallel) if plan.sizes.pp > 1 else None
+    communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
     corpus = None
     if any({"embedding", "loss"} & set(spec.layers) for spec in own.stages):
         corpus = load_corpus(config.data.path, ByteTokenizer())
@@ -122,6 +123,16 @@ def build_session(
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         heartbeat=heartbeat,
     )
+
+
+def _communicator(
+    config: RunConfig, plan: Plan, grid: RankGrid, pp_group: ProcessGroup, device: torch.device
+) -> P2PCommunicator:
+    """The pipeline's messages, on a group of their own where they have a backend of their own."""
+    backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
+    group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
+    # A V has other neighbours than a loop.
+    return P2PCommunicator(group, config.parallel, channels=plan.schedule.capacities, device=device)
 
 
 def gather_costs(session: Session) -> dict[str, Any] | None:

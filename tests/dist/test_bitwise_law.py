@@ -17,6 +17,9 @@ from ppctl.data.batches import Batches
 from ppctl.data.corpus import load_corpus
 from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.plan.build import build_plan
+from ppctl.schedule.action import Op
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.slots import to_slots
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 
@@ -28,7 +31,7 @@ def config_of(
     text: Path,
     *,
     pp: int,
-    vpp: int,
+    vpp: int | None,
     m: int,
     layout: str | None = None,
     tied: bool = False,
@@ -167,6 +170,52 @@ def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
 @pytest.mark.parametrize(("pp", "vpp", "m", "extra"), [(4, 1, 9, 1), (4, 1, 6, 3), (3, 1, 2, "auto"), (4, 2, 9, 1)])
 def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, extra_warmup=extra)
+
+
+FUSED = dict(batch_p2p_comm=True, batch_p2p_sync=True, overlap_p2p_comm=False)
+MODES = {
+    "fused": FUSED,
+    "one by one": dict(overlap_p2p_comm=False),
+    "variable": dict(variable_seq_lengths=True),
+    "fused, variable": dict(FUSED, variable_seq_lengths=True),
+    "warm-up and flush overlapped": dict(overlap_p2p_comm_warmup_flush=True),
+    "a backend of its own": dict(pipeline_model_parallel_comm_backend="gloo"),
+}
+MODE_SAMPLE = [(mode, *cut) for mode, cut in zip(MODES, random.Random(9).sample(GRID[6:], len(MODES)), strict=True)]
+
+
+@pytest.mark.parametrize(("mode", "pp", "vpp", "m"), [*MODE_SAMPLE, ("fused", 2, 2, 5), ("fused", 4, 1, 9)])
+def test_how_messages_travel_changes_no_bit(text, mode, pp, vpp, m):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=m % 2 == 0, **MODES[mode])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("pp", "vpp", "m"), [cut for cut in GRID if cut[0] > 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_how_messages_travel_changes_no_bit_in_any_cut(text, mode, pp, vpp, m):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, **MODES[mode])
+
+
+def v_shaped(pp: int, m: int) -> str:
+    """ZBV with its backwards made whole, as CSV: the turn of the V is on one rank, and so are its two ends."""
+    rows = make_schedule("zbv_zero_bubble", pp=pp, vpp=2, num_microbatches=m).actions
+    return "".join(",".join(str(a).replace("I", "B") for a in row if a.op is not Op.W) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("csv", "pp", "m"),
+    [
+        pytest.param("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", 2, 3, id="loop"),
+        pytest.param(v_shaped(2, 5), 2, 5, id="V"),
+        pytest.param(v_shaped(3, 4), 3, 4, id="V of three"),
+        pytest.param(to_slots(make_schedule("interleaved_1f1b", pp=2, vpp=3, num_microbatches=3)), 2, 3, id="dumped"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_given_schedule_gives_the_bits_of_one_process(text, tmp_path, csv, pp, m, tied):
+    path = tmp_path / "schedule.csv"
+    path.write_text(csv)
+    hold_to_reference(text, pp=pp, vpp=None, m=m, tied=tied, pp_schedule_csv=str(path))
 
 
 def test_two_replicas_agree_with_one_process_to_a_millionth(text):

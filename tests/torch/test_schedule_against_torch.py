@@ -14,6 +14,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.passes import lower, place_gradient_sync
 from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.slots import to_slots
 from ppctl.schedule.verify import verify
 
 GRID = [(pp, m) for pp in (2, 3, 4, 8) for m in (1, pp, pp + 1, 2 * pp, 4 * pp)]
@@ -84,3 +85,12 @@ def test_torch_reads_our_text_and_finds_it_valid(name: str) -> None:
     schedule = make_schedule(name, pp=4, vpp=vpp, num_microbatches=9)
     rows = {rank: [torch_schedules._Action.from_str(str(a)) for a in row] for rank, row in enumerate(schedule.actions)}
     torch_schedules._validate_schedule(rows, 4, 4 * vpp, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2), ("dualpipev", 2)]
+)
+def test_torch_reads_the_dumped_csv_and_finds_it_valid(name: str, vpp: int) -> None:
+    text = to_slots(make_schedule(name, pp=4, vpp=vpp, num_microbatches=9))
+    cells = [[torch_schedules._Action.from_str(cell) for cell in row.split(",")] for row in text.splitlines()]
+    torch_schedules._validate_schedule(dict(enumerate(cells)), 4, 4 * vpp, 9)

@@ -273,14 +273,32 @@ def test_memory_that_does_not_fit_names_the_rank_and_ways_that_fit() -> None:
         assert plan(**(values | {"launch__device_memory": str(peak - 1), key.replace(".", "__"): value})).problems == ()
 
 
+OVERLAP = dict(parallel__batch_p2p_comm=False, parallel__batch_p2p_sync=False, parallel__overlap_p2p_comm=True)
+
+
+@pytest.mark.parametrize(
+    ("modes", "batched"),
+    [
+        (OVERLAP, False),
+        (dict(OVERLAP, parallel__overlap_p2p_comm=False), True),
+        (dict(parallel__batch_p2p_comm=True, parallel__overlap_p2p_comm=False), True),
+    ],
+)
+def test_messages_are_batched_where_they_are_fused_or_must_not_overlap(modes, batched) -> None:
+    made = plan(pp=2, vpp=2, **modes)
+    assert made.schedule.batched is made.forward_schedule.batched is made.to_json()["schedule"]["batched"] is batched
+    assert not made.problems and not verify(made.forward_schedule)
+
+
 def test_a_p2p_capacity_reaches_both_schedules() -> None:
-    made = plan(pp=2, vpp=2, pipeline__p2p_capacity=4)
+    made = plan(pp=2, vpp=2, pipeline__p2p_capacity=4, **OVERLAP)
     assert set(made.schedule.capacities.values()) == {4}
     assert set(made.forward_schedule.capacities.values()) == {4}
 
 
 @pytest.mark.parametrize("values", [dict(pp=2, vpp=2), dict(pp=3, vpp=2, gbs=6)])
 def test_a_capacity_at_which_the_schedule_hangs_is_refused_with_capacities_that_work(values) -> None:
+    values |= OVERLAP
     (problem,) = plan(**values, pipeline__p2p_capacity=1).problems
     assert "pipeline.p2p_capacity = 1 (command line)" in problem.place
     for remedy in problem.remedy.splitlines():

@@ -55,7 +55,7 @@ def test_every_key_is_explained_with_type_default_and_state(name):
     assert text.startswith(f"{name}\n")
     assert docstring(keys()[name]) in text and docstring(keys()[name])
     assert "\nstate    " in text
-    if "Python object" not in text:
+    if "works from Python" not in text:
         assert re.search(r"^type     \S", text, re.MULTILINE)
         assert re.search(r"^default  \S", text, re.MULTILINE)
 
@@ -65,12 +65,13 @@ def test_every_key_is_explained_with_type_default_and_state(name):
     [
         ("pp", "parallel.pipeline_model_parallel_size"),
         ("parallel.fp16", "comes in a later release"),
-        ("parallel.batch_p2p_comm", "takes false"),
+        ("launch.target", "takes local, env"),
         ("parallel.gradient_accumulation_fusion", "APEX"),
-        ("parallel.moe_extended_tp", "no effect"),
-        ("parallel.timers", "Python object"),
+        ("parallel.moe_extended_tp", "ignored upstream too"),
+        ("parallel.timers", "works from Python"),
         ("model.num_moe_experts", "plan"),
         ("train.steps", "works"),
+        ("pipeline.extra_warmup", "shown by tests/dist/test_bitwise_law.py::test_a_longer_warmup_changes_no_bit"),
     ],
 )
 def test_the_state_is_honest(topic, said):

@@ -42,6 +42,9 @@ MOE = ["model.num_moe_experts=8"]
         (["pipeline.pp_schedule=1f2b"], ["pipeline.pp_schedule"]),
         (["pipeline.pp_schedule=null"], ["pipeline.pp_schedule"]),
         (["parallel.params_dtype=bf16"], ["parallel.params_dtype", "parallel.bf16"]),
+        (["pipeline.dtype=bf16"], ["pipeline.dtype", "parallel.bf16"]),
+        (["pipeline.pp_seq_len=64"], ["pipeline.pp_seq_len", "data.seq_length"]),
+        (["pipeline.pp_schedule=PipelineScheduleMulti"], ["pipeline.pp_schedule"]),
         (["parallel.bf16=true", "parallel.pipeline_dtype=fp32"], ["parallel.pipeline_dtype", "parallel.bf16"]),
     ],
 )

@@ -1,5 +1,8 @@
 """Every field of parallel and pipeline has an honest state, and what is not honoured is refused by name."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from ppctl.config.compose import compose
@@ -17,7 +20,8 @@ from ppctl.config.support import (
 )
 from ppctl.errors import ConfigError
 
-CODES = {LATER: "PP-E110", NEEDS: "PP-E111", IGNORED: "PP-E112"}
+CODES = {LATER: "PP-E110", NEEDS: "PP-E111"}
+ROOT = Path(__file__).parents[3]
 OTHER = {bool: lambda default: not default, int: lambda default: default + 2, str: lambda default: default + "x"}
 SPECIAL = {
     "model.num_moe_experts": 8,
@@ -26,18 +30,8 @@ SPECIAL = {
     "parallel.hierarchical_context_parallel_sizes": "[2,4]",
     "parallel.autocast_dtype": "bfloat16",
     "parallel.num_microbatches_with_partial_activation_checkpoints": 1,
-    "parallel.pipeline_model_parallel_comm_backend": "nccl",
     "parallel.expert_tensor_parallel_size": 2,
-    "pipeline.pp_schedule_csv": "x.csv",
-    "pipeline.layers_per_stage": 2,
-    "pipeline.round_virtual_stages_to_pp_multiple": "up",
-    "pipeline.module_fqns_per_model_part": "[[a],[b]]",
-    "pipeline.dtype": "bfloat16",
-    "pipeline.pp_seq_len": 64,
     "launch.target": "slurm",
-    "parallel.overlap_p2p_comm": False,
-    "parallel.batch_p2p_comm": True,
-    "parallel.batch_p2p_sync": True,
 }
 
 
@@ -114,21 +108,57 @@ def test_torchs_names_of_schedules_are_understood(name, policy):
     assert schedule_policy(name) == policy
 
 
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS"])
+@pytest.mark.parametrize("spelt", [str, str.lower, str.upper, "Schedule{}".format])
+def test_torchs_names_of_schedules_are_taken_in_any_case(name, spelt):
+    compose([f"pipeline.pp_schedule={spelt(name)}", "pp=2"], for_training=True)
+
+
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "looped_bfs", "dfs"])
+def test_nemos_names_of_schedules_are_taken(name):
+    compose([f"pipeline.pp_schedule={name}", "pp=2"], for_training=True)
+
+
 @pytest.mark.parametrize(
-    "name", ["LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ScheduleZBVZeroBubble"]
+    "name",
+    ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ScheduleZBVZeroBubble", "v_schedule", "zero_bubble"],
 )
-def test_torchs_other_schedules_come_later(name):
-    with pytest.raises(ConfigError, match="later release") as error:
+def test_schedules_with_split_backwards_are_planned_and_not_trained(name):
+    compose([f"pipeline.pp_schedule={name}"])
+    with pytest.raises(ConfigError, match="cannot train it yet") as error:
+        compose([f"pipeline.pp_schedule={name}"], for_training=True)
+    (problem,) = error.value.problems
+    assert problem.code == "PP-E118"
+    assert f"pipeline.pp_schedule={name}" in problem.message
+
+
+@pytest.mark.parametrize("name", ["PipelineScheduleSingle", "pipelineschedulemulti"])
+def test_a_kind_of_schedule_is_no_schedule(name):
+    with pytest.raises(ConfigError, match="a kind of schedule"):
         compose([f"pipeline.pp_schedule={name}"])
-    assert [problem.code for problem in error.value.problems] == ["PP-E110"]
 
 
-def test_what_works_is_what_this_release_promises():
-    works = {name for name in SUPPORT if SUPPORT[name].state == WORKS}
-    assert works == {
-        "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size",
-        "parallel.pipeline_model_parallel_layout", "parallel.data_parallel_size", "parallel.bf16",
-        "parallel.microbatch_group_size_per_vp_stage", "parallel.params_dtype", "parallel.pipeline_dtype",
-        "parallel.deallocate_pipeline_outputs", "pipeline.pp_schedule", "pipeline.pp_microbatch_size",
-        "pipeline.p2p_capacity", "pipeline.extra_warmup",
-    }  # fmt: skip
+STATED = sorted(name for name in SUPPORT if name.partition(".")[0] in ("parallel", "pipeline"))
+
+
+@pytest.mark.parametrize("name", [name for name in STATED if SUPPORT[name].state == WORKS])
+def test_a_field_that_works_names_a_test_that_exists(name):
+    path, _, test = SUPPORT[name].test.partition("::")
+    assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE), SUPPORT[name].test
+
+
+def test_only_what_works_names_a_test():
+    assert not [name for name in SUPPORT if SUPPORT[name].test and SUPPORT[name].state != WORKS]
+
+
+def test_every_state_begins_with_one_of_four_words():
+    words = {re.split(r"\W", text)[0] for text in MEANING.values()}
+    assert words == {"works", "later", "needs", "ignored"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, support in SUPPORT.items() if support.state == IGNORED))
+def test_what_the_original_ignores_is_accepted_with_one_note(name):
+    assert compose([]).notes == ()
+    (note,) = compose([f"{name}={str(not text_keys()[name].default).lower()}"]).notes
+    assert name in note
+    assert "command line" in note

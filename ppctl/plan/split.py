@@ -1,0 +1,229 @@
+"""Other ways to say how layers are cut, each compiled to a layout: Megatron's options and NeMo's.
+
+Knows what each option means in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), and
+is stricter where they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
+from ppctl.config.support import schedule_policy
+from ppctl.errors import LayoutError
+from ppctl.layout import even_layout
+from ppctl.layout.text import MAX_ITEMS, canonical_text
+from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.said import Override, Said
+from ppctl.plan.types import Derived
+
+FIRST = "parallel.num_layers_in_first_pipeline_stage"
+LAST = "parallel.num_layers_in_last_pipeline_stage"
+EMBEDDING = "parallel.account_for_embedding_in_pipeline_split"
+LOSS = "parallel.account_for_loss_in_pipeline_split"
+PER_CHUNK = "parallel.num_layers_per_virtual_pipeline_stage"
+PER_STAGE = "pipeline.layers_per_stage"
+ROUND = "pipeline.round_virtual_stages_to_pp_multiple"
+NAMES = "pipeline.module_fqns_per_model_part"
+
+OPTIONS = (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, PER_STAGE, ROUND, NAMES)
+
+_TOGETHER = ({FIRST, LAST}, {EMBEDDING, LOSS, PER_CHUNK}, {PER_STAGE, ROUND}, {NAMES})
+"""What may be said together."""
+
+_MODULE = re.compile(
+    r"(?:model\.)?(?:(?P<embedding>embed_tokens|tok_embeddings)|layers\.(?P<layer>[0-9]+)|(?P<norm>norm)"
+    r"|(?P<head>lm_head|output)|rotary_emb)",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A layout that options ask for."""
+
+    layout: str
+    derived: Derived
+
+
+class _Unfit(Exception):
+    """The options cannot be followed: why, and what to type instead."""
+
+    def __init__(self, message: str, *candidates: tuple[Override, ...], code: str = "PP-E222") -> None:
+        super().__init__(message)
+        self.candidates = candidates
+        self.code = code
+
+
+def options_said(said: Said) -> list[str]:
+    """The split options that say something."""
+    return [key for key in OPTIONS if said[key] is not None and said[key] is not False]
+
+
+def compile_split(said: Said, findings: Findings) -> Split | None:
+    """The layout that the split options ask for; None where there are none or (with a finding) they do not fit."""
+    used = options_said(said)
+    if not used:
+        return None
+    try:
+        layout, why = _compiled(said, used)
+    except (_Unfit, StageCountError, LayoutError) as error:
+        code = error.code if isinstance(error, _Unfit) else "PP-E222"
+        message = str(error) if isinstance(error, _Unfit) else error.problems[0].message
+        candidates = error.candidates if isinstance(error, _Unfit) else ()
+        place = said.told(*used, "layout", "pp", "vpp", "model.num_layers")
+        off: tuple[Override, ...] = tuple((key, False if key in (EMBEDDING, LOSS) else None) for key in used)
+        both = (*off, ("layout", None), ("vpp", None))
+        findings.append(Finding(code, "split", message, place, *candidates, off, both))
+        return None
+    return Split(layout, Derived("layout", layout, f"layout {layout}: {why}"))
+
+
+def _compiled(said: Said, used: list[str]) -> tuple[str, str]:
+    if said["layout"] is not None:
+        names = ", ".join(f"{key}={_text(said[key])}" for key in used)
+        raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", (("layout", None),))
+    if not any(set(used) <= together for together in _TOGETHER):
+        names = " and ".join(f"{key}={_text(said[key])}" for key in used)
+        raise _Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
+    if NAMES in used:
+        return _by_names(said), f"{NAMES} names the modules of every stage"
+    if PER_STAGE in used or ROUND in used:
+        return _by_layers_per_stage(said)
+    counts, why = _ends(said) if {FIRST, LAST} & set(used) else _accounted(said)
+    return _layout(counts, said), why
+
+
+def _layout(counts: list[int], said: Said) -> str:
+    if sum(counts) + len(counts) > MAX_ITEMS:
+        raise _Unfit(f"{said['model.num_layers']:,} layers in {len(counts):,} stages are more than a layout holds")
+    stages = ["t" * count for count in counts]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * (said["model.mtp_num_layers"] or 0) + "L"
+    return canonical_text(tuple(stages))
+
+
+def _ends(said: Said) -> tuple[list[int], str]:
+    """First and last pp_rank as given, the others even; every pp_rank's layers evenly over its chunks."""
+    layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or 1
+    ends = {key: said[key] for key in (FIRST, LAST) if said[key] is not None}
+    for key, count in ends.items():
+        if count < 1 or count % vpp:
+            raise _Unfit(f"{key}={count} is no positive multiple of vpp {vpp}", ((key, max(1, count // vpp) * vpp),))
+    ranks, rest = pp - len(ends), layers - sum(ends.values())
+    if ranks < 0 or rest < 0 or (ranks == 0) != (rest == 0) or (ranks and rest % (ranks * vpp)):
+        unit = f"{ranks} ranks x vpp {vpp}"
+        told = " and ".join(f"{key}={count}" for key, count in ends.items())
+        message = f"{told} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which is not even"
+        fitted = layers - rest + max(1, round(rest / max(1, ranks * vpp))) * ranks * vpp
+        raise _Unfit(message, *(((("model.num_layers", fitted)),),) if ranks > 0 else ())
+    middle = rest // ranks if ranks else 0
+    per_rank = [middle] * pp
+    if FIRST in ends:
+        per_rank[0] = ends[FIRST]
+    if LAST in ends:
+        per_rank[-1] = ends[LAST]
+    told = " and ".join(f"{count} layers on the {'first' if key == FIRST else 'last'}" for key, count in ends.items())
+    why = f"{told} of {pp} pp_ranks{f', {middle} on each other' if ranks else ''}"
+    return [count // vpp for count in per_rank] * vpp, why + (f", in {vpp} chunks" if vpp > 1 else "")
+
+
+def _accounted(said: Said) -> tuple[list[int], str]:
+    """An even split in which the embedding and the loss count as a layer where that is asked for."""
+    layers, pp = said["model.num_layers"], said["pp"]
+    extra = [name for key, name in ((EMBEDDING, "the embedding"), (LOSS, "the loss")) if said[key]]
+    total = layers + len(extra)
+    per_chunk = said[PER_CHUNK]
+    what = f"{layers} layers{''.join(f' and {name}' for name in extra)}"
+    if per_chunk is not None and per_chunk < 1:
+        raise _Unfit(f"{PER_CHUNK}={per_chunk} is no number of layers", ((PER_CHUNK, 1),))
+    if total % pp or (per_chunk and total // pp % per_chunk):
+        unit = pp * (per_chunk or said["vpp"] or 1)
+        each = f" in pieces of {per_chunk}" if per_chunk else ""
+        fitted = (("model.num_layers", max(1, round(total / unit)) * unit - len(extra)),)
+        raise _Unfit(f"{what} cannot be shared evenly by {pp} pp_ranks{each}", fitted)
+    vpp = total // pp // per_chunk if per_chunk else said["vpp"] or 1
+    if said["vpp"] is not None and said["vpp"] != vpp:
+        message = (
+            f"{PER_CHUNK}={per_chunk} makes {vpp} chunks of {total // pp} layers per pp_rank, not vpp {said['vpp']}"
+        )
+        raise _Unfit(message, (("vpp", vpp),), (("vpp", None),))
+    if total // pp % vpp:
+        fitted = (("model.num_layers", max(1, round(total / pp / vpp)) * pp * vpp - len(extra)),)
+        raise _Unfit(f"{what} make {total // pp} on each pp_rank, which vpp {vpp} chunks cannot share evenly", fitted)
+    counts = [total // (pp * vpp)] * (pp * vpp)
+    counts[0] -= bool(said[EMBEDDING])
+    counts[-1] -= bool(said[LOSS])
+    if min(counts) < 0:
+        raise _Unfit(
+            f"{what} are one stage, which cannot give up a layer for each", ((EMBEDDING, False), (LOSS, False))
+        )
+    return counts, f"even split of {what} over {pp * vpp} stages (pp {pp} x vpp {vpp})"
+
+
+def _by_layers_per_stage(said: Said) -> tuple[str, str]:
+    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, the layers then split evenly anew."""
+    layers, pp, size, how = said["model.num_layers"], said["pp"], said[PER_STAGE], said[ROUND]
+    if size is None:
+        raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", ((ROUND, None),))
+    given = schedule_policy(said["pipeline.pp_schedule"]) if said.given("pipeline.pp_schedule") else None
+    single = given in ("1f1b", "gpipe") if given else -(-layers // max(size, 1)) <= pp
+    stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
+    if stages > layers:
+        raise _Unfit(f"{stages} stages are more than the {layers} layers", ((PER_STAGE, None), (ROUND, None)))
+    if said["vpp"] not in (None, vpp):
+        message = f"{PER_STAGE}={size} makes {vpp} stages per pp_rank, not vpp {said['vpp']}"
+        raise _Unfit(message, (("vpp", vpp),), (("vpp", None),))
+    text = even_layout(layers, stages, said["model.mtp_num_layers"] or 0)
+    rounded = f", rounded {how}" if how and stages != -(-layers // size) else ""
+    return text, f"{layers} layers in stages of {size} make {stages} stages{rounded}, split evenly"
+
+
+def _by_names(said: Said) -> str:
+    """The modules of each stage by name, as a Hugging Face decoder names them; the final norm goes with the head."""
+    parts: Any = said[NAMES]
+    stages, order = [], []
+    for number, part in enumerate(parts):
+        found = list(_modules(number, part))
+        order += [layer for layer in found if isinstance(layer, int)]
+        head = {"norm", "head"} & set(map(str, found))
+        if len(head) == 1:
+            raise _Unfit(f"stage {number} names {_said_of(head)} alone: the final norm and the output are one unit, L")
+        stages.append("E" * ("embedding" in found) + "t" * sum(isinstance(m, int) for m in found) + "L" * bool(head))
+    if order != list(range(said["model.num_layers"])):
+        message = (
+            f"{NAMES} must name the {said['model.num_layers']} layers in order, each once; it names {_runs(order)}"
+        )
+        raise _Unfit(message)
+    if len(stages) % said["pp"] or (said["vpp"] is not None and len(stages) != said["pp"] * said["vpp"]):
+        vpp = "" if said["vpp"] is None else f" x vpp {said['vpp']}"
+        raise _Unfit(f"{NAMES} has {len(stages)} parts, which pp {said['pp']}{vpp} cannot share", (("vpp", None),))
+    return canonical_text(tuple(stages))
+
+
+def _modules(number: int, part: Any) -> Iterator[str | int]:
+    for name in part:
+        match = _MODULE.fullmatch(str(name))
+        if match is None:
+            known = "embed_tokens, layers.N, norm, lm_head and rotary_emb, with or without model. before"
+            raise _Unfit(f"{NAMES} names {name!r} in part {number}; this decoder has {known}")
+        if match["layer"] is not None:
+            yield int(match["layer"])
+        elif match.lastgroup is not None:
+            yield match.lastgroup
+
+
+def _said_of(head: set[str]) -> str:
+    return "norm" if "norm" in head else "lm_head"
+
+
+def _runs(order: list[int]) -> str:
+    shown = ", ".join(map(str, order[:12]))
+    return (shown + (f" and {len(order) - 12} more" if len(order) > 12 else "")) or "none"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
