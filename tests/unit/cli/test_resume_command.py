@@ -154,6 +154,20 @@ def test_a_run_that_is_done_wants_more_steps(run: RunDir) -> None:
     assert prepared(run, *words[words.index("resume") + 1 :])[0].config.train.steps == 40
 
 
+def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"PP-E618: run .* has done its 4 steps, and train.steps is 3") as caught:
+        prepared(run, "steps=3")
+    words = shlex.split(caught.value.problems[0].remedy)
+    assert prepared(run, *words[words.index("resume") + 1 :])[0].config.train.steps == 8
+    assert prepared(run, "steps=4")[0].config.train.steps == 4, "its end may be what is missing"
+
+
+@pytest.mark.parametrize("typed", ["log.name=other", "log.dir=elsewhere"])
+def test_a_run_stays_where_it_is(run: RunDir, typed: str) -> None:
+    with pytest.raises(ConfigError, match="a run stays where it is"):
+        prepared(run, typed, "--allow")
+
+
 def test_a_run_that_is_going_on_is_left_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     with run.hold():
         assert main(["resume", run.id]) == 2
