@@ -90,6 +90,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
     """The config with the overrides on top, its plan if it has one, and all problems of both."""
     from ppctl.config.compose import RefusedError, override
     from ppctl.plan import build_plan
+    from ppctl.plan.given import not_trained
 
     history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
     found: list[Problem] = list(args.problems)
@@ -102,7 +103,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
         plan = build_plan(composed.config, composed.provenance, problems=found)
     except ConfigError as error:
         return composed, None, list(error.problems)
-    return composed, plan, list(plan.problems)
+    return composed, plan, list(dict.fromkeys([*plan.problems, *not_trained(composed.config, plan)]))
 
 
 def _earlier(run: RunDir, source: str) -> str:
