@@ -58,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has left: let the interpreter's last flush go nowhere instead of failing loudly.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from ppctl.launch.output import discard
+
+        discard(sys.stdout)  # the reader (`| head`) has left
         return BROKEN_PIPE
     except SystemExit as stop:  # argparse: --help, or a usage error that it has told
         return stop.code if isinstance(stop.code, int) else USAGE

@@ -5,11 +5,19 @@ Knows pipes. Must not know what the lines say.
 
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import suppress
 from typing import IO, TextIO
 
 _LAST_LINES = 2.0
 """Seconds to wait for the end of the output, once the rank is gone."""
+
+
+def discard(out: TextIO) -> None:
+    """Let all that is still written to `out`, whose reader has left, go nowhere instead of failing at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 class Pump:
@@ -34,3 +42,4 @@ class Pump:
                     self._out.flush()
                 except (OSError, ValueError):
                     broken = True
+                    discard(self._out)
