@@ -72,7 +72,8 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
 
 def command_line(args: argparse.Namespace) -> str:
     """What was typed, with full names, ready to paste."""
-    from ppctl.cli.training import program, retyped
+    from ppctl.cli.training import program
+    from ppctl.config.argv import retyped
 
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
     return " ".join(filter(None, (program(), "train", shlex.join(recipes), retyped(args.overrides))))

@@ -18,6 +18,7 @@ from typing import Any
 
 from ppctl.cli.console import note
 from ppctl.cli.plan import exit_code, planned, summary
+from ppctl.config.argv import retyped
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.launch.environment import Started
@@ -62,7 +63,7 @@ def told_once(started: Started, as_json: bool) -> Iterator[None]:
 
 def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started) -> RunConfig:
     """`config` with its device settled. Raises ConfigError where this machine cannot run the plan."""
-    world, typed = plan.sizes.world, shlex.join(arguments)
+    world, typed = plan.sizes.world, retyped(arguments)
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
     device = choose_device(config.launch.device, ranks_here, os.environ)
     problems = []
@@ -86,7 +87,7 @@ def _install(package: str) -> str:
 
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
-    typed = shlex.join(arguments)
+    typed = retyped(arguments)
     how = {
         "slurm": f"srun -n {world} ppctl train {typed}",
         "torchrun": f"torchrun --nproc-per-node {world} -m ppctl train {typed}",
@@ -95,7 +96,7 @@ def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Prob
     larger = with_overrides(arguments, "launch.nodes=1", f"launch.gpus_per_node={started.world_size}")
     plan, problems = planned(larger, for_training=True)[1:]
     if plan is not None and plan.sizes.world == started.world_size and not problems:
-        remedy += f"\nppctl plan {shlex.join(larger)}"
+        remedy += f"\nppctl plan {retyped(larger)}"
     starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
     message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
     return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")
@@ -212,16 +213,3 @@ def _another_cut(plan: Plan, overrides: Sequence[str]) -> str | None:
         if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and not planned(cut, for_training=True)[2]:
             return retyped(cut)
     return None
-
-
-def retyped(overrides: Sequence[str]) -> str:
-    """Overrides as a person types them in a shell: without Hydra's quotes, a recipe with its plus."""
-    from ppctl.config.argv import normalise
-
-    words = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        plain = f"{key}={value[1:-1]}" if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else override
-        word = plain if normalise([plain]).overrides == [override] else override
-        words.append(f"+{word}" if key == "recipe" else word)
-    return shlex.join(words)

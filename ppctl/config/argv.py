@@ -291,3 +291,14 @@ def _split(text: str) -> list[str]:
         else:
             parts[-1] += letter
     return [part.strip() for part in parts]
+
+
+def retyped(overrides: Sequence[str]) -> str:
+    """Normalised overrides as a person types them in a shell: without Hydra's quotes, a recipe with its plus."""
+    words = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        plain = f"{key}={value[1:-1]}" if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else override
+        word = plain if normalise([plain]).overrides == [override] else override
+        words.append(f"+{word}" if key == "recipe" else word)
+    return shlex.join(words)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote
+from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote, retyped
 from ppctl.config.checks import check
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys
@@ -216,7 +216,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     notes = (*draft.notes, *ignored(config, draft.provenance))
     composed = Composed(config, draft.provenance, tuple(overrides), notes=notes)
     if problems:
-        same = shlex.join(["ppctl", "plan", *overrides])
+        same = f"ppctl plan {retyped(overrides)}"
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]
         raise RefusedError(problems, composed)
     return composed

@@ -13,6 +13,7 @@ import pytest
 from ppctl.cli import main as front
 from ppctl.cli import train, training
 from ppctl.cli.main import main
+from ppctl.config.argv import retyped
 from ppctl.launch.environment import Started
 from ppctl.launch.prepare import Launch, new_run
 from ppctl.rundir import RunDir
@@ -42,7 +43,7 @@ def prepared(*typed: str) -> Launch:
 @pytest.mark.parametrize(
     ("typed", "code", "says"),
     [
-        (["+recipe=llama3_8b"], 2, ["PP-E601: needs 32 GPUs, this machine has 0", "ppctl plan recipe=llama3_8b"]),
+        (["+recipe=llama3_8b"], 2, ["PP-E601: needs 32 GPUs, this machine has 0", "ppctl plan +recipe=llama3_8b"]),
         (["+recipe=deepseek_v3"], 2, ["cannot train it yet"]),
         (["+recipe=quickstrat", "model.hiden_size=3"], 2, ["did you mean quickstart", "hidden_size"]),
         (["+recipe=quickstart", "pp=3", "gbs=7"], 2, ["PP-E2"]),
@@ -213,5 +214,5 @@ def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
 )
 def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str) -> None:
     given = arguments(*typed).overrides
-    assert training.retyped(given) == shown
+    assert retyped(given) == shown
     assert arguments(*shlex.split(shown)).overrides == given

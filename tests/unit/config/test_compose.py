@@ -308,7 +308,7 @@ def test_training_what_can_only_be_planned_is_one_sentence():
     for what in ("mixture of experts", "multi-head latent attention", "multi-token prediction", "expert parallelism"):
         assert problem.message.count(what) == 1
     assert "\n" not in problem.message
-    assert problem.remedy == "ppctl plan recipe=deepseek_v3 train.global_batch_size=64"
+    assert problem.remedy == "ppctl plan +recipe=deepseek_v3 train.global_batch_size=64"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama3_8b"])

@@ -53,10 +53,10 @@ def test_too_few_gpus_are_told_with_commands_that_work_here() -> None:
     (problem,) = shortage("cuda", 2048, ["recipe=x"], {})
     assert problem.code == "PP-E601"
     assert problem.message == "needs 2,048 GPUs, this machine has 4"
-    assert problem.remedy.splitlines() == ["ppctl plan recipe=x", "ppctl train +recipe=quickstart"]
+    assert problem.remedy.splitlines() == ["ppctl plan +recipe=x", "ppctl train +recipe=quickstart"]
     (problem,) = shortage("cuda", 1, ["recipe=x"], {"CUDA_VISIBLE_DEVICES": ""})
     assert problem.message == "needs 1 GPU, this machine has 0"
-    assert "ppctl train recipe=x launch.device=cpu" in problem.remedy.splitlines()
+    assert "ppctl train +recipe=x launch.device=cpu" in problem.remedy.splitlines()
 
 
 def test_a_laptop_is_not_flooded_with_processes(monkeypatch: pytest.MonkeyPatch) -> None:
