@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -23,8 +25,21 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, "job", lambda draft: None)
 
 
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    """A test that fails leaves no launcher behind, and so no ranks."""
+    yield
+    while Launcher.started:
+        process = Launcher.started.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 class Launcher:
     """A launcher at work on `run`."""
+
+    started: ClassVar[list[subprocess.Popen[str]]] = []
 
     def __init__(self, run: RunDir, world: int, *behaviours: str, **environment: str) -> None:
         self.run = run
@@ -36,6 +51,8 @@ class Launcher:
             text=True,
             env={name: v for name, v in os.environ.items() if name != "OMP_NUM_THREADS"} | environment,
         )
+
+        self.started.append(self.process)
 
     def wait_for(self, name: str, count: int | None = None) -> list[str]:
         """What the ranks left in their files of this name, once all have."""
