@@ -31,7 +31,7 @@ fix: .venv/ready-dev         ## let ruff format and mend
 
 bench: .venv/ready-core      ## the engine against its peers, the planner against Hydra
 	$(PY) benchmarks/plan_speed.py
-	$(PY) benchmarks/engine_overhead.py
+	$(PY) benchmarks/engine.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
 	PPCTL_GOLDEN=write $(PY) -m pytest -m "not gpu" tests/golden tests/unit

@@ -1,0 +1,183 @@
+"""ppctl's engine against torch.distributed.pipelining and against the bound without communication.
+
+    python benchmarks/engine.py [--launches 5] [--repeats 10] [--only NAME ...] [--out benchmarks]
+
+Contenders of one cell run inside the same processes and alternate step by step, so that a noisy neighbour hits all of
+them: figures are compared inside one launch, and medians taken over launches, with a bootstrap interval. Every cell's
+losses and gradients are checked. Needs a quiet machine; it is no test. Exit code 1 where a floor is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from engine_workloads import Cell
+
+HERE = Path(__file__).resolve().parent
+
+CELLS = [
+    Cell("1f1b 1 MiB", "sleep", 4, 1, 16, 1),
+    Cell("1f1b 16 MiB", "sleep", 4, 1, 8, 16),
+    Cell("interleaved 1 MiB", "sleep", 4, 2, 16, 1),
+    Cell("interleaved 16 MiB", "sleep", 4, 2, 8, 16),
+    Cell("empty", "empty", 2, 1, 64, contenders=("ppctl", "ppctl_batched", "torch")),
+    Cell("empty interleaved", "empty", 2, 2, 32, contenders=("ppctl", "ppctl_batched", "torch")),
+    Cell("gpt", "gpt", 2, 1, 8, contenders=("ppctl", "ppctl_auto", "torch")),
+    Cell("gpt interleaved", "gpt", 2, 2, 8, contenders=("ppctl", "torch")),
+    *(
+        Cell(f"memory m={m} {name}", "sleep", 4, 1, m, 16, 0.002, (name,), memory=True)
+        for name in ("ppctl", "torch")
+        for m in (8, 32)
+    ),
+]
+
+FLOORS = {
+    ("1f1b 1 MiB", "ppctl"): 1.00,
+    ("1f1b 1 MiB", "ppctl_auto"): 1.04,
+    ("1f1b 16 MiB", "ppctl_auto"): 1.20,
+    ("interleaved 1 MiB", "ppctl"): 1.03,
+    ("interleaved 16 MiB", "ppctl"): 1.20,
+    ("empty", "ppctl"): 1 / 0.95,
+}
+"""Speed against torch: torch's time divided by the contender's."""
+
+
+def launch(cell: Cell, repeats: int) -> dict:
+    """One set of processes; rank 0's report."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(cell.pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "engine_rank.py"), json.dumps({"cell": asdict(cell), "repeats": repeats})]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=subprocess.PIPE if rank == 0 else None
+        )
+        for rank in range(cell.pp)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=900)
+    finally:
+        for process in ranks:
+            if process.poll() is None and ranks[0].returncode != 0:
+                process.kill()
+    if any(process.wait() for process in ranks):
+        raise SystemExit(f"{cell.name}: a rank failed")
+    return json.loads(output)
+
+
+def interval(values: list[float], draws: int = 2000) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the median over launches."""
+    chance = random.Random(0)
+    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
+
+
+def rows(cell: Cell, reports: list[dict]) -> list[str]:
+    """The table lines of one cell."""
+    lines = []
+    bound = [statistics.median(report["alone"]["times"]) for report in reports]
+    peer = [statistics.median(report["torch"]["times"]) for report in reports]
+    for name in cell.contenders:
+        mine = [statistics.median(report[name]["times"]) for report in reports]
+        cpu = statistics.median(statistics.median(report[name]["cpu"]) for report in reports)
+        ratios = [t / m for t, m in zip(peer, mine, strict=True)]
+        low, high = interval(ratios)
+        wrong = next((report[name]["wrong"] for report in reports if report[name]["wrong"]), "")
+        extra = sorted({report[name]["extra"] for report in reports} - {None})
+        floor = FLOORS.get((cell.name, name))
+        held = "" if floor is None else f"{floor:.2f} {'held' if low >= 0.98 * floor else 'MISSED'}"
+        actions = 2 * cell.microbatches * cell.vpp
+        speed = 1e6 * statistics.median(mine) / actions if cell.kind == "empty" else 1e3 * statistics.median(mine)
+        unit = "us/action" if cell.kind == "empty" else "ms"
+        efficiency = statistics.median(b / m for b, m in zip(bound, mine, strict=True))
+        named = f"{name} (extra {', '.join(map(str, extra))})" if name == "ppctl_auto" else name
+        lines.append(
+            f"| {cell.name} | {named} | {speed:.1f} {unit} | {1e3 * cpu:.0f} ms | {efficiency:.3f} "
+            f"| {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}] | {held} | {wrong or 'ok'} |"
+        )
+    return lines
+
+
+def memory_rows(peaks: dict[tuple[str, int], float]) -> list[str]:
+    """Growth of the middle rank's peak from m = 8 to m = 32."""
+    lines = []
+    for name in sorted({name for name, _ in peaks}):
+        if (name, 8) in peaks and (name, 32) in peaks:
+            small, large = peaks[name, 8], peaks[name, 32]
+            held = "1.05 " + ("held" if large <= 1.05 * small else "MISSED") if name == "ppctl" else ""
+            lines.append(
+                f"| {name} | {small / 2**20:.0f} MiB | {large / 2**20:.0f} MiB | {large / small:.2f} | {held} |"
+            )
+    return lines
+
+
+def hardware() -> str:
+    import torch
+
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = found[0] if found else model
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"{os.cpu_count()} x {model}, Python {platform.python_version()}, torch {torch.__version__}, load {load}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--launches", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--only", nargs="*", help="cells whose names begin so")
+    parser.add_argument("--out", type=Path, default=HERE, help="directory of the results file")
+    options = parser.parse_args()
+    cells = [cell for cell in CELLS if not options.only or any(cell.name.startswith(name) for name in options.only)]
+    before = hardware()
+    table, peaks = [], {}
+    for cell in cells:
+        reports = [launch(cell, options.repeats) for _ in range(options.launches)]
+        if cell.memory:
+            name = cell.contenders[0]
+            peaks[name, cell.microbatches] = statistics.median(r[name]["peaks"][cell.pp // 2] for r in reports)
+            continue
+        new = rows(cell, reports)
+        print("\n".join(new), flush=True)
+        table += new
+    lines = [
+        f"# The engine against its peers, {time.strftime('%Y-%m-%d')}",
+        "",
+        f"Hardware: {before}.",
+        f"Command: `python benchmarks/engine.py {' '.join(sys.argv[1:])}`".replace(" `", "`").rstrip(),
+        f"{options.launches} launches of {options.repeats} steps each; medians over launches of medians over steps.",
+        "Speed is torch's time divided by the contender's, with a bootstrap interval over launches; a floor is held",
+        "where the interval's lower end is within 2 % of it. Efficiency is the bound without communication divided by",
+        "the time.",
+        "megatron-core is not among the contenders: its functions need patches to run without CUDA.",
+        "",
+        "| cell | contender | time | CPU, all ranks | efficiency | speed against torch | floor | correct |",
+        "|---|---|---|---|---|---|---|---|",
+        *table,
+    ]
+    if grown := memory_rows(peaks):
+        print("\n".join(grown))
+        head = "| peak memory above set-up, a middle rank, 16 MiB | m = 8 | m = 32 | growth | limit |"
+        lines += ["", head, "|---|---|---|---|---|", *grown]
+    path = options.out / f"results-engine-{time.strftime('%Y-%m-%d')}.md"
+    path.write_text("\n".join(lines) + "\n")
+    print(f"wrote {path}")
+    return int(any("MISSED" in line for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

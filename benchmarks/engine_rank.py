@@ -1,0 +1,297 @@
+"""One rank of the engine benchmark: all contenders in the same processes, alternating step by step.
+
+Started by `engine.py` with a cell as JSON. A step begins at an instant of CLOCK_MONOTONIC that all ranks agreed on, and
+its time is the last rank's end minus that instant. The harness's own messages have a process group of their own. The
+result goes to stdout of rank 0 as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from engine_workloads import Cell, Gpt, Sleep, workload
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from ppctl import heartbeat
+from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.recorder import make_recorder
+from ppctl.errors import ScheduleError
+from ppctl.plan.warmup import CLOSE
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedules import StageProgram, run_schedule
+
+CPU = torch.device("cpu")
+
+
+class Harness:
+    """What all contenders share: rank, clock, and the harness's own group."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.rank = dist.get_rank()
+        self.group = dist.new_group(list(range(cell.pp)), backend="gloo")
+
+    def agree(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> float:
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor, op=op, group=self.group)
+        return float(tensor)
+
+    def timed(self, step: Callable[[], None]) -> tuple[float, float]:
+        """(seconds from the agreed instant to the last rank's end, CPU seconds of all ranks)."""
+        start = self.agree(time.monotonic()) + 0.02
+        cpu = time.process_time()
+        time.sleep(max(0.0, start - time.monotonic()))
+        step()
+        end, used = time.monotonic(), time.process_time() - cpu
+        return self.agree(end) - start, self.agree(used, dist.ReduceOp.SUM)
+
+
+class Ppctl:
+    """ppctl's engine as `ppctl train` runs it: recorder and heartbeat on, an engine made anew for every step."""
+
+    def __init__(self, harness: Harness, work: Sleep | Gpt, *, extra: int = 0, batched: bool = False) -> None:
+        cell, self.work = harness.cell, work
+        self.schedule = schedule_of(cell, extra=extra, batched=batched)
+        group = dist.new_group(list(range(cell.pp)), backend="gloo")
+        config = SimpleNamespace(batch_p2p_comm=batched, overlap_p2p_comm=not batched, pipeline_dtype=torch.float32)
+        self.communicator = P2PCommunicator(group, config, channels=self.schedule.capacities)
+        self.modules = {s: work.module(s) for s in self.schedule.placement.stages_of(harness.rank)}
+        self.inputs, self.targets = work.inputs(), work.targets()
+        self.losses: dict[int, Tensor] = {}
+        self.programs = [self._program(stage) for stage in self.modules]
+        self.recorder = make_recorder(harness.rank, self.schedule.actions[harness.rank], CPU)
+        name = f"bench-{os.environ['MASTER_PORT']}-{extra}-{batched}"
+        self.path = heartbeat.create(name, harness.rank, os.getpid())
+        self.heartbeat = heartbeat.Heartbeat.open(name, harness.rank)
+
+    def _program(self, stage: int) -> StageProgram:
+        cell, module, edge = self.work.cell, self.modules[stage], (self.work.spec(),)
+        last = cell.stages - 1
+
+        def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            output = module(received[0] if received else self.inputs[mb])
+            if stage < last:
+                return (output,)
+            loss = self.work.loss(output, self.targets[mb])
+            self.losses[mb] = loss.detach()
+            return (loss / cell.microbatches,)
+
+        return StageProgram(stage, forward, edge if stage else (), edge if stage < last else ())
+
+    def step(self) -> None:
+        self.losses.clear()
+        run_schedule(
+            self.schedule,
+            self.programs,
+            self.communicator,
+            deallocate_pipeline_outputs=True,
+            recorder=self.recorder,
+            heartbeat=self.heartbeat,
+        )
+
+    def result(self) -> list[float]:
+        return [float(self.losses[mb]) for mb in sorted(self.losses)]
+
+    def close(self) -> None:
+        self.heartbeat.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Torch:
+    """torch.distributed.pipelining: Schedule1F1B, or ScheduleInterleaved1F1B for several chunks."""
+
+    def __init__(self, harness: Harness, work: Sleep | Gpt) -> None:
+        cell = harness.cell
+        group = dist.new_group(list(range(cell.pp)), backend="gloo")
+        own = range(harness.rank, cell.stages, cell.pp)
+        self.modules: dict[int, nn.Module] = {s: work.module(s) for s in own}
+        self.inputs, self.targets = torch.cat(work.inputs()), torch.cat(work.targets())
+        self.first, self.last = 0 in self.modules, cell.stages - 1 in self.modules
+        self.losses: list[Tensor] = []
+        shape = torch.zeros(work.spec().shape, requires_grad=True)
+        token = work.inputs()[0]
+        stages = []
+        for stage, module in self.modules.items():
+            fed = token if stage == 0 else shape
+            given = {} if stage < cell.stages - 1 else {"output_args": module(fed).detach()}
+            given = given or {"output_args": shape}
+            stages.append(PipelineStage(module, stage, cell.stages, CPU, input_args=(fed,), group=group, **given))
+        kind = Schedule1F1B if cell.vpp == 1 else ScheduleInterleaved1F1B
+        given = stages[0] if cell.vpp == 1 else stages
+        self.schedule = kind(given, n_microbatches=cell.microbatches, loss_fn=work.loss)
+
+    def step(self) -> None:
+        self.losses.clear()
+        arguments = (self.inputs,) if self.first else ()
+        if self.last:
+            self.schedule.step(*arguments, target=self.targets, losses=self.losses)
+        else:
+            self.schedule.step(*arguments)
+
+    def result(self) -> list[float]:
+        return [float(loss.detach()) for loss in self.losses]
+
+    def close(self) -> None:
+        """Nothing to hand back."""
+
+
+class Alone:
+    """No communication: every rank's own forwards and backwards on made-up data. The bound that follows from it."""
+
+    def __init__(self, harness: Harness, work: Sleep | Gpt) -> None:
+        self.cell, self.work = harness.cell, work
+        self.modules = {s: work.module(s) for s in range(harness.rank, harness.cell.stages, harness.cell.pp)}
+        self.inputs, self.targets = work.inputs(), work.targets()
+
+    def step(self) -> None:
+        for mb in range(self.cell.microbatches):
+            for stage, module in self.modules.items():
+                x = torch.zeros(self.work.spec().shape, requires_grad=True) if stage else self.inputs[mb]
+                output = module(x)
+                if stage < self.cell.stages - 1:
+                    output.backward(torch.zeros_like(output))
+                else:
+                    (self.work.loss(output, self.targets[mb]) / self.cell.microbatches).backward()
+
+    def bound(self, seconds: float) -> float:
+        """Every rank as slow as the slowest, the pipeline filled and drained: compute x (1 + (p - 1) / (m v))."""
+        return seconds * (1 + (self.cell.pp - 1) / (self.cell.microbatches * self.cell.vpp))
+
+    def close(self) -> None:
+        """Nothing to hand back."""
+
+
+def schedule_of(cell: Cell, *, extra: int = 0, batched: bool = False) -> Schedule:
+    name = "1f1b" if cell.vpp == 1 else "interleaved_1f1b"
+    plain = make_schedule(name, pp=cell.pp, vpp=cell.vpp, num_microbatches=cell.microbatches, extra_warmup=extra)
+    return lower(plain, batched=batched)
+
+
+def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl) -> int:
+    """extra_warmup=auto from what was measured: stages' times in a step, and a message's time between two ranks."""
+    totals = plain.recorder.totals()
+    own = {} if totals is None else {s: (totals.forward[s], totals.backward[s]) for s in plain.modules}
+    rows: list[dict[int, tuple[float, float]]] = [{}] * harness.cell.pp
+    dist.all_gather_object(rows, own, group=harness.group)
+    measured = {stage: seconds for row in rows for stage, seconds in row.items()}
+    message = harness.agree(_message_seconds(harness, torch.zeros(work.spec().shape)))
+    costs = Costs(*([measured[s][half] for s in sorted(measured)] for half in (0, 1)), message=message)
+    times = {}
+    for extra in range(harness.cell.pp):
+        try:
+            times[extra] = step_time(simulate(schedule_of(harness.cell, extra=extra), costs))
+        except ScheduleError:
+            break
+    return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
+
+
+def _message_seconds(harness: Harness, tensor: Tensor, rounds: int = 5) -> float:
+    """One way between rank 0 and rank 1, there and back again, receives posted ahead. 0 on all others."""
+    if harness.rank > 1:
+        return 0.0
+    other, seconds = 1 - harness.rank, []
+    for _ in range(rounds):
+        received = dist.irecv(torch.empty_like(tensor), other, group=harness.group)
+        begin = time.perf_counter()
+        if harness.rank == 0:
+            dist.send(tensor, other, group=harness.group)
+            received.wait()
+        else:
+            received.wait()
+            dist.send(tensor, other, group=harness.group)
+        seconds.append((time.perf_counter() - begin) / 2)
+    return statistics.median(seconds)
+
+
+def forget_gradients(modules: dict[int, nn.Module]) -> None:
+    for module in modules.values():
+        module.zero_grad(set_to_none=True)
+
+
+def make(name: str, harness: Harness, work: Sleep | Gpt, made: dict[str, object]) -> object:
+    if name == "torch":
+        return Torch(harness, work)
+    if name == "alone":
+        return Alone(harness, work)
+    extra = chosen_warmup(harness, work, made["ppctl"]) if name == "ppctl_auto" else 0
+    contender = Ppctl(harness, work, extra=extra, batched=name == "ppctl_batched")
+    contender.extra = extra
+    return contender
+
+
+def checked(contender: object, work: Sleep | Gpt) -> str:
+    """One step that is not timed: what is wrong with its losses and gradients."""
+    forget_gradients(contender.modules)
+    contender.step()
+    return "" if isinstance(contender, Alone) else work.check(contender.result(), contender.modules)
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """How far the largest resident set of a few steps is above what was there before (Linux)."""
+
+    def status(key: str) -> int:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")
+    before = status("VmRSS")
+    for _ in range(3):
+        step()
+    return status("VmHWM") - before
+
+
+def main() -> None:
+    arguments = json.loads(sys.argv[1])
+    cell, repeats = Cell(**arguments["cell"]), arguments["repeats"]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    harness, work = Harness(cell), workload(cell)
+    made: dict[str, object] = {}
+    report: dict[str, dict] = {}
+    for name in (*cell.contenders, "alone"):
+        made[name] = make(name, harness, work, made)
+        if cell.memory and name != "alone":
+            mine = [0.0] * cell.pp
+            dist.all_gather_object(mine, peak_bytes(made[name].step), group=harness.group)
+            report[name] = {"peaks": mine}
+            continue
+        wrong = checked(made[name], work)
+        harness.agree(float(bool(wrong)))
+        report[name] = {"times": [], "cpu": [], "wrong": wrong, "extra": getattr(made[name], "extra", None)}
+    for repeat in range(0 if cell.memory else repeats):
+        order = list(made) if repeat % 2 == 0 else list(made)[::-1]
+        for name in order:
+            forget_gradients(made[name].modules)
+            seconds, cpu = harness.timed(made[name].step)
+            bound = made[name].bound(seconds) if name == "alone" else seconds
+            report[name]["times"].append(bound)
+            report[name]["cpu"].append(cpu)
+    wrongs: list[dict] = [{}] * cell.pp
+    dist.all_gather_object(wrongs, {name: row.get("wrong", "") for name, row in report.items()}, group=harness.group)
+    for name, row in report.items():
+        row["wrong"] = "; ".join(filter(None, (wrong[name] for wrong in wrongs)))
+    for contender in made.values():
+        contender.close()
+    if harness.rank == 0:
+        report["maxrss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(report))
+    dist.barrier(group=harness.group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

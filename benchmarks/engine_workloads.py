@@ -1,0 +1,174 @@
+"""What the engine benchmark computes: stages that sleep (W1), slices of a decoder (W2), stages that do nothing (W3).
+
+A workload gives every contender the same stages, data and loss, and knows what loss and gradients must come out. It
+knows nothing of schedules or messages.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ppctl.config.schema import ModelConfig
+from ppctl.layout import PipelineParallelLayerLayout, even_layout
+from ppctl.model.loss import token_losses
+from ppctl.model.stage import build_stage
+from ppctl.plan.types import StageSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table: the pipeline, and its workload."""
+
+    name: str
+    kind: str
+    """`sleep`, `gpt` or `empty`."""
+    pp: int
+    vpp: int
+    microbatches: int
+    mebibytes: float = 0.0
+    """Of one activation (W1)."""
+    forward: float = 0.010
+    """Seconds of a rank's forward, all its chunks together (W1); a backward takes twice as long."""
+    contenders: tuple[str, ...] = ("ppctl", "ppctl_auto", "ppctl_batched", "torch")
+    memory: bool = False
+    """Measure the peak of memory, in one contender's own processes, and no time."""
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.vpp
+
+
+class _SleepBackward(torch.autograd.Function):
+    """The identity, whose backward takes a while: the half that makes the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds) if ctx.seconds else None
+        return grads[0], None
+
+
+class _AddWeight(torch.autograd.Function):
+    """x + w for a single w, whose backward takes a while: the half that makes the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x + w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.seconds) if ctx.seconds else None
+        return grads[0], grads[0].sum().reshape(1), None
+
+
+class Sleeper(nn.Module):
+    """A stage that sleeps as long as it is told and adds its weight, so that every stage shows in the loss."""
+
+    def __init__(self, stage: int, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), float(stage + 1)))
+        self.seconds, self.half = forward, backward / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds) if self.seconds else None
+        return _AddWeight.apply(_SleepBackward.apply(x, self.half), self.weight, self.half)
+
+
+class Sleep:
+    """W1 and W3. The loss of a microbatch is the mean of the last output; every weight's gradient is 1."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.width = max(1, round(cell.mebibytes * 2**20 / 4))
+        self.forward = cell.forward / cell.vpp if cell.kind == "sleep" else 0.0
+
+    def module(self, stage: int) -> nn.Module:
+        return Sleeper(stage, self.forward, 2 * self.forward)
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec((1, self.width), "float32")
+
+    def inputs(self) -> list[Tensor]:
+        return [torch.full((1, self.width), float(mb)) for mb in range(self.cell.microbatches)]
+
+    def targets(self) -> list[Tensor]:
+        return [torch.zeros(1, 1)] * self.cell.microbatches
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.mean()
+
+    def check(self, losses: list[float], modules: dict[int, nn.Module]) -> str:
+        stages = self.cell.stages
+        wanted = [mb + stages * (stages + 1) / 2 for mb in range(self.cell.microbatches)]
+        if losses and max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) > 1e-3:
+            return f"losses {losses[:3]}... for {wanted[:3]}..."
+        for stage, module in modules.items():
+            grad = float(next(module.parameters()).grad)
+            if abs(grad - 1) > 1e-3:
+                return f"stage {stage}: gradient {grad} for 1"
+        return ""
+
+
+class Gpt:
+    """W2: 8 layers of width 256, sequences of 128, 1024 words. Checked against one process that runs all stages."""
+
+    MODEL = ModelConfig(num_layers=8, hidden_size=256, ffn_hidden_size=704, num_attention_heads=8, vocab_size=1024)
+    SEQ = 128
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        layout = PipelineParallelLayerLayout(even_layout(self.MODEL.num_layers, cell.stages), cell.pp)
+        self.layers = [layout.layer_names(stage) for stage in range(cell.stages)]
+
+    def module(self, stage: int) -> nn.Module:
+        spec = StageSpec(stage, 0, 0, self.layers[stage], (), (), 0, 0, 0)
+        return build_stage(spec, self.MODEL, seed=7, dtype=torch.float32, device="cpu")
+
+    def spec(self) -> TensorSpec:
+        return TensorSpec((1, self.SEQ, self.MODEL.hidden_size), "float32")
+
+    def _ids(self, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.cell.microbatches, 1, self.SEQ)
+        return list(torch.randint(self.MODEL.vocab_size, shape, generator=generator))
+
+    def inputs(self) -> list[Tensor]:
+        return self._ids(1)
+
+    def targets(self) -> list[Tensor]:
+        return self._ids(2)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return token_losses(output, target).mean()
+
+    def check(self, losses: list[float], modules: dict[int, nn.Module]) -> str:
+        whole = [self.module(stage) for stage in range(self.cell.stages)]
+        wanted = []
+        for x, target in zip(self.inputs(), self.targets(), strict=True):
+            for module in whole:
+                x = module(x)
+            loss = self.loss(x, target)
+            wanted.append(float(loss.detach()))
+            (loss / self.cell.microbatches).backward()
+        if losses and losses != wanted:
+            return f"losses {losses[:2]} for {wanted[:2]}"
+        for stage, module in modules.items():
+            for (name, p), q in zip(module.named_parameters(), whole[stage].parameters(), strict=True):
+                if not torch.equal(p.grad, q.grad):
+                    return f"stage {stage} {name}: gradients differ by {float((p.grad - q.grad).abs().max())}"
+        return ""
+
+
+def workload(cell: Cell) -> Sleep | Gpt:
+    """The workload of a cell."""
+    return Gpt(cell) if cell.kind == "gpt" else Sleep(cell)
