@@ -10,7 +10,9 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
@@ -111,7 +113,17 @@ def _key(key: Key) -> str:
 
 
 def _value(key: Key) -> str:
-    return _text(key.default)
+    return _text(_configured().get(key.name, key.default))
+
+
+@cache
+def _configured() -> dict[str, Any]:
+    """What conf/ sets beside the dataclasses' documented defaults."""
+    from ppctl.config.resources import conf_directory
+    from ppctl.config.yaml_file import YamlFile
+
+    values = YamlFile(conf_directory() / "parallel" / "default.yaml", "conf/parallel/default.yaml").values
+    return {f"parallel.{name}": value for name, value in values.items()}
 
 
 def _text(value: object) -> str:

@@ -103,3 +103,8 @@ def test_a_page_is_as_wide_as_the_terminal_and_loses_no_word(columns, widest, mo
         assert all(len(line) <= widest or " " not in line for line in shown.splitlines()[1:])
         assert shown.split() == f"{code} {title} {text}".split()
         assert shown.count("\n\n") == text.count("\n\n") + 1
+
+
+def test_a_default_is_what_a_run_gets_where_conf_sets_another_than_the_dataclass():
+    assert re.search(r"^default  false$", explain("parallel.batch_p2p_comm"), re.MULTILINE)
+    assert re.search(r"^default  true$", explain("parallel.overlap_p2p_comm"), re.MULTILINE)
