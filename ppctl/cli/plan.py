@@ -81,6 +81,8 @@ def planned(
     except RefusedError as error:
         found += error.problems
         composed = error.composed
+        if any(problem.code == "PP-E104" for problem in found):
+            return composed, None, found  # without the recipe that was meant a plan would be of something else
     except ConfigError as error:
         return None, None, [*found, *error.problems]
     from ppctl.plan import build_plan
