@@ -7,5 +7,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
-# A shell's background job is started with SIGINT ignored, and what it starts would ignore it, too, as it should.
+# A shell's background job ignores SIGINT and nohup's SIGHUP, and so would what is started here, as it should.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -113,12 +113,13 @@ def _key(key: Key) -> str:
 
 
 def _value(key: Key) -> str:
-    return _text(_configured().get(key.name, key.default))
+    configured = _configured() if key.name.startswith("parallel.") else {}
+    return _text(configured.get(key.name, key.default))
 
 
 @cache
 def _configured() -> dict[str, Any]:
-    """What conf/ sets beside the dataclasses' documented defaults."""
+    """What conf/parallel sets beside the dataclass's documented defaults."""
     from ppctl.config.resources import conf_directory
     from ppctl.config.yaml_file import YamlFile
 
