@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import head_dim
 from ppctl.errors import ConfigError, Problem
-from ppctl.model.blocks import DecoderLayer, Rotary, head_dim
 from ppctl.model.initialize import initialize
+from ppctl.model.layer import DecoderLayer
+from ppctl.model.rotary import Rotary
 from ppctl.plan import StageSpec
 
 

@@ -1,0 +1,46 @@
+"""Grouped-query self-attention [b, s, h] -> [b, s, h], b microbatch, s sequence, h hidden.
+
+Knows ModelConfig's heads. Must not know layers, stages or weights' values. Attribute names are canonical parameter
+names: renaming one renames a checkpoint key.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import head_dim, query_groups
+from ppctl.model.rotary import rotate
+
+
+class Attention(nn.Module):
+    """Causal self-attention [b, s, h] -> [b, s, h]; `num_attention_heads` queries share `num_query_groups` keys.
+
+    With `qk_layernorm`, queries and keys are RMS-normalised per head before they are turned (as Qwen3 does).
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        dim = self.head_dim = head_dim(model)
+        queries = model.num_attention_heads * dim
+        keys = query_groups(model) * dim
+        self.wq = nn.Linear(model.hidden_size, queries, bias=model.add_qkv_bias)
+        self.wk = nn.Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
+        self.wv = nn.Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
+        self.wo = nn.Linear(queries, model.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
+        self.k_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend within each sequence of `x`; `cos` and `sin` are [s, head_dim]."""
+        q = rotate(self.q_norm(self._heads(self.wq(x))), cos, sin)
+        k = rotate(self.k_norm(self._heads(self.wk(x))), cos, sin)
+        v = self._heads(self.wv(x))
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
