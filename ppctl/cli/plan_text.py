@@ -143,9 +143,11 @@ def memory_line(plan: Plan) -> str:
 
 def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
+    calls = plan.gradient_accumulation_steps
+    count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
     calibrated = "" if plan.time_calibrated else ", uncalibrated: in proportion to FLOPs"
     return (
-        f"schedule {plan.schedule.name}: {plan.num_microbatches} microbatches, bubble {plan.bubble_fraction:.1%}, "
+        f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
         f"step about {plan.step_time_s:.3g} s{calibrated}"
     )
 

@@ -30,7 +30,7 @@ class PipelineConfig:
     pp_microbatch_size: int = 1
     """Sequences per microbatch: the micro batch size."""
     pp_batch_size: int = 1
-    """Sequences of one schedule call; given, a step may take several calls (gradient accumulation)."""
+    """Sequences of one schedule call on a data-parallel rank; given, a step takes as many calls as its batch needs."""
     layers_per_stage: int | None = None
     """Decoder layers per stage; none gives one stage per rank (two under a schedule that needs several)."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
@@ -46,7 +46,8 @@ class PipelineConfig:
     dtype: Any = None
     """dtype of the messages whose shapes are computed in advance; none takes that of the parameters."""
     scale_grads_in_schedule: bool = False
-    """Divide gradients by the number of microbatches inside the schedule."""
+    """Every microbatch weighs alike: its loss is the mean over its own tokens, and the schedule divides the sum of
+    gradients by the number of microbatches (torch's scale_grads). Else every token of the batch weighs alike."""
     loss_fn: Callable[..., Any] | None = None
     """The loss of the last stage. Python only."""
     pp_seq_len: int | None = None

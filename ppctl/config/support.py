@@ -131,6 +131,8 @@ _PIPELINE = {
             "pp_schedule": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
             "pp_schedule_csv": f"{_LAW}::test_a_given_schedule_gives_the_bits_of_one_process",
             "pp_microbatch_size": "unit/test_plan.py::test_the_world_and_the_batch_follow_from_what_was_given",
+            "pp_batch_size": f"{_LAW}::test_several_schedule_calls_a_step_change_no_bit",
+            "scale_grads_in_schedule": f"{_LAW}::test_scaling_in_the_schedule_weighs_every_microbatch_alike",
             "p2p_capacity": "dist/test_engine.py::test_capacity_changes_nothing_but_time",
             "extra_warmup": f"{_LAW}::test_a_longer_warmup_changes_no_bit",
             "layers_per_stage": f"{_SPLIT}::test_layers_per_stage_are_nemos",
@@ -140,8 +142,6 @@ _PIPELINE = {
         }
     ),
     **_works({"dtype": _RULES}, (None, "float32", "bfloat16")),
-    **_each("scale_grads_in_schedule", LATER, "the loss is a mean over the step's tokens already"),
-    **_each("pp_batch_size", LATER, "gradient accumulation over several schedule calls"),
     **_each("patch_inner_model patch_causal_lm_model", LATER, "it belongs to Hugging Face models"),
     **_each("patch_stage_backward_maybe_with_nosync", LATER, "it belongs to Hugging Face models under FSDP"),
 }

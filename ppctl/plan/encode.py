@@ -19,6 +19,7 @@ from ppctl.topology import ParallelSizes
 _NOT_DIGESTED = ("name", "provenance", "derived", "problems")
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
+_CALLS = "gradient_accumulation_steps"
 
 
 def report(plan: Plan) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def report(plan: Plan) -> dict[str, Any]:
         "schedule": {
             "name": schedule.name,
             "microbatches": plan.num_microbatches,
+            _CALLS: plan.gradient_accumulation_steps,
             "actions_per_rank": [len(row) for row in schedule.actions],
             **{name: getattr(plan, name) for name in _TIMES},
             "placement": schedule.placement.kind,
@@ -79,6 +81,7 @@ def decode(data: Mapping[str, Any]) -> Plan:
         pp_ranks=tuple(RankCost(**cost) for cost in data["pp_ranks"]),
         schedule=Schedule(schedule["name"], placement, schedule["microbatches"], rows, capacities, schedule["batched"]),
         num_microbatches=schedule["microbatches"],
+        gradient_accumulation_steps=schedule[_CALLS],
         **{name: schedule[name] for name in _TIMES},
         **{name: data[name] for name in _NUMBERS},
         tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),

@@ -16,7 +16,7 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.cut import Cut
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
-from ppctl.plan.sizes import Batch
+from ppctl.plan.sizes import CALL, Batch
 from ppctl.plan.timing import CSV, GIVEN, SCHEDULE, Choice
 from ppctl.plan.types import Derived, Plan
 from ppctl.schedule.action import MESSAGES, Op, Schedule
@@ -87,7 +87,9 @@ def _disagreements(said: Said, given: Schedule, cut: Cut | None, batch: Batch | 
     if batch is not None and count != batch.num_microbatches:
         message = f"{path} runs {count} microbatches, and the batch has {batch.num_microbatches}"
         gbs = said["gbs"] // batch.num_microbatches * count
-        yield Finding(CODE, "gbs", message, said.told(CSV, "gbs", "mbs", "dp"), (("gbs", gbs),), _WITHOUT)
+        told = said.told(CSV, "gbs", "mbs", "dp", *[CALL] * said.given(CALL))
+        part = ((CALL, batch.micro_batch_size * count),)
+        yield Finding(CODE, "gbs", message, told, part, (("gbs", gbs),), _WITHOUT)
 
 
 def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:

@@ -16,12 +16,16 @@ from ppctl.plan.types import Derived
 AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
 
+CALL = "pipeline.pp_batch_size"
+"""Samples of one schedule call on a dp rank. It counts where it was given: else a step is one call."""
+
 _LONGEST_SEARCH = 100_000
 """Divisors are tried up to here: a typing error may be any number, and its remedy must not take a minute."""
 
 POSITIVE = (
     *("pp", "vpp", "tp", "cp", "ep", "etp", "dp", "nodes", "gpus_per_node", "gbs", "mbs", "seq"),
-    *("pipeline.pp_microbatch_size", "model.num_layers", "model.hidden_size", "model.num_attention_heads"),
+    *("pipeline.pp_microbatch_size", "pipeline.pp_batch_size", "model.num_layers", "model.hidden_size"),
+    "model.num_attention_heads",
     *("model.num_query_groups", "model.ffn_hidden_size", "model.vocab_size", "pipeline.p2p_capacity"),
     "parallel.microbatch_group_size_per_vp_stage",
 )
@@ -45,6 +49,9 @@ class Batch:
 
     micro_batch_size: int
     num_microbatches: int
+    """Of one schedule call, on every data-parallel rank."""
+    accumulation: int
+    """Schedule calls per optimizer step."""
     derived: tuple[Derived, ...]
 
 
@@ -164,23 +171,55 @@ def divide_model(said: Said, findings: Findings) -> None:
 
 
 def derive_batch(said: Said, dp: int, findings: Findings) -> Batch | None:
-    """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size."""
+    """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
+
+    Where pp_batch_size was given, a schedule call takes so many samples on every dp rank, and the calls of a step,
+    gradient_accumulation_steps, are a factor more.
+    """
     key = "pipeline.pp_microbatch_size"
     if not said.given(key) or said.given("mbs"):
         key = "mbs"
     mbs, gbs = said[key], said["gbs"]
-    if gbs % (dp * mbs):
-        message = f"global_batch_size {gbs} = dp {dp} x num_microbatches x micro_batch_size {mbs} has no whole solution"
-        place = (
-            said.told("gbs", key) + f"\ndata_parallel_size = {dp} ({said.source('dp') if said['dp'] else 'derived'})"
-        )
-        remedies = [(("gbs", size),) for size in nearest_multiples(dp * mbs, gbs)]
-        remedies += [((key, size),) for size in nearest_divisors(gbs // dp, mbs) if gbs % dp == 0]
-        findings.append(Finding("PP-E211", "gbs", message, place, *remedies))
+    call = said[CALL] if said.given(CALL) else None
+    if call is not None and call % mbs:
+        findings.append(_ragged_call(said, key, call, gbs // dp))
         return None
-    count = gbs // (dp * mbs)
-    equation = f"global_batch_size {gbs} = dp {dp} x num_microbatches {count} x micro_batch_size {mbs}"
-    return Batch(mbs, count, (Derived("num_microbatches", count, equation),))
+    if gbs % (dp * (call or mbs)):
+        findings.append(_ragged_batch(said, key, dp))
+        return None
+    count = (call or gbs // dp) // mbs
+    calls = gbs // (dp * mbs * count)
+    times = "" if call is None else f"gradient_accumulation_steps {calls} x "
+    equation = f"global_batch_size {gbs} = dp {dp} x {times}num_microbatches {count} x micro_batch_size {mbs}"
+    derived = [Derived("num_microbatches", count, equation)]
+    if call is not None:
+        derived.append(Derived("gradient_accumulation_steps", calls, equation))
+    return Batch(mbs, count, calls, tuple(derived))
+
+
+def _ragged_call(said: Said, key: str, call: int, share: int) -> Finding:
+    """pp_batch_size is no whole number of microbatches; `share` is a dp rank's part of the global batch."""
+    mbs = said[key]
+    message = f"{CALL} {call} = num_microbatches x micro_batch_size {mbs} has no whole solution"
+    fitting = [size for size in nearest_divisors(share, call) if size % mbs == 0]
+    ways = [((CALL, size),) for size in (*fitting, *nearest_multiples(mbs, call))]
+    return Finding("PP-E211", CALL, message, said.told(CALL, key), *ways, ((CALL, share),))
+
+
+def _ragged_batch(said: Said, key: str, dp: int) -> Finding:
+    """The global batch is no whole number of microbatches, or of schedule calls, on every dp rank."""
+    mbs, gbs, call = said[key], said["gbs"], said[CALL] if said.given(CALL) else None
+    terms = f"num_microbatches x micro_batch_size {mbs}"
+    if call is not None:
+        terms = f"gradient_accumulation_steps x num_microbatches {call // mbs} x micro_batch_size {mbs}"
+    message = f"global_batch_size {gbs} = dp {dp} x {terms} has no whole solution"
+    place = said.told("gbs", key, *[CALL] * (call is not None))
+    place += f"\ndata_parallel_size = {dp} ({said.source('dp') if said['dp'] else 'derived'})"
+    ways = [(("gbs", size),) for size in nearest_multiples(dp * (call or mbs), gbs)]
+    if gbs % dp == 0:
+        sizes = nearest_divisors(gbs // dp, call or mbs)
+        ways += [((key, size),) for size in sizes] if call is None else [((CALL, size),) for size in sizes]
+    return Finding("PP-E211", "gbs", message, place, *ways)
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:

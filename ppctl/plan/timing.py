@@ -15,6 +15,7 @@ from ppctl.config.support import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
+from ppctl.plan.sizes import CALL, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
@@ -89,12 +90,16 @@ def check_length(said: Said, num_stages: int, num_microbatches: int, findings: F
         f"forwards and backwards in a step; a plan holds at most {MOST_ACTIONS:,}"
     )
     gbs, mbs = said["gbs"], said["mbs"]
+    parts = [size for size in nearest_divisors(num_microbatches, most) if size <= most]
+    calls = [((CALL, mbs * size),) for size in parts[:1]]
     fewer = (("gbs", gbs // num_microbatches * most),)
     larger = (
         ("mbs", mbs * -(-num_microbatches // most)),
         ("gbs", gbs // num_microbatches * -(-num_microbatches // most)),
     )
-    findings.append(Finding("PP-E214", "gbs", message, said.told("gbs", "mbs", "dp", "pp", "vpp"), fewer, larger))
+    findings.append(
+        Finding("PP-E214", "gbs", message, said.told("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
+    )
 
 
 def _fitting(vpp: int) -> str:

@@ -82,6 +82,7 @@ class Plan:
     schedule: Schedule
     """Lowered: with messages, gradient sync and capacities."""
     num_microbatches: int
+    """Of one schedule call."""
     bubble_fraction: float
     step_time_s: float
     time_calibrated: bool
@@ -89,6 +90,8 @@ class Plan:
     params_mtp: int
     params_active: int
     params_hf: int
+    gradient_accumulation_steps: int = 1
+    """Schedule calls per optimizer step."""
     tie_groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(canonical parameter name, stages that hold a use of it, in canonical order of uses)."""
     p2p_capacity: int | None = None

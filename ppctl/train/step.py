@@ -49,7 +49,10 @@ class Trainer:
         self.stop_requested = stop_requested
         self.batch: StepBatch | None = None
         self.losses: dict[int, Tensor] = {}
-        """By microbatch; on the rank that owns the loss."""
+        """By microbatch of the step; on the rank that owns the loss."""
+        self.calls = session.plan.gradient_accumulation_steps
+        self.first = 0
+        """The step's microbatch that is the schedule call's number 0."""
         self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
         plan = session.plan
         self.pipeline = RankGrid(plan.sizes).group_of("pp", 0)
@@ -81,31 +84,53 @@ class Trainer:
         s.weights.clear_gradients()
         self.losses = {}
         self.batch = None if self.batches is None else self.batches.step(step)
-        run_schedule(
-            s.plan.schedule,
-            self.programs,
-            s.communicator,
-            deallocate_pipeline_outputs=s.config.parallel.deallocate_pipeline_outputs,
-            reduce_grad=s.reducer.reduce,
-            recorder=s.recorder,
-            heartbeat=s.heartbeat,
-        )
+        for call in range(self.calls):
+            self.first = call * s.plan.num_microbatches
+            run_schedule(
+                s.plan.schedule,
+                self.programs,
+                s.communicator,
+                deallocate_pipeline_outputs=s.config.parallel.deallocate_pipeline_outputs,
+                reduce_grad=self._reduce if call + 1 == self.calls else None,
+                recorder=s.recorder,
+                heartbeat=s.heartbeat,
+            )
+
+    def _reduce(self, stage: int) -> None:
+        """What happens to a stage's gradients once the step's last one is there."""
+        s = self.session
+        if s.config.pipeline.scale_grads_in_schedule:
+            for parameter in s.reducer.stages[stage]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self._microbatches_of_all())
+        s.reducer.reduce(stage)
+
+    def _microbatches_of_all(self) -> int:
+        """Microbatches of the global batch: of all calls, on all data-parallel ranks."""
+        return self.calls * self.session.plan.num_microbatches * self.session.plan.sizes.dp
 
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
         """What the engine calls: the module, fed with tokens where it embeds, closed by the loss where it ends."""
         embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
 
         def forward(mb: int, inputs: Message) -> Message:
-            x = self._own(self.batch).tokens[mb].to(self.session.device) if embeds else inputs[0]
+            x = self._own(self.batch).tokens[self.first + mb].to(self.session.device) if embeds else inputs[0]
             output = module(x)
             return (self._loss(mb, output),) if ends else (output,)
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
 
     def _loss(self, mb: int, logits: Tensor) -> Tensor:
-        batch, device = self._own(self.batch), self.session.device
-        loss = microbatch_loss(logits, batch.labels[mb].to(device), batch.loss_mask[mb].to(device), batch.total_tokens)
-        self.losses[mb] = loss.detach()
+        """The loss to start from, and the microbatch's share of the step's.
+
+        The same tensor, unless the schedule scales: then it starts from the mean over the microbatch's own tokens.
+        """
+        batch, device, mb = self._own(self.batch), self.session.device, self.first + mb
+        mask = batch.loss_mask[mb]
+        scaled = self.session.config.pipeline.scale_grads_in_schedule
+        tokens = float(mask.sum().clamp(min=1)) if scaled else batch.total_tokens
+        loss = microbatch_loss(logits, batch.labels[mb].to(device), mask.to(device), tokens)
+        self.losses[mb] = loss.detach() / self._microbatches_of_all() if scaled else loss.detach()
         return loss
 
     def _own(self, batch: StepBatch | None) -> StepBatch:
@@ -113,6 +138,7 @@ class Trainer:
         return batch
 
     def _report(self) -> RankReport:
+        """This rank's numbers. Times are those of the step's last schedule call; all its calls are alike."""
         s, report = self.session, RankReport(stop=float(self.stop_requested()))
         if self.batch is not None:
             report.checksum = float(self.batch.checksum)
@@ -138,7 +164,7 @@ class Trainer:
         tokens = sum(r.tokens for r in reports)
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.
-        flops = 3 * sum(spec.flops_forward for spec in s.plan.stages) * s.plan.num_microbatches * s.plan.sizes.dp
+        flops = 3 * sum(spec.flops_forward for spec in s.plan.stages) * self._microbatches_of_all()
         tflops = flops / seconds / world / 1e12
         return {
             "tokens": int(tokens),

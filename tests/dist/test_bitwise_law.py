@@ -71,7 +71,8 @@ def config_of(
 def train_cut(mapping: dict) -> tuple[list[float], list[float], dict[str, bytes]]:
     """Runs in a rank: losses, norms and this rank's weights after STEPS steps."""
     config = from_mapping(mapping)
-    plan = build_plan(config, {})
+    given = {} if config.pipeline.pp_batch_size == 1 else {"pipeline.pp_batch_size": "command line"}
+    plan = build_plan(config, given)
     assert not plan.problems, plan.problems
     rank = torch.distributed.get_rank()
     session = build_session(config, plan, rank, torch.device("cpu"))
@@ -90,7 +91,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def reference(text: Path, m: int, tied: bool, eps: float = 1e-8):
+def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bool = False):
     config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
     config.optim.eps = eps
     batches = Batches(
@@ -107,11 +108,11 @@ def reference(text: Path, m: int, tied: bool, eps: float = 1e-8):
     for step in range(STEPS):
         b = batches.step(step)
         data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)])
-    return train_reference(config.model, config.optim, config.train.seed, data)
+    return train_reference(config.model, config.optim, config.train.seed, data, scale_grads=scale_grads)
 
 
 def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
-    losses, norms, weights = reference(text, m, tied)
+    losses, norms, weights = reference(text, m, tied, scale_grads=bool(cut.get("scale_grads_in_schedule")))
     config = config_of(text, m=m, tied=tied, **cut)  # type: ignore[arg-type]
     got = run_ranks(train_cut, cut["pp"], to_mapping(config))
     seen: set[str] = set()
@@ -170,6 +171,26 @@ def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
 @pytest.mark.parametrize(("pp", "vpp", "m", "extra"), [(4, 1, 9, 1), (4, 1, 6, 3), (3, 1, 2, "auto"), (4, 2, 9, 1)])
 def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, extra_warmup=extra)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "m", "calls", "how"),
+    [
+        (1, 1, 4, 2, {}),
+        (2, 1, 6, 3, {}),
+        (2, 2, 4, 2, {}),
+        (4, 1, 4, 4, {"variable_seq_lengths": True}),
+        (3, 1, 6, 2, {"batch_p2p_comm": True, "overlap_p2p_comm": False}),
+    ],
+)
+def test_several_schedule_calls_a_step_change_no_bit(text, pp, vpp, m, calls, how):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, pp_batch_size=2 * m // calls, **how)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m", "calls"), [(1, 1, 3, 1), (2, 2, 4, 1), (3, 1, 6, 2)])
+def test_scaling_in_the_schedule_weighs_every_microbatch_alike(text, pp, vpp, m, calls):
+    how = {"scale_grads_in_schedule": True} | ({"pp_batch_size": 2 * m // calls} if calls > 1 else {})
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, **how)
 
 
 FUSED = dict(batch_p2p_comm=True, batch_p2p_sync=True, overlap_p2p_comm=False)

@@ -14,8 +14,11 @@ from ppctl.plan import StageSpec
 from ppctl.train.optimizer import lr_at
 
 
-def train_reference(model, optim, seed, batches, steps=None):
-    """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s]; returns (losses, gradient norms, weights)."""
+def train_reference(model, optim, seed, batches, steps=None, scale_grads=False):
+    """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s]; returns (losses, gradient norms, weights).
+
+    With `scale_grads` a microbatch's loss is its own mean, and the sum of gradients is divided by their number.
+    """
     layers = ("embedding", *(f"decoder.{i}" for i in range(model.num_layers)), "loss")
     whole = build_stage(
         StageSpec(0, 0, 0, layers, (), (), 0, 0, 0), model, seed=seed, dtype=torch.float32, device="cpu"
@@ -30,13 +33,15 @@ def train_reference(model, optim, seed, batches, steps=None):
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     losses, norms = [], []
     for step, microbatches in enumerate(batches):
-        total = float(sum(mask.sum() for _, _, mask in microbatches))
+        total, count = float(sum(mask.sum() for _, _, mask in microbatches)), len(microbatches) if scale_grads else 1
         losses.append(0.0)
         for tokens, labels, mask in microbatches:
             per_token = F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten(), reduction="none")
-            loss = (per_token * mask.flatten()).sum() / total
+            loss = (per_token * mask.flatten()).sum() / (float(mask.sum()) if scale_grads else total)
             loss.backward()
-            losses[-1] += loss.item()
+            losses[-1] += (loss.detach() / count).item()
+        for parameter in weights.values():
+            parameter.grad /= count
         if tied:  # one accumulator per use, summed once in canonical order of uses
             shared = weights["tok_embeddings.weight"].grad + weights["output.weight"].grad
             weights["tok_embeddings.weight"].grad, weights["output.weight"].grad = shared, shared.clone()

@@ -56,6 +56,31 @@ def test_every_derived_size_has_its_equation() -> None:
     assert made.derived[0].value == 8
 
 
+@pytest.mark.parametrize(
+    ("values", "calls", "microbatches", "printed"),
+    [
+        (dict(gbs=16), 1, 16, "global_batch_size 16 = dp 1 x num_microbatches 16 x micro_batch_size 1"),
+        (
+            dict(gbs=16, dp=2, mbs=2, pipeline__pp_batch_size=4),
+            2,
+            2,
+            "global_batch_size 16 = dp 2 x gradient_accumulation_steps 2 x num_microbatches 2 x micro_batch_size 2",
+        ),
+        (
+            dict(gbs=16, pipeline__pp_batch_size=1),
+            16,
+            1,
+            "global_batch_size 16 = dp 1 x gradient_accumulation_steps 16 x num_microbatches 1 x micro_batch_size 1",
+        ),
+    ],
+)
+def test_a_given_pp_batch_size_is_one_schedule_call_of_several(values, calls, microbatches, printed) -> None:
+    made = plan(**values)
+    assert (made.gradient_accumulation_steps, made.num_microbatches) == (calls, microbatches)
+    assert equation(made, "num_microbatches") == printed
+    assert made.step_time_s == pytest.approx(calls * plan(**(values | {"gbs": values["gbs"] // calls})).step_time_s)
+
+
 def test_overriding_pp_keeps_the_world_and_moves_dp() -> None:
     sizes = [plan(pp=pp, nodes=1, gpus_per_node=8, gbs=16).sizes for pp in (1, 2, 4, 8)]
     assert [(size.world, size.dp) for size in sizes] == [(8, 8), (8, 4), (8, 2), (8, 1)]

@@ -37,7 +37,7 @@ WRONG = [
         "train.seed=-1", "parallel.fp16=true", "parallel.params_dtype=int8", "parallel.pipeline_dtype=bf16",
         "parallel.sequence_parallel=true", "checkpoint.keep=-1", "checkpoint.resume=", "data.path=",
         "data.tokenizer=gpt2", "pipeline.pp_schedule=1f1b", "pipeline.pp_schedule=dualpipe",
-        "pipeline.pp_schedule=pipelineschedulemulti", "pipeline.pp_batch_size=4",
+        "pipeline.pp_schedule=pipelineschedulemulti", "pipeline.pp_batch_size=3",
         "parallel.microbatch_group_size_per_vp_stage=1", "--pipeline-model-parallel-size", "--nonsense",
         "--seed=7", "--", "--train-iters", "-m", "published=3",
     )
