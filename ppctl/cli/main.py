@@ -34,6 +34,7 @@ COMMANDS = {
     "train": Command("train a model as a config describes it", overrides=True),
     "plan": Command("show what train would do, and check it: no torch, no GPU", overrides=True),
     "layout": Command("parse, check and draw one layout"),
+    "simulate": Command("time and draw a schedule from bare costs"),
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("go on from a run's last checkpoint", overrides=True),
     "runs": Command("list runs"),
@@ -41,7 +42,7 @@ COMMANDS = {
 }
 
 LATER = (
-    "simulate", "submit", "status", "logs", "cancel", "requeue", "doctor", "ckpt", "trace", "parity", "data",
+    "submit", "status", "logs", "cancel", "requeue", "doctor", "ckpt", "trace", "parity", "data",
 )  # fmt: skip
 
 

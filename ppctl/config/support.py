@@ -180,6 +180,8 @@ SCHEDULES = {
     "interleavedzerobubble": "interleaved_zero_bubble",
     "interleaved_zero_bubble": "interleaved_zero_bubble",
     "zero_bubble": "interleaved_zero_bubble",
+    "zb_h1": "zb_h1",
+    "zbh1": "zb_h1",
     "zbvzerobubble": "zbv_zero_bubble",
     "zbv_zero_bubble": "zbv_zero_bubble",
     "v_schedule": "zbv_zero_bubble",
@@ -188,7 +190,7 @@ SCHEDULES = {
 """pipeline.pp_schedule in lower case, without torch's `Schedule` prefix -> the policy's name: torch's names, those of
 NeMo Automodel's documentation, ppctl's. Breadth-first (looped) is gpipe with several chunks per rank."""
 
-PLANNED_SCHEDULES = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
+PLANNED_SCHEDULES = frozenset({"zb_h1", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
 """The policies that can be planned and drawn, but not trained with yet."""
 
 ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti"})

@@ -19,7 +19,7 @@ from ppctl.plan.sizes import CALL, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import V_PLACED, forwards_alone, make_schedule
+from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, forwards_alone, make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
@@ -62,10 +62,10 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
         message = f"there is no schedule {asked!r} in this release"
         findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE), ((SCHEDULE, _fitting(vpp)),)))
         return None
-    if name == "1f1b" and vpp > 1:
+    if name in ONE_CHUNK and vpp > 1:
         if not said.given(SCHEDULE):
             return Choice(_fitting(vpp), (_chosen(vpp, "no schedule was given"),))
-        message = f"schedule 1f1b runs one chunk per rank, and vpp is {vpp}"
+        message = f"schedule {name} runs one chunk per rank, and vpp is {vpp}"
         one_chunk = (("vpp", 1),) if said["layout"] is None else (("vpp", 1), ("layout", None))
         remedies = (((SCHEDULE, _fitting(vpp)),), one_chunk)
         findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *remedies))

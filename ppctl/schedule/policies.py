@@ -163,6 +163,9 @@ POLICIES: dict[str, Callable[..., Schedule]] = {
     "interleaved_1f1b": interleaved_1f1b,
 }
 
+ONE_CHUNK = ("1f1b", "zb_h1")
+"""The policies that run one chunk per rank."""
+
 V_PLACED = ("zbv_zero_bubble", "dualpipev")
 """The policies that place stages as a V."""
 

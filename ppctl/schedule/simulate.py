@@ -6,7 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ppctl.errors import Problem, ScheduleError
@@ -67,22 +67,22 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
     return Trace(schedule.placement.pp, tuple(spans))
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
+def in_flight(schedule: Schedule, *, until: Op = Op.W) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once.
 
-    One is alive from the start of its F to the end of its B (of its W where the backward is split); without a backward
-    it lives only during F.
+    One is alive from the start of its F to the end of its B, or where the backward is split of its W (`until` Op.I: of
+    its I, from when on only what W needs is kept); without a backward it lives only during F.
     """
-    return tuple(map(_most_alive, schedule.actions))
+    return tuple(_most_alive(row, (Op.B, until)) for row in schedule.actions)
 
 
-def _most_alive(row: Sequence[Action]) -> int:
-    ends = {(stage, mb) for op, stage, mb in row if op is Op.B or op is Op.W}
+def _most_alive(row: Sequence[Action], ending: Collection[Op]) -> int:
+    ends = {(stage, mb) for op, stage, mb in row if op in ending}
     alive = most = 0
     for op, stage, mb in row:
         if op is Op.F:
             most = max(most, alive + 1)
             alive += (stage, mb) in ends
-        elif op is Op.B or op is Op.W:
+        elif op in ending:
             alive -= 1
     return most

@@ -45,6 +45,16 @@ def step_time(trace: Trace) -> float:
     return max(end for _, _, _, end in trace.spans) - min(start for _, _, start, _ in trace.spans)
 
 
+def longest_span(trace: Trace) -> float:
+    """Seconds from the first action's start to the last one's end on the pp_rank where that is longest."""
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for pp_rank, _, start, end in trace.spans:
+        first.setdefault(pp_rank, start)
+        last[pp_rank] = end
+    return max((last[pp_rank] - start for pp_rank, start in first.items()), default=0.0)
+
+
 def busy_time(spans: Iterable[Span]) -> float:
     """Seconds spent in F, B, I and W."""
     return sum(end - start for _, (op, _, _), start, end in spans if op in COMPUTE)

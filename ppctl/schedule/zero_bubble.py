@@ -1,7 +1,7 @@
 """Schedules that split the backward: input gradients early, weight gradients where a rank would idle.
 
-The three that torch names: interleaved zero-bubble (ZB1P over a loop; Qi et al., arXiv 2401.10241), ZBV (the same
-authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank. Each list is told as
+ZB-H1 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (its form for several chunks),
+ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank. Each list is told as
 phases of short words, `F1` for a forward of the rank's second stage. Must not know messages, time or capacities.
 Standard library only.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
@@ -32,6 +33,17 @@ def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int
             row += [Action(Op.W, *unit) for unit in islice(late, int(number >= pp_rank))]
         rows.append((*row, *(Action(Op.W, *unit) for unit in late)))
     return Schedule("interleaved_zero_bubble", Placement("loop", pp, pp * vpp), num_microbatches, tuple(rows))
+
+
+def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """ZB-H1: 1F1B whose last rank runs its weight gradients so late that it holds what the first one holds. One chunk.
+
+    Bubble time (pp - 1)(tf + tb - tw) where tw is at most tf and tb, with as much memory as 1F1B's first rank.
+    """
+    if vpp > 1:
+        message = f"zb_h1 runs one chunk per rank and vpp is {vpp}"
+        raise ScheduleError(Problem("PP-E305", message, "pipeline.pp_schedule=interleaved_zero_bubble"))
+    return replace(interleaved_zero_bubble(pp, 1, num_microbatches, group), name="zb_h1")
 
 
 def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
@@ -120,6 +132,7 @@ def _on_a_v(name: str, pp: int, vpp: int, num_microbatches: int, fill: Callable[
 
 
 SPLIT_POLICIES: dict[str, Callable[[int, int, int, int], Schedule]] = {
+    "zb_h1": zb_h1,
     "interleaved_zero_bubble": interleaved_zero_bubble,
     "zbv_zero_bubble": zbv_zero_bubble,
     "dualpipev": dualpipev,

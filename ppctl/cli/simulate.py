@@ -1,0 +1,152 @@
+"""`ppctl simulate`: a schedule from bare costs, for people who think about schedules. Imports no torch and no Hydra.
+
+Knows milliseconds and what is printed. Must not know how schedules are made, run or drawn (`ppctl.schedule`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ppctl.cli.console import PIPE_WIDTH
+from ppctl.cli.timeline import write_timeline
+from ppctl.errors import ConfigError, Problem
+from ppctl.schedule.action import Op, Schedule
+from ppctl.schedule.picture import Picture, StageNote
+from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, make_schedule
+from ppctl.schedule.simulate import Costs, in_flight, simulate
+from ppctl.schedule.timeline import timeline_text
+from ppctl.schedule.trace import Trace, bubble_fraction, longest_span, step_time
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+
+_TIMES = {
+    "tf": "forward of one microbatch through all chunks of a rank",
+    "tb": "its input gradient",
+    "tw": "its weight gradient",
+    "tcomm": "delay of every message",
+}
+_MS = 1e-3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
+    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline ranks")
+    parser.add_argument(
+        "--vpp", type=int, metavar="V", help="chunks per rank (default: 1, or 2 where 1 makes no sense)"
+    )
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches of a step")
+    for name, what in _TIMES.items():
+        needed = name in ("tf", "tb")
+        parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=f"{what}, in ms")
+    parser.add_argument("--extra-warmup", type=int, default=0, metavar="N", help="forwards beyond the textbook warm-up")
+    parser.add_argument("--timeline", metavar="FILE", help="draw the step: .html, .txt, or .json for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print. Raises ConfigError with everything that is wrong."""
+    problems = list(_wrong(args))
+    if problems:
+        raise ConfigError(problems)
+    vpp = args.vpp or (1 if args.schedule in (*ONE_CHUNK, "gpipe") else 2)
+    schedule = make_schedule(
+        args.schedule,
+        pp=args.pp,
+        vpp=vpp,
+        num_microbatches=args.microbatches,
+        extra_warmup=args.extra_warmup,
+    )
+    trace = simulate(schedule, costs(args, args.pp * vpp, vpp))
+    if args.timeline:
+        write_timeline(_picture(args, schedule, trace), Path(args.timeline))
+    figures = figured(args, schedule, trace)
+    print(json.dumps(figures, indent=2) if args.json else _text(figures, schedule, trace))
+    return 0
+
+
+def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
+    """Seconds per stage: equal stages, each an equal share of its rank's milliseconds."""
+    forward, gradient, weights = (_MS * ms / vpp for ms in (args.tf, args.tb, args.tw))
+    whole = ((forward,), (gradient + weights,), (gradient,), (weights,))
+    return Costs(*(seconds * num_stages for seconds in whole), message=_MS * args.tcomm)
+
+
+def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[str, Any]:
+    """What `--json` prints. `bubble_rate` is 1 - m (tf + tb + tw) / the longest span of a rank (arXiv 2401.10241)."""
+    longest = longest_span(trace)
+    work = _MS * args.microbatches * (args.tf + args.tb + args.tw)
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.placement.pp,
+        "vpp": schedule.placement.num_stages // schedule.placement.pp,
+        "microbatches": schedule.num_microbatches,
+        "step_time_ms": step_time(trace) / _MS,
+        "bubble_fraction": bubble_fraction(trace),
+        "bubble_rate": 1.0 - work / longest if longest > 0 else 0.0,
+        "in_flight": list(in_flight(schedule, until=Op.I)),
+        "in_flight_until_weight_gradient": list(in_flight(schedule)),
+    }
+
+
+def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
+    place = "command line"
+    if args.schedule not in SCHEDULES:
+        from ppctl.config.keys import nearest
+
+        close = nearest(args.schedule, SCHEDULES)
+        message = f"there is no schedule {args.schedule!r}: {', '.join(SCHEDULES)}"
+        yield Problem("PP-E128", message, f"--schedule {close[0] if close else '1f1b'}", place)
+    for name, what in _TIMES.items():
+        value = getattr(args, name)
+        if not 0 <= value < float("inf"):
+            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", place)
+    if args.schedule in V_PLACED and args.vpp not in (None, 2):
+        message = f"{args.schedule} runs two chunks per rank, and --vpp is {args.vpp}"
+        yield Problem("PP-E128", message, "--vpp 2", place)
+    actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
+    if actions > MOST_ACTIONS:
+        message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
+        yield Problem("PP-E128", message, "--microbatches 64", place)
+
+
+MOST_ACTIONS = 5_000_000
+"""More than that takes minutes and gigabytes: some size is not what was meant."""
+
+
+def _picture(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> Picture:
+    place = schedule.placement
+    notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
+    given = f"tf {args.tf:g}, tb {args.tb:g}, tw {args.tw:g}, tcomm {args.tcomm:g} ms"
+    return Picture(f"{schedule.name}, pp {place.pp}, {schedule.num_microbatches} microbatches", given, trace, notes)
+
+
+def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
+    lines = [
+        f"{schedule.name}: pp {figures['pp']} x vpp {figures['vpp']}, {figures['microbatches']} microbatches",
+        f"step time        {figures['step_time_ms']:.6g} ms",
+        f"bubble fraction  {figures['bubble_fraction']:.4f}  (idle share of pp x step time)",
+        f"bubble rate      {figures['bubble_rate']:.4f}  (over the busiest rank's own span)",
+        f"in flight        {_counts(figures['in_flight'])}  (chunk activations per rank, until the input gradient)",
+    ]
+    late = figures["in_flight_until_weight_gradient"]
+    if late != figures["in_flight"]:
+        lines.append(f"                 {_counts(late)}  (until the weight gradient)")
+    if schedule.placement.num_stages <= MOST_ROWS:
+        lines += ["", timeline_text(trace, width).rstrip()]
+    return "\n".join(lines)
+
+
+MOST_ROWS = 32
+"""Stages that are still drawn on a screen."""
+
+
+def _counts(values: list[int]) -> str:
+    return " ".join(map(str, values)) if len(values) <= MOST_ROWS else f"{max(values)} at most, {min(values)} at least"

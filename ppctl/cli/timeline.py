@@ -1,0 +1,46 @@
+"""Where a picture of a step goes: `--timeline FILE`, in the form that the file's name asks for.
+
+Knows names of files. Must not know what is drawn or how.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ppctl.cli.console import PIPE_WIDTH, note
+from ppctl.errors import ConfigError, Problem
+from ppctl.files import write_atomically
+from ppctl.schedule.picture import Picture
+
+FORMS = {
+    ".html": ("ppctl.schedule.page", "timeline_html"),
+    ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
+    ".txt": ("ppctl.cli.timeline", "plain"),
+}
+"""A file's ending -> what draws it; each is imported only when it is asked for."""
+
+
+def plain(picture: Picture) -> str:
+    """The drawing for a terminal, as wide as every block needs, and at most 2,000 columns."""
+    from ppctl.schedule.timeline import timeline_text
+
+    busiest = max((sum(s.pp_rank == rank for s in picture.trace.spans) for rank in range(picture.trace.pp)), default=0)
+    width = min(max(PIPE_WIDTH, 3 * busiest), 2000)
+    return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"
+
+
+def write_timeline(picture: Picture, path: Path) -> None:
+    """Write the picture, whole or not at all. Raises ConfigError (PP-E129) where that cannot be."""
+    if path.suffix not in FORMS:
+        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
+        raise ConfigError(Problem("PP-E129", message, f"--timeline {path.with_suffix('.html')}", "command line"))
+    module, function = FORMS[path.suffix]
+    draw: Callable[[Picture], str] = getattr(importlib.import_module(module), function)
+    try:
+        write_atomically(path, draw(picture))
+    except OSError as error:
+        message = f"the picture cannot be written to {path}: {error.strerror}"
+        raise ConfigError(Problem("PP-E129", message, "--timeline step.html", "command line")) from None
+    note(f"note: wrote {path}")

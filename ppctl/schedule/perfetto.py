@@ -1,0 +1,72 @@
+"""Picture -> JSON in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Knows that format: complete events (`X`, microseconds), counters (`C`) and names (`M`), a thread for each pp_rank. Must
+not know how a trace came about. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ppctl.schedule.action import Op
+from ppctl.schedule.picture import Picture, StageNote, memory_over_time
+from ppctl.schedule.trace import Span
+
+KINDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.REDUCE_GRAD: "gradient reduction",
+}
+
+
+def perfetto_json(picture: Picture) -> str:
+    """The picture as one JSON object: a process for the pipeline, a thread and a memory counter for each pp_rank."""
+    events = [*_names(picture), *_spans(picture), *_counters(picture)]
+    return json.dumps({"displayTimeUnit": "ms", "otherData": {"title": picture.title}, "traceEvents": events})
+
+
+def _names(picture: Picture) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": picture.title}}
+    for pp_rank in range(picture.trace.pp):
+        yield {"ph": "M", "pid": 0, "tid": pp_rank, "name": "thread_name", "args": {"name": f"pp_rank {pp_rank}"}}
+        yield {"ph": "M", "pid": 0, "tid": pp_rank, "name": "thread_sort_index", "args": {"sort_index": pp_rank}}
+
+
+def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
+    notes = {note.stage: note for note in picture.stages}
+    for span in picture.trace.spans:
+        yield {
+            "ph": "X",
+            "pid": 0,
+            "tid": span.pp_rank,
+            "name": str(span.action),
+            "cat": KINDS[span.action.op],
+            "ts": 1e6 * span.start,
+            "dur": 1e6 * (span.end - span.start),
+            "args": _told(span, notes.get(span.action.stage)),
+        }
+
+
+def _told(span: Span, note: StageNote | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"stage": span.action.stage}
+    if span.action.mb >= 0:
+        told["microbatch"] = span.action.mb
+    if note is not None:
+        told |= {"chunk": note.vpp_rank, **({"layers": note.layers} if note.layers else {})}
+    return told
+
+
+def _counters(picture: Picture) -> Iterator[dict[str, Any]]:
+    for pp_rank, levels in enumerate(memory_over_time(picture)):
+        for time, held in levels:
+            yield {
+                "ph": "C",
+                "pid": 0,
+                "name": f"memory of pp_rank {pp_rank}",
+                "ts": 1e6 * time,
+                "args": {"GiB": held / 2**30},
+            }

@@ -1,0 +1,84 @@
+"""What a picture of a step shows: its trace, what its stages are, and what every rank holds while it runs.
+
+Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `timeline`) or how costs come about.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ppctl.schedule.action import BACKWARDS, Op
+from ppctl.schedule.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StageNote:
+    """What is told of a stage."""
+
+    stage: int
+    pp_rank: int
+    vpp_rank: int
+    layers: str = ""
+    """Such as `embedding, decoder 0-2`."""
+    facts: tuple[str, ...] = ()
+    """Further lines: parameters, FLOPs, sources of its times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes on one device of a pp_rank: what is always there, and what one microbatch adds on each of its stages."""
+
+    fixed: int
+    per_microbatch: dict[int, int]
+
+
+class Level(NamedTuple):
+    """From `time` (seconds) on, a rank holds `held` bytes."""
+
+    time: float
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A step to be drawn. `memory` has an entry per pp_rank, or none."""
+
+    title: str
+    subtitle: str
+    trace: Trace
+    stages: tuple[StageNote, ...]
+    memory: tuple[Held, ...] = ()
+    limit: int | None = None
+    """Bytes of one device."""
+
+
+def memory_over_time(picture: Picture) -> tuple[tuple[Level, ...], ...]:
+    """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W."""
+    if not picture.memory:
+        return ()
+    split = {(a.stage, a.mb) for _, a, _, _ in picture.trace.spans if a.op is Op.I}
+    kept = {(a.stage, a.mb) for _, a, _, _ in picture.trace.spans if a.op in BACKWARDS}
+    changes: list[list[tuple[float, int]]] = [[] for _ in picture.memory]
+    for pp_rank, (op, stage, mb), start, end in picture.trace.spans:
+        size = picture.memory[pp_rank].per_microbatch.get(stage, 0)
+        if op is Op.F:
+            changes[pp_rank].append((start, size))
+            if (stage, mb) not in kept:
+                changes[pp_rank].append((end, -size))
+        elif op is (Op.W if (stage, mb) in split else Op.B):
+            changes[pp_rank].append((end, -size))
+    return tuple(_levels(held.fixed, rank) for held, rank in zip(picture.memory, changes, strict=True))
+
+
+def _levels(fixed: int, changes: list[tuple[float, int]]) -> tuple[Level, ...]:
+    """What is held after each change, frees before allocations of the same moment."""
+    levels = [Level(0.0, fixed)]
+    for time, change in sorted(changes):
+        level = Level(time, levels[-1].held + change)
+        if levels[-1].time == time:
+            levels[-1] = level
+        else:
+            levels.append(level)
+    return tuple(levels)

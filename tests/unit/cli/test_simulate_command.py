@@ -1,0 +1,112 @@
+"""`ppctl simulate`: the figures of papers and closed forms from bare costs, its pictures, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ppctl.cli.main import main
+
+PAPER = json.loads((Path(__file__).parents[2] / "golden" / "zero_bubble_tables.json").read_text())["rows"]
+
+
+def simulated(capsys: Any, *words: Any) -> dict[str, Any]:
+    assert main(["simulate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of_row(capsys: Any, row: dict[str, Any], *words: Any) -> dict[str, Any]:
+    times = ("--tf", row["TF"], "--tb", row["TB"], "--tw", row["TW"], "--tcomm", row["Tcomm"])
+    return simulated(capsys, *words, "--pp", row["p"], "--microbatches", row["m"], *times)
+
+
+@pytest.mark.parametrize("row", PAPER, ids=lambda row: f"{row['model']}-p{row['p']}-m{row['m']}")
+def test_bubble_rates_are_the_papers(capsys: Any, row: dict[str, Any]) -> None:
+    """Zero Bubble (arXiv 2401.10241), tables 3 to 6; interleaved there has a simpler model of messages."""
+    bubble = row["bubble"]
+    chunks = (row["cfg"]["layers"] + 2) // row["p"]
+    assert of_row(capsys, row, "--schedule", "1f1b")["bubble_rate"] == pytest.approx(bubble["1F1B"], abs=1e-4)
+    assert of_row(capsys, row, "--schedule", "zb_h1")["bubble_rate"] == pytest.approx(bubble["ZB-H1"], abs=1e-4)
+    interleaved = of_row(capsys, row, "--schedule", "interleaved_1f1b", "--vpp", chunks)
+    assert interleaved["bubble_rate"] == pytest.approx(bubble["1F1B-I"], abs=0.004)
+
+
+@pytest.mark.parametrize(("pp", "m"), product([1, 2, 3, 4, 8], [1, 2, 3, 7, 8, 24]))
+def test_1f1b_takes_its_closed_form(capsys: Any, pp: int, m: int) -> None:
+    figures = simulated(
+        capsys, "--schedule", "1f1b", "--pp", pp, "--microbatches", m, "--tf", 3.5, "--tb", 4.25, "--tw", 1.75
+    )
+    assert figures["step_time_ms"] == pytest.approx((m + pp - 1) * 9.5, rel=1e-9)
+    assert figures["in_flight"] == [min(pp - rank, m) for rank in range(pp)]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "rounds"), product([2, 3, 4], [2, 3], [1, 2, 4]))
+def test_interleaving_takes_its_closed_form(capsys: Any, pp: int, vpp: int, rounds: int) -> None:
+    m = pp * rounds
+    sizes = ("--schedule", "interleaved_1f1b", "--pp", pp, "--vpp", vpp, "--microbatches", m)
+    figures = simulated(capsys, *sizes, "--tf", 6, "--tb", 12)
+    assert figures["step_time_ms"] == pytest.approx(18 * m + (pp - 1) * 18 / vpp, rel=1e-9)
+    assert figures["in_flight"] == [min(2 * (pp - r - 1) + (vpp - 1) * pp + 1, m * vpp) for r in range(pp)]
+
+
+@pytest.mark.parametrize(("pp", "rounds", "times"), product([2, 3, 4, 8], [1, 2, 4], [(2, 2, 1), (3, 2, 2), (5, 7, 5)]))
+def test_zb_h1_takes_its_closed_form(capsys: Any, pp: int, rounds: int, times: tuple[int, int, int]) -> None:
+    m, (tf, tb, tw) = pp * rounds, times
+    sizes = ("--schedule", "zb_h1", "--pp", pp, "--microbatches", m)
+    figures = simulated(capsys, *sizes, "--tf", tf, "--tb", tb, "--tw", tw)
+    bubble = (pp - 1) * (tf + tb - tw)
+    assert figures["step_time_ms"] == pytest.approx(m * (tf + tb + tw) + bubble, rel=1e-9)
+    assert figures["in_flight"] == [min(pp - rank, m) for rank in range(pp)]
+    assert figures["in_flight_until_weight_gradient"] == [min(pp, m)] * pp
+
+
+def test_it_says_the_same_in_words(capsys: Any) -> None:
+    words = "--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2"
+    assert main(["simulate", *words.split()]) == 0
+    text = capsys.readouterr().out
+    assert "step time        12 ms" in text
+    assert "bubble fraction  0.2500" in text
+    assert "rank 1  stage 1 |" in text
+
+
+@pytest.mark.parametrize("ending", ["html", "json", "txt"])
+def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
+    picture = tmp_path / f"step.{ending}"
+    simulated(
+        capsys,
+        *("--schedule", "zbv_zero_bubble", "--pp", 2, "--microbatches", 4),
+        *("--tf", 1, "--tb", 1, "--tw", 1, "--timeline", picture),
+    )
+    text = picture.read_text()
+    if ending != "json":
+        assert "zbv_zero_bubble, pp 2, 4 microbatches" in text
+        return
+    events = json.loads(text)["traceEvents"]
+    blocks = [event for event in events if event["ph"] == "X"]
+    assert len(blocks) == 4 * 4 * 3
+    assert {event["tid"] for event in blocks} == {0, 1}
+    assert sum(event["dur"] for event in blocks) == pytest.approx(2 * 4 * 3 * 1000)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--schedule 1f1bb --pp 2 --microbatches 3 --tf 1 --tb 2", "there is no schedule '1f1bb'"),
+        ("--schedule 1f1b --pp 2 --microbatches 3 --tf -1 --tb nan", "--tf -1"),
+        ("--schedule 1f1b --pp 2 --vpp 2 --microbatches 3 --tf 1 --tb 2", "one chunk per rank"),
+        ("--schedule dualpipev --pp 2 --vpp 3 --microbatches 8 --tf 1 --tb 2", "--vpp 2"),
+        ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "pp is 0"),
+        ("--schedule gpipe --pp 4096 --microbatches 99999 --tf 1 --tb 2", "a simulation holds at most"),
+        ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.png", "a.html"),
+        ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.html", "cannot be written"),
+    ],
+)
+def test_it_refuses(capsys: Any, words: str, told: str) -> None:
+    assert main(["simulate", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
