@@ -18,35 +18,7 @@ from ppctl.schedule.simulate import Costs, simulate
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1200,800")
 
-PROBE = """
-<script>
-"use strict";
-addEventListener("error", e => report.errors.push(e.message));
-const report = {errors: []};
-const box = canvas.getBoundingClientRect();
-const point = (type, x, y) => canvas.dispatchEvent(new PointerEvent(type, {clientX: box.left + x, clientY: box.top + y, bubbles: true}));
-const text = () => $("explain").innerText;
-const shownPixels = () => { const row = pen.getImageData(0, TOP + 12, canvas.width, 1).data; const seen = new Set(); for (let i = 0; i < row.length; i += 4) seen.add(row.slice(i, i + 3).join()); return seen.size; };
-const inside = t => x(t);
-report.colours = shownPixels();
-report.view = [from, to];
-point("pointermove", inside(0.5), TOP + 5); report.block = text();
-point("pointermove", inside(3), TOP + 5); report.idle = text();
-canvas.dispatchEvent(new WheelEvent("wheel", {deltaY: -500, clientX: box.left + inside(6), clientY: box.top + 50, bubbles: true, cancelable: true}));
-report.zoomed = [from, to];
-point("pointerdown", 500, 40); point("pointermove", 400, 40); point("pointerup", 400, 40);
-report.panned = [from, to];
-canvas.dispatchEvent(new KeyboardEvent("keydown", {key: "0", bubbles: true}));
-report.whole = [from, to];
-point("pointerdown", inside(23.5), TOP + 5); point("pointerup", inside(23.5), TOP + 5);
-report.chain = [...chain].map(span => name({span}));
-report.clicked = text();
-const tall = canvas.clientHeight; $("memory").click(); report.shorter = canvas.clientHeight < tall;
-report.map = $("map").innerText;
-report.fetched = performance.getEntriesByType("resource").length;
-const out = document.createElement("pre"); out.id = "report"; out.textContent = JSON.stringify(report); document.body.append(out);
-</script>
-"""
+PROBE = f"<script>{Path(__file__).with_name('page_probe.js').read_text()}</script>"
 
 
 def picture() -> Picture:
