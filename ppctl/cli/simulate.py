@@ -74,8 +74,13 @@ def run(args: argparse.Namespace) -> int:
 def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
     """Seconds per stage: equal stages, each an equal share of its rank's milliseconds."""
     forward, gradient, weights = (_MS * ms / vpp for ms in (args.tf, args.tb, args.tw))
-    whole = ((forward,), (gradient + weights,), (gradient,), (weights,))
-    return Costs(*(seconds * num_stages for seconds in whole), message=_MS * args.tcomm)
+    return Costs(
+        forward=[forward] * num_stages,
+        backward=[gradient + weights] * num_stages,
+        input_gradient=[gradient] * num_stages,
+        weight_gradient=[weights] * num_stages,
+        message=_MS * args.tcomm,
+    )
 
 
 def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[str, Any]:

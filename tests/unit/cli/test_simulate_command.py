@@ -35,7 +35,7 @@ def test_bubble_rates_are_the_papers(capsys: Any, row: dict[str, Any]) -> None:
     assert interleaved["bubble_rate"] == pytest.approx(bubble["1F1B-I"], abs=0.004)
 
 
-@pytest.mark.parametrize(("pp", "m"), product([1, 2, 3, 4, 8], [1, 2, 3, 7, 8, 24]))
+@pytest.mark.parametrize(("pp", "m"), list(product([1, 2, 3, 4, 8], [1, 2, 3, 7, 8, 24])))
 def test_1f1b_takes_its_closed_form(capsys: Any, pp: int, m: int) -> None:
     figures = simulated(
         capsys, "--schedule", "1f1b", "--pp", pp, "--microbatches", m, "--tf", 3.5, "--tb", 4.25, "--tw", 1.75
@@ -44,7 +44,7 @@ def test_1f1b_takes_its_closed_form(capsys: Any, pp: int, m: int) -> None:
     assert figures["in_flight"] == [min(pp - rank, m) for rank in range(pp)]
 
 
-@pytest.mark.parametrize(("pp", "vpp", "rounds"), product([2, 3, 4], [2, 3], [1, 2, 4]))
+@pytest.mark.parametrize(("pp", "vpp", "rounds"), list(product([2, 3, 4], [2, 3], [1, 2, 4])))
 def test_interleaving_takes_its_closed_form(capsys: Any, pp: int, vpp: int, rounds: int) -> None:
     m = pp * rounds
     sizes = ("--schedule", "interleaved_1f1b", "--pp", pp, "--vpp", vpp, "--microbatches", m)
@@ -53,7 +53,7 @@ def test_interleaving_takes_its_closed_form(capsys: Any, pp: int, vpp: int, roun
     assert figures["in_flight"] == [min(2 * (pp - r - 1) + (vpp - 1) * pp + 1, m * vpp) for r in range(pp)]
 
 
-@pytest.mark.parametrize(("pp", "rounds", "times"), product([2, 3, 4, 8], [1, 2, 4], [(2, 2, 1), (3, 2, 2), (5, 7, 5)]))
+@pytest.mark.parametrize(("pp", "rounds", "times"), list(product([2, 3, 4, 8], [1, 2, 4], [(2, 2, 1), (3, 2, 2), (5, 7, 5)])))
 def test_zb_h1_takes_its_closed_form(capsys: Any, pp: int, rounds: int, times: tuple[int, int, int]) -> None:
     m, (tf, tb, tw) = pp * rounds, times
     sizes = ("--schedule", "zb_h1", "--pp", pp, "--microbatches", m)
