@@ -53,7 +53,9 @@ def test_interleaving_takes_its_closed_form(capsys: Any, pp: int, vpp: int, roun
     assert figures["in_flight"] == [min(2 * (pp - r - 1) + (vpp - 1) * pp + 1, m * vpp) for r in range(pp)]
 
 
-@pytest.mark.parametrize(("pp", "rounds", "times"), list(product([2, 3, 4, 8], [1, 2, 4], [(2, 2, 1), (3, 2, 2), (5, 7, 5)])))
+@pytest.mark.parametrize(
+    ("pp", "rounds", "times"), list(product([2, 3, 4, 8], [1, 2, 4], [(2, 2, 1), (3, 2, 2), (5, 7, 5)]))
+)
 def test_zb_h1_takes_its_closed_form(capsys: Any, pp: int, rounds: int, times: tuple[int, int, int]) -> None:
     m, (tf, tb, tw) = pp * rounds, times
     sizes = ("--schedule", "zb_h1", "--pp", pp, "--microbatches", m)
