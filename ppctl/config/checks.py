@@ -13,11 +13,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import messages
+from ppctl.config import decoder, messages
+from ppctl.config.decoder import Finding
 from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.model_parallel_config import problems as parallel_problems
-from ppctl.config.schema import ModelConfig, OptimConfig, RunConfig
+from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.config.support import ABSTRACT_SCHEDULES, SCHEDULES, not_trained, refused, schedule_policy
 from ppctl.errors import Problem
 
@@ -32,7 +33,8 @@ POSITIVE = _names(
     "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
     "model.num_moe_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_shared_expert_intermediate_size "
     "model.moe_router_num_groups model.moe_router_group_topk model.moe_router_topk_scaling_factor "
-    "model.rotary_scaling_factor parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
+    "model.rotary_scaling_factor model.rotary_percent model.original_max_position_embeddings model.beta_fast "
+    "model.beta_slow parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
     "parallel.virtual_pipeline_model_parallel_size parallel.context_parallel_size parallel.expert_model_parallel_size "
     "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
     "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
@@ -41,8 +43,9 @@ POSITIVE = _names(
 
 NOT_NEGATIVE = _names(
     "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
-    "model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr optim.warmup_steps optim.weight_decay "
-    "optim.clip_grad train.seed train.eval_interval train.eval_steps checkpoint.interval checkpoint.keep"
+    "model.mscale model.mscale_all_dim model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr "
+    "optim.warmup_steps optim.weight_decay optim.clip_grad train.seed train.eval_interval train.eval_steps "
+    "checkpoint.interval checkpoint.keep"
 )
 
 CHOICES = {
@@ -61,9 +64,6 @@ _NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-Finding = tuple[tuple[str, ...], str, str]
-"""(keys that the rule is about, what is wrong, remedy)."""
 
 
 def check(
@@ -106,8 +106,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _signs(config, usual)
     yield from _words(config, usual)
     yield from _environment(config.launch.env, usual)
-    yield from _heads(config.model)
-    yield from _experts(config.model)
+    yield from decoder.broken_rules(config.model)
     yield from _optim(config.optim)
     yield from _dtypes(config)
     yield from messages.broken_rules(config)
@@ -176,50 +175,6 @@ def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iter
         else:
             continue
         yield ("launch.env",), message, _back("launch.env", usual, {})
-
-
-def _heads(model: ModelConfig) -> Iterator[Finding]:
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if min(heads, groups or 1, model.hidden_size) < 1:
-        return
-    if not model.multi_latent_attention and model.kv_channels is None and model.hidden_size % heads:
-        yield (
-            ("model.hidden_size", "model.num_attention_heads"),
-            f"{heads} heads do not divide a hidden size of {model.hidden_size}",
-            f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}",
-        )
-    elif not model.multi_latent_attention and (model.kv_channels or model.hidden_size // heads) % 2:
-        yield (
-            ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
-            f"rotary positions turn pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
-            f"model.kv_channels={(model.kv_channels or model.hidden_size // heads) + 1}",
-        )
-    if groups and heads % groups:
-        yield (
-            ("model.num_query_groups", "model.num_attention_heads"),
-            f"{groups} key/value heads cannot be shared evenly by {heads} heads",
-            f"model.num_query_groups={max(g for g in range(1, min(groups, heads) + 1) if heads % g == 0)}",
-        )
-
-
-def _experts(model: ModelConfig) -> Iterator[Finding]:
-    experts = model.num_moe_experts
-    if experts is None or experts < 1:
-        return
-    if model.moe_router_topk > experts:
-        keys = ("model.moe_router_topk", "model.num_moe_experts")
-        yield (
-            keys,
-            f"a token cannot go to {model.moe_router_topk} of {experts} experts",
-            f"model.moe_router_topk={experts}",
-        )
-    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
-    if groups and experts % groups:
-        keys = ("model.moe_router_num_groups", "model.num_moe_experts")
-        yield keys, f"{experts} experts do not make {groups} equal groups", "model.moe_router_num_groups=1"
-    if chosen and chosen > (groups or 1):
-        keys = ("model.moe_router_group_topk", "model.moe_router_num_groups")
-        yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
 
 
 def _optim(optim: OptimConfig) -> Iterator[Finding]:

@@ -35,6 +35,22 @@ class ModelConfig:
     """Longest sequence that the model is meant for."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Share of every head that is turned, from its first dimension on (not of MLA's heads)."""
+    rotary_interleaved: bool = False
+    """Pairs that turn together are neighbours (DeepSeek) instead of half a head apart (Llama)."""
+    rotary_scaling_factor: float | None = None
+    """How many times longer YaRN makes the context; none leaves RoPE unscaled."""
+    original_max_position_embeddings: int = 4096
+    """YaRN: longest sequence before the extension."""
+    beta_fast: float = 32.0
+    """YaRN: frequencies that turn more often than this within the original length are kept."""
+    beta_slow: float = 1.0
+    """YaRN: frequencies that turn less often than this within the original length are divided by the factor."""
+    mscale: float = 1.0
+    """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
+    mscale_all_dim: float = 0.0
+    """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
     norm_epsilon: float = 1e-5
     """Added to the mean square inside RMSNorm."""
     init_method_std: float = 0.02
@@ -58,8 +74,6 @@ class ModelConfig:
     """MLA: width of a head that carries positions."""
     v_head_dim: int = 128
     """MLA: width of a value head."""
-    rotary_scaling_factor: float | None = None
-    """YaRN context extension; none leaves RoPE unscaled."""
     # Mixture of experts
     num_moe_experts: int | None = None
     """Routed experts of an MoE layer; none makes every layer dense."""

@@ -153,9 +153,7 @@ _ELSEWHERE = {
     "data.tokenizer": Support(LATER, "other tokenizers", accepts=("byte",)),
     "launch.target": Support(LATER, "SLURM submission", accepts=("local", "env")),
     **_each("model.num_moe_experts", PLANS, "mixture of experts"),
-    **_each("model.multi_latent_attention", PLANS, "multi-head latent attention"),
     "model.mtp_num_layers": Support(PLANS, "multi-token prediction", accepts=(None, 0)),
-    **_each("model.rotary_scaling_factor", PLANS, "YaRN position scaling"),
 }
 
 

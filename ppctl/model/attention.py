@@ -17,7 +17,8 @@ from ppctl.model.rotary import rotate
 class Attention(nn.Module):
     """Causal self-attention [b, s, h] -> [b, s, h]; `num_attention_heads` queries share `num_query_groups` keys.
 
-    With `qk_layernorm`, queries and keys are RMS-normalised per head before they are turned (as Qwen3 does).
+    With `qk_layernorm`, queries and keys are RMS-normalised per head before they are turned (as Qwen3 does). With
+    `rotary_percent` below 1 only the first dimensions of a head are turned (as GLM-4.5 does).
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -29,13 +30,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
         self.wv = nn.Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
         self.wo = nn.Linear(queries, model.hidden_size, bias=False)
+        self.interleaved = model.rotary_interleaved
         self.q_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
         self.k_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within each sequence of `x`; `cos` and `sin` are [s, head_dim]."""
-        q = rotate(self.q_norm(self._heads(self.wq(x))), cos, sin)
-        k = rotate(self.k_norm(self._heads(self.wk(x))), cos, sin)
+        """Attend within each sequence of `x`; `cos` and `sin` are [s, turned dimensions]."""
+        q = rotate(self.q_norm(self._heads(self.wq(x))), cos, sin, interleaved=self.interleaved)
+        k = rotate(self.k_norm(self._heads(self.wk(x))), cos, sin, interleaved=self.interleaved)
         v = self._heads(self.wv(x))
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

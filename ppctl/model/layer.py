@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.attention import Attention
+from ppctl.model.latent_attention import LatentAttention
 
 
 class FeedForward(nn.Module):
@@ -33,7 +34,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.attention = Attention(model)
+        self.attention = LatentAttention(model) if model.multi_latent_attention else Attention(model)
         self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
         self.feed_forward = FeedForward(model.hidden_size, model.ffn_hidden_size)
         self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)

@@ -1,25 +1,40 @@
 """Rotary positions: the tables of a stage and how a head is turned.
 
-Knows positions and frequencies. Must not know projections, layers or weights.
+Knows positions, frequencies and their extension by YaRN. Must not know projections, layers or weights.
+
+Sources: rotary embeddings, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071), with
+DeepSeek-V2's two factors on the logarithm of the extension (`mscale`, `mscale_all_dim`).
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import head_dim
+
+
+def rotary_dim(model: ModelConfig) -> int:
+    """How many dimensions of a head are turned: `rotary_percent` of it, or latent attention's share with positions."""
+    if model.multi_latent_attention:
+        return model.qk_pos_emb_head_dim
+    return int(head_dim(model) * model.rotary_percent)
+
 
 class Rotary:
-    """Tables of rotary position embeddings (Su et al. 2021, arXiv:2104.09864), shared by the layers of a stage.
+    """Cosines and sines of every position, shared by the layers of a stage.
 
-    Frequencies are `base ** (-2i / dim)` for i < dim / 2; dimension i turns with dimension i + dim / 2 (GPT-NeoX's
-    pairing, as Hugging Face stores Llama). The longest table asked for so far is kept, and shorter ones are its slices.
+    Frequencies are `base ** (-2i / dim)` for i < dim / 2; dimension i turns with dimension i + dim / 2. The longest
+    table asked for so far is kept, and shorter ones are its slices.
     """
 
-    def __init__(self, dim: int, base: float) -> None:
-        self.dim = dim
-        self.base = base
-        self._tables = torch.empty(2, 0, dim)
+    def __init__(self, model: ModelConfig) -> None:
+        self.dim = rotary_dim(model)
+        self.model = model
+        self._tables = torch.empty(2, 0, self.dim)
 
     def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [s, dim] for the positions of `like` [b, s, ...], on its device and in its dtype."""
@@ -34,12 +49,50 @@ class Rotary:
     @torch.no_grad()
     def _compute(self, length: int, like: Tensor) -> Tensor:
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=like.device) / self.dim
+        frequencies, magnitude = self.model.rotary_base**-exponents, 1.0
+        if self.model.rotary_scaling_factor is not None:
+            frequencies = _slowed(frequencies, self.model, self.dim)
+            magnitude = yarn_magnitude(self.model, self.model.mscale) / yarn_magnitude(
+                self.model, self.model.mscale_all_dim
+            )
         positions = torch.arange(length, dtype=torch.float32, device=like.device)
-        angles = torch.outer(positions, self.base**-exponents).repeat(1, 2)
-        return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
+        angles = torch.outer(positions, frequencies).repeat(1, 2)
+        return (torch.stack((angles.cos(), angles.sin())) * magnitude).to(like.dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn every head [b, heads, s, dim] by its position's angles [s, dim]."""
+def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
+    """YaRN: [dim / 2] frequencies, those that turn less than `beta_slow` times in the original length divided by the
+    factor, those that turn more than `beta_fast` times kept, and a ramp between.
+    """
+
+    def index_of(turns: float) -> float:
+        length = model.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(model.rotary_base))
+
+    first = max(math.floor(index_of(model.beta_fast)), 0)
+    last = min(math.ceil(index_of(model.beta_slow)), dim - 1)
+    indices = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
+    slow = ((indices - first) / (last - first or 0.001)).clamp(0, 1)
+    return frequencies * (1 - slow) + frequencies / (model.rotary_scaling_factor or 1.0) * slow
+
+
+def yarn_magnitude(model: ModelConfig, mscale: float) -> float:
+    """YaRN's correction of the attention's temperature, 0.1 x `mscale` x ln(factor) + 1; 1 without an extension."""
+    factor = model.rotary_scaling_factor or 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [s, turned <= dim].
+
+    `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as all
+    others (Llama). Queries and keys alike, their product does not see the difference.
+    """
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        first, rest = x[..., :turned], x[..., turned:]
+        return torch.cat((rotate(first, cos, sin, interleaved=interleaved), rest), dim=-1)
+    if interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import head_dim
 from ppctl.errors import ConfigError, Problem
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
@@ -33,7 +32,7 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleDict({id_: DecoderLayer(model) for id_ in ids})
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon) if "loss" in layers else None
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if "loss" in layers else None
-        self.rotary = Rotary(head_dim(model), model.rotary_base)
+        self.rotary = Rotary(model)
 
     def forward(self, x: Tensor) -> Tensor:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
@@ -86,9 +85,7 @@ def refuse_missing_blocks(model: ModelConfig) -> None:
     """Raise ConfigError naming every block that the model asks for and that is planned only, not built."""
     missing = {
         "mixture of experts": ("model.num_moe_experts", model.num_moe_experts is not None),
-        "multi-head latent attention": ("model.multi_latent_attention", model.multi_latent_attention),
         "multi-token prediction": ("model.mtp_num_layers", bool(model.mtp_num_layers)),
-        "YaRN": ("model.rotary_scaling_factor", model.rotary_scaling_factor is not None),
     }
     problems = [
         Problem(

@@ -197,11 +197,7 @@ def test_microbatches_with_unlike_masks_add_up_to_the_mean_over_unmasked_tokens(
     ("changes", "keys"),
     [
         ({"num_moe_experts": 8}, ["model.num_moe_experts"]),
-        (
-            {"multi_latent_attention": True, "mtp_num_layers": 1},
-            ["model.multi_latent_attention", "model.mtp_num_layers"],
-        ),
-        ({"rotary_scaling_factor": 40.0}, ["model.rotary_scaling_factor"]),
+        ({"num_moe_experts": 8, "mtp_num_layers": 1}, ["model.num_moe_experts", "model.mtp_num_layers"]),
     ],
 )
 def test_a_model_whose_blocks_are_not_built_is_refused_by_name(changes, keys):

@@ -7,6 +7,7 @@ from ppctl.config.compose import compose
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 
+MLA = ["model.multi_latent_attention=true"]
 MOE = ["model.num_moe_experts=8"]
 
 
@@ -28,6 +29,16 @@ MOE = ["model.num_moe_experts=8"]
         (["model.kv_channels=33"], ["model.hidden_size", "model.num_attention_heads", "model.kv_channels"]),
         (["model.num_query_groups=3"], ["model.num_query_groups", "model.num_attention_heads"]),
         (["model.num_query_groups=16"], ["model.num_query_groups", "model.num_attention_heads"]),
+        (["model.rotary_percent=0.01"], ["model.rotary_percent"]),
+        (["model.rotary_percent=1.5"], ["model.rotary_percent"]),
+        (["model.mscale_all_dim=1"], ["model.mscale_all_dim", "model.multi_latent_attention"]),
+        ([*MLA, "model.qk_pos_emb_head_dim=33"], ["model.qk_pos_emb_head_dim"]),
+        ([*MLA, "model.add_qkv_bias=true"], ["model.add_qkv_bias", "model.multi_latent_attention"]),
+        ([*MLA, "model.rotary_percent=0.5"], ["model.rotary_percent", "model.multi_latent_attention"]),
+        (
+            ["model.rotary_scaling_factor=4", "model.rotary_base=1"],
+            ["model.rotary_base", "model.rotary_scaling_factor"],
+        ),
         ([*MOE, "model.moe_router_topk=9"], ["model.moe_router_topk", "model.num_moe_experts"]),
         ([*MOE, "model.moe_router_num_groups=3"], ["model.moe_router_num_groups", "model.num_moe_experts"]),
         ([*MOE, "model.moe_router_group_topk=2"], ["model.moe_router_group_topk", "model.moe_router_num_groups"]),

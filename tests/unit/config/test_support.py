@@ -26,7 +26,6 @@ OTHER = {bool: lambda default: not default, int: lambda default: default + 2, st
 SPECIAL = {
     "model.num_moe_experts": 8,
     "model.mtp_num_layers": 1,
-    "model.rotary_scaling_factor": 40,
     "parallel.hierarchical_context_parallel_sizes": "[2,4]",
     "parallel.autocast_dtype": "bfloat16",
     "parallel.num_microbatches_with_partial_activation_checkpoints": 1,

@@ -1,0 +1,67 @@
+"""Multi-head latent attention [b, s, h] -> [b, s, h]: keys and values from one compressed vector a token.
+
+Knows ModelConfig's latent widths. Must not know layers, stages or weights' values. Attribute names are canonical
+parameter names: renaming one renames a checkpoint key.
+
+Source: the DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage and scales of its published weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ppctl.config.schema import ModelConfig
+from ppctl.model.rotary import rotate, yarn_magnitude
+
+LATENT_NORM_EPSILON = 1e-6
+"""Inside the norms of the compressed vectors, whatever the model's own epsilon is: so the family was trained."""
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention whose heads are expanded from a compressed query (optional) and a compressed key/value.
+
+    A head has `qk_head_dim` dimensions without positions and `qk_pos_emb_head_dim` with; the keys' part with positions
+    is one for all heads. Values have `v_head_dim`.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        h, heads = model.hidden_size, model.num_attention_heads
+        self.heads, self.interleaved = heads, model.rotary_interleaved
+        self.q_widths = [model.qk_head_dim, model.qk_pos_emb_head_dim]
+        self.latent_widths = [model.kv_lora_rank, model.qk_pos_emb_head_dim]
+        self.kv_widths = [model.qk_head_dim, model.v_head_dim]
+        queries = heads * sum(self.q_widths)
+        if model.q_lora_rank is None:
+            self.wq = nn.Linear(h, queries, bias=False)
+        else:
+            self.wq_a = nn.Linear(h, model.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(model.q_lora_rank, eps=LATENT_NORM_EPSILON)
+            self.wq_b = nn.Linear(model.q_lora_rank, queries, bias=False)
+        self.wkv_a = nn.Linear(h, sum(self.latent_widths), bias=False)
+        self.kv_norm = nn.RMSNorm(model.kv_lora_rank, eps=LATENT_NORM_EPSILON)
+        self.wkv_b = nn.Linear(model.kv_lora_rank, heads * sum(self.kv_widths), bias=False)
+        self.wo = nn.Linear(heads * model.v_head_dim, h, bias=False)
+        self.compresses_queries = model.q_lora_rank is not None
+        self.scale = yarn_magnitude(model, model.mscale_all_dim) ** 2 / sum(self.q_widths) ** 0.5
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend within each sequence of `x`; `cos` and `sin` are [s, qk_pos_emb_head_dim]."""
+        q_plain, q_turned = torch.split(self._heads(self._queries(x)), self.q_widths, dim=-1)
+        latent, shared = torch.split(self.wkv_a(x), self.latent_widths, dim=-1)
+        k_plain, v = torch.split(self._heads(self.wkv_b(self.kv_norm(latent))), self.kv_widths, dim=-1)
+        k_turned = rotate(shared[:, None], cos, sin, interleaved=self.interleaved).expand(-1, self.heads, -1, -1)
+        q = torch.cat((q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved)), dim=-1)
+        k = torch.cat((k_plain, k_turned), dim=-1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _queries(self, x: Tensor) -> Tensor:
+        out: Tensor = self.wq_b(self.q_norm(self.wq_a(x))) if self.compresses_queries else self.wq(x)
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
