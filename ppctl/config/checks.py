@@ -45,12 +45,16 @@ NOT_NEGATIVE = _names(
     "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
     "model.mscale model.mscale_all_dim model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr "
     "optim.warmup_steps optim.weight_decay optim.clip_grad train.seed train.eval_interval train.eval_steps "
-    "checkpoint.interval checkpoint.keep"
+    "checkpoint.interval checkpoint.keep model.attention_dropout model.hidden_dropout"
 )
 
 CHOICES = {
     "model.moe_router_score_function": ("softmax", "sigmoid"),
     "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
+    "model.normalization": ("RMSNorm", "LayerNorm"),
+    "model.position_embedding_type": ("rope", "learned_absolute"),
+    "model.attention_backend": ("auto", "fused", "flash", "unfused"),
+    "parallel.data_parallel_sharding": ("none", "optimizer_gradients", "full"),
     "train.nonfinite": ("stop",),
     "launch.target": ("local", "slurm", "env"),
     "launch.device": ("cuda", "cpu", "any"),

@@ -22,7 +22,13 @@ class ModelConfig:
     hidden_size: int = 256
     """Width of the residual stream."""
     ffn_hidden_size: int = 704
-    """Width of the dense SwiGLU feed-forward."""
+    """Width of the dense feed-forward."""
+    gated_linear_unit: bool = True
+    """SwiGLU (gate, up, down); false: two matrices with an activation between them, as GPT-3."""
+    add_bias_linear: bool = False
+    """Biases on every linear layer, as GPT-3."""
+    normalization: str = "RMSNorm"
+    """`RMSNorm`, or `LayerNorm` (with a bias, as GPT-3)."""
     num_attention_heads: int = 8
     """Query heads."""
     num_query_groups: int | None = None
@@ -33,6 +39,8 @@ class ModelConfig:
     """Rows of the embedding and of the output projection, padding included."""
     max_position_embeddings: int = 4096
     """Longest sequence that the model is meant for."""
+    position_embedding_type: str = "rope"
+    """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
@@ -61,6 +69,12 @@ class ModelConfig:
     """Biases on the query, key and value projections."""
     qk_layernorm: bool = False
     """RMSNorm on every query and key head."""
+    attention_backend: str = "auto"
+    """`auto` and `flash` keep no scores for the backward; `unfused` keeps them, [heads, s, s] per sequence."""
+    attention_dropout: float = 0.0
+    """Share of attention probabilities that is dropped."""
+    hidden_dropout: float = 0.0
+    """Share of each block's output that is dropped."""
     # Multi-head latent attention
     multi_latent_attention: bool = False
     """Keys and values from a compressed latent (MLA) in place of grouped heads."""
@@ -128,6 +142,8 @@ class ParallelConfig(ModelParallelConfig):
     """Count the loss as one layer in the even split. Compiled to a layout."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Decoder layers of one chunk in the even split, which gives vpp. Compiled to a layout."""
+    data_parallel_sharding: str = "none"
+    """What the ranks of a data-parallel group share out: `none`, `optimizer_gradients`, or `full` (weights as well)."""
 
     def __post_init__(self) -> None:
         """Neither raise nor fill in: `checks.py` reports all problems at once, and the plan derives."""
@@ -246,6 +262,25 @@ class LogConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CostConfig:
+    """What a plan is priced with. Changes what is predicted, never what is run."""
+
+    device: str | None = None
+    """A device preset: a100, h100, h800, h200, b200, b300, gb200, gb300, cpu; none takes h100, or cpu on the CPU."""
+    profile: str | None = None
+    """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
+    allocator: str = "torch"
+    """Who keeps what: `torch` (ppctl's own blocks), `megatron` or `megatron_te_2.11` (Transformer Engine's)."""
+    matmul_dtype: str | None = None
+    """Rate of the linear layers' products: `fp8` or `bf16`; none takes the weights' own. A what-if: training has no
+    fp8."""
+    cublas_workspace_mib: float | None = None
+    """One cuBLAS workspace in MiB; none takes the preset's."""
+    te_workspace_mib: float | None = None
+    """One Transformer Engine workspace in MiB; none takes the preset's."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """One run: everything that the user says. Derived values are the plan's."""
 
@@ -260,5 +295,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    cost: CostConfig = field(default_factory=CostConfig)
     published: list[dict[str, Any]] = field(default_factory=list)
     """A recipe's table: rows of {what, published, here, why}."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import expert_width, head_dim, mtp_is_moe, query_groups
+from ppctl.cost.parameters import expert_width, feed_forward_matrices, head_dim, mtp_is_moe, query_groups
 
 
 def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
@@ -32,13 +32,13 @@ def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
 
 
 def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> int:
-    """SwiGLU, or router, shared expert and the chosen experts."""
-    h = model.hidden_size
+    """The dense feed-forward; or router, shared expert and the chosen experts."""
+    h, each = model.hidden_size, feed_forward_matrices(model) * model.hidden_size
     if not moe:
-        matrices = 3 * h * model.ffn_hidden_size
+        matrices = each * model.ffn_hidden_size
     else:
         shared = model.moe_shared_expert_intermediate_size or 0
-        matrices = h * (model.num_moe_experts or 0) + 3 * h * (shared + model.moe_router_topk * expert_width(model))
+        matrices = h * (model.num_moe_experts or 0) + each * (shared + model.moe_router_topk * expert_width(model))
     return 2 * batch * seq * matrices
 
 

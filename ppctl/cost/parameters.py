@@ -4,7 +4,8 @@ Knows what a decoder layer, an embedding, an MTP module and an output hold. Must
 tensor and expert parallelism divide the counts is told by three heaps: `Count.tensor`, `Count.whole`, `Count.experts`.
 
 Sources: Llama and Mixtral as published (GQA, SwiGLU, RMSNorm); DeepSeek-V2/V3 technical reports for multi-head latent
-attention, shared experts and the MTP module (two norms, a projection 2h -> h, one decoder layer, a final norm).
+attention, shared experts and the MTP module (two norms, a projection 2h -> h, one decoder layer, a final norm); GPT-3
+for LayerNorm, biases, feed-forwards without a gate and learned positions.
 """
 
 from __future__ import annotations
@@ -50,6 +51,16 @@ def query_groups(model: ModelConfig) -> int:
     return model.num_query_groups or model.num_attention_heads
 
 
+def norm(model: ModelConfig, width: int) -> Count:
+    """A norm over `width` features: LayerNorm has a bias beside its weight."""
+    return Count(whole=width * (2 if model.normalization == "LayerNorm" else 1))
+
+
+def feed_forward_matrices(model: ModelConfig) -> int:
+    """Matrices of a feed-forward: gate, up, down; or up and down."""
+    return 3 if model.gated_linear_unit else 2
+
+
 def attention(model: ModelConfig) -> Count:
     """One attention block with its own norms, without the layer's input norm."""
     return _latent_attention(model) if model.multi_latent_attention else _grouped_attention(model)
@@ -58,24 +69,31 @@ def attention(model: ModelConfig) -> Count:
 def _grouped_attention(model: ModelConfig) -> Count:
     h, d = model.hidden_size, head_dim(model)
     q, kv = model.num_attention_heads * d, query_groups(model) * d
-    bias = q + 2 * kv if model.add_qkv_bias else 0
-    return Count(tensor=h * (2 * q + 2 * kv) + bias, whole=2 * d if model.qk_layernorm else 0)
+    bias = q + 2 * kv if model.add_qkv_bias or model.add_bias_linear else 0
+    whole = (2 * norm(model, d).whole if model.qk_layernorm else 0) + (h if model.add_bias_linear else 0)
+    return Count(tensor=h * (2 * q + 2 * kv) + bias, whole=whole)
 
 
 def _latent_attention(model: ModelConfig) -> Count:
     h, heads, kv, rope = model.hidden_size, model.num_attention_heads, model.kv_lora_rank, model.qk_pos_emb_head_dim
     q_width = heads * (model.qk_head_dim + rope)
     up = kv * heads * (model.qk_head_dim + model.v_head_dim) + heads * model.v_head_dim * h
-    down = h * (kv + rope) + kv
+    down = h * (kv + rope) + norm(model, kv).whole
     if model.q_lora_rank is None:
         return Count(tensor=up + h * q_width, whole=down)
     q = model.q_lora_rank
-    return Count(tensor=up + q * q_width, whole=down + h * q + q)
+    return Count(tensor=up + q * q_width, whole=down + h * q + norm(model, q).whole)
 
 
 def dense_feed_forward(model: ModelConfig) -> Count:
-    """SwiGLU: gate, up and down."""
-    return Count(tensor=3 * model.hidden_size * model.ffn_hidden_size)
+    """Gate, up and down, or up and down alone."""
+    return _feed_forward(model, model.ffn_hidden_size)
+
+
+def _feed_forward(model: ModelConfig, width: int) -> Count:
+    h, matrices = model.hidden_size, feed_forward_matrices(model)
+    inner, outer = ((matrices - 1) * width, h) if model.add_bias_linear and width else (0, 0)
+    return Count(tensor=matrices * h * width + inner, whole=outer)
 
 
 def expert_width(model: ModelConfig) -> int:
@@ -87,23 +105,21 @@ def moe_feed_forward(model: ModelConfig, experts: int | None = None) -> Count:
     """Router (with its bias, where it has one), shared expert and `experts` routed ones (none: all)."""
     h, total = model.hidden_size, model.num_moe_experts or 0
     held = total if experts is None else experts
-    return Count(
-        tensor=3 * h * (model.moe_shared_expert_intermediate_size or 0),
-        whole=h * total + (total if model.moe_router_enable_expert_bias else 0),
-        experts=held * 3 * h * expert_width(model),
-    )
+    router = Count(whole=h * total + (total if model.moe_router_enable_expert_bias else 0))
+    routed = Count(experts=held * _feed_forward(model, expert_width(model)).total)
+    return _feed_forward(model, model.moe_shared_expert_intermediate_size or 0).plus(router, routed)
 
 
 def decoder(model: ModelConfig, moe: bool, experts: int | None = None) -> Count:
     """One decoder layer: two norms, attention, feed-forward."""
-    norms = Count(whole=2 * model.hidden_size)
-    return norms.plus(attention(model), moe_feed_forward(model, experts) if moe else dense_feed_forward(model))
+    before = norm(model, model.hidden_size)
+    return before.plus(before, attention(model), moe_feed_forward(model, experts) if moe else dense_feed_forward(model))
 
 
 def mtp_module(model: ModelConfig) -> Count:
     """One multi-token-prediction module without its copy of the embedding; its layer is of the last layer's kind."""
     h = model.hidden_size
-    own = Count(whole=2 * h + 2 * h * h + h)
+    own = Count(whole=3 * norm(model, h).whole + 2 * h * h)
     return own.plus(decoder(model, mtp_is_moe(model)))
 
 
@@ -115,6 +131,12 @@ def mtp_is_moe(model: ModelConfig) -> bool:
 def embedding(model: ModelConfig) -> Count:
     """The token table; the output projection has the same size."""
     return Count(tensor=model.vocab_size * model.hidden_size)
+
+
+def positions(model: ModelConfig) -> Count:
+    """The table of learned positions, where there is one; every tensor-parallel rank holds it."""
+    learned = model.position_embedding_type == "learned_absolute"
+    return Count(whole=model.max_position_embeddings * model.hidden_size if learned else 0)
 
 
 def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
@@ -131,12 +153,12 @@ def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
         if kind == "decoder":
             parts.append(kinds[pattern[int(index)]])
         elif kind == "embedding":
-            parts.append(embedding(model))
+            parts.append(embedding(model).plus(positions(model)))
         elif kind == "mtp":
             parts.append(mtp_module(model))
             has_mtp = True
         elif kind == "loss":
-            parts.append(embedding(model).plus(Count(whole=model.hidden_size)))
+            parts.append(embedding(model).plus(norm(model, model.hidden_size)))
     return Count().plus(*parts, *([embedding(model)] if has_mtp else []))
 
 
@@ -177,4 +199,4 @@ def _backbone(model: ModelConfig, experts: int | None) -> int:
     pattern = moe_layer_pattern(model)
     tables = 1 if model.share_embeddings_and_output_weights else 2
     layers = sum(pattern.count(moe) * decoder(model, moe, experts).total for moe in set(pattern))
-    return layers + tables * embedding(model).total + model.hidden_size
+    return layers + tables * embedding(model).total + positions(model).total + norm(model, model.hidden_size).total

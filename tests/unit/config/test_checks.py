@@ -83,7 +83,7 @@ def test_parallel_rules_are_told_without_asking_for_a_pipeline_dtype():
     assert [p for p in found if p.code == "PP-E117"] == []
     with pytest.raises(ConfigError, match="PP-E117") as error:
         compose(["parallel.sequence_parallel=true"])
-    assert {p.code for p in error.value.problems} == {"PP-E117", "PP-E110"}
+    assert {p.code for p in error.value.problems} == {"PP-E117"}
 
 
 def test_checking_changes_nothing():

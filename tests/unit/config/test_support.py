@@ -24,6 +24,12 @@ CODES = {LATER: "PP-E110", NEEDS: "PP-E111"}
 ROOT = Path(__file__).parents[3]
 OTHER = {bool: lambda default: not default, int: lambda default: default + 2, str: lambda default: default + "x"}
 SPECIAL = {
+    "model.normalization": "LayerNorm",
+    "model.position_embedding_type": "learned_absolute",
+    "model.attention_backend": "unfused",
+    "model.attention_dropout": 0.1,
+    "model.hidden_dropout": 0.1,
+    "parallel.data_parallel_sharding": "optimizer_gradients",
     "model.num_moe_experts": 8,
     "model.mtp_num_layers": 1,
     "parallel.hierarchical_context_parallel_sizes": "[2,4]",
@@ -32,6 +38,8 @@ SPECIAL = {
     "parallel.expert_tensor_parallel_size": 2,
     "launch.target": "slurm",
 }
+BESIDE = {"parallel.sequence_parallel": ["tp=2"]}
+"""What else has to be typed for a setting to make sense."""
 
 
 def test_every_field_of_parallel_and_pipeline_has_a_state():
@@ -68,9 +76,10 @@ def test_what_can_be_planned_is_refused_for_training_only(name):
     key = text_keys()[name]
     other = SPECIAL[name] if name in SPECIAL else OTHER[type(key.default)](key.default)
     typed = f"{name}={str(other).lower() if isinstance(other, bool) else other}"
-    compose([typed])
+    overrides = [typed, *BESIDE.get(name, [])]
+    compose(overrides)
     with pytest.raises(ConfigError) as error:
-        compose([typed], for_training=True)
+        compose(overrides, for_training=True)
     (problem,) = error.value.problems
     assert problem.code == "PP-E118"
     assert name in problem.message

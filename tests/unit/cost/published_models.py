@@ -78,4 +78,17 @@ MODELS = {
         num_query_groups=8,
         vocab_size=32000,
     ),
+    "GPT-3 175B": ModelConfig(
+        num_layers=96,
+        hidden_size=12288,
+        ffn_hidden_size=49152,
+        num_attention_heads=96,
+        vocab_size=50257,
+        max_position_embeddings=2048,
+        position_embedding_type="learned_absolute",
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        normalization="LayerNorm",
+        share_embeddings_and_output_weights=True,
+    ),
 }
