@@ -17,11 +17,12 @@ from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
 from ppctl.plan.given import chunks_wanted, read_given, take_given
+from ppctl.plan.plan import Plan
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import rank_costs, stage_specs, tie_groups
 from ppctl.plan.timing import CAPACITY, CSV, Choice, check_length, choose_schedule, compute_only, predicted, proved
-from ppctl.plan.types import Derived, Plan, RankCost, StageSpec
+from ppctl.plan.types import Derived, RankCost, StageSpec
 from ppctl.plan.warmup import check_warmup, decide_warmup
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.trace import bubble_fraction, step_time

@@ -9,12 +9,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppctl.errors import Problem
-from ppctl.plan.types import Derived, Plan, RankCost, StageSpec, TensorSpec
+from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Action, Channel, Placement, Schedule
 from ppctl.topology import ParallelSizes
+
+if TYPE_CHECKING:
+    from ppctl.plan.plan import Plan
 
 _NOT_DIGESTED = ("name", "provenance", "derived", "problems")
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
@@ -66,14 +69,14 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def decode(data: Mapping[str, Any]) -> Plan:
-    """The plan that `encode` wrote."""
+def decode(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the plan that `encode` wrote."""
     schedule = data["schedule"]
     sizes = ParallelSizes(data["world_size"], **data["parallel"])
     placement = Placement(schedule["placement"], sizes.pp, sizes.num_stages)
     capacities = {Channel.parse(text): size for text, size in schedule["capacities"].items()}
     rows = tuple(_row(text) for text in schedule["actions"])
-    return Plan(
+    return dict(
         name=data["name"],
         sizes=sizes,
         layout=data["layout"],

@@ -15,10 +15,11 @@ from ppctl.config.support import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.cut import Cut
 from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.plan import Plan
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import CALL, Batch
 from ppctl.plan.timing import CSV, GIVEN, SCHEDULE, Choice
-from ppctl.plan.types import Derived, Plan
+from ppctl.plan.types import Derived
 from ppctl.schedule.action import MESSAGES, Op, Schedule
 from ppctl.schedule.policies import V_PLACED
 
