@@ -174,12 +174,8 @@ class P2PCommunicator:
         """
         if is_last_stage:
             return _nothing(output_tensors, tensor_shapes)
-        got = []
-        for tensor, shape in self._exchange.paired(output_tensors, tensor_shapes, "recv_next", "an activation"):
-            with self._timed("forward-send-backward-recv"):
-                moved = self._communicate(tensor_send_next=tensor, recv_next=True, tensor_shape=shape)
-            got.append(moved[1])
-        return got if isinstance(output_tensors, list) else got[0]
+        moves = ("send_next", "recv_next", "forward-send-backward-recv")
+        return self._swap(output_tensors, tensor_shapes, *moves, "an activation")
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Tensors, tensor_shapes: Shape | list[Shape], is_first_stage: bool
@@ -190,12 +186,8 @@ class P2PCommunicator:
         """
         if is_first_stage:
             return _nothing(input_tensor_grads, tensor_shapes)
-        got = []
-        for tensor, shape in self._exchange.paired(input_tensor_grads, tensor_shapes, "recv_prev", "a gradient"):
-            with self._timed("backward-send-forward-recv"):
-                moved = self._communicate(tensor_send_prev=tensor, recv_prev=True, tensor_shape=shape)
-            got.append(moved[0])
-        return got if isinstance(input_tensor_grads, list) else got[0]
+        moves = ("send_prev", "recv_prev", "backward-send-forward-recv")
+        return self._swap(input_tensor_grads, tensor_shapes, *moves, "a gradient")
 
     def send_forward_recv_forward(
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
@@ -284,6 +276,14 @@ class P2PCommunicator:
             with self._timed(timer):
                 got.append(self._exchange({}, {name: True}, shape)[0][name])
         return got[0] if is_single_shape(shapes) else got
+
+    def _swap(self, sent: Tensors, shapes: Any, send: str, receive: str, timer: str, what: str) -> Any:
+        """Send one tensor or several, and receive one for each from the same rank: one for one, a list for a list."""
+        got = []
+        for tensor, shape in self._exchange.paired(sent, shapes, receive, what):
+            with self._timed(timer):
+                got.append(self._exchange({send: tensor}, {receive: True}, shape)[0][receive])
+        return got if isinstance(sent, list) else got[0]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

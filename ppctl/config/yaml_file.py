@@ -20,7 +20,7 @@ from ppctl.errors import ConfigError, Problem
 _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_FAST):  # type: ignore[misc,valid-type]
+class _Loader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C where PyYAML has it
     """YAML 1.1 without its two surprises in configs: numbers that are text, text that is a date."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way of holding them

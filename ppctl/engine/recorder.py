@@ -108,7 +108,7 @@ class CudaRecorder(Recorder):
     def end_step(self) -> None:
         """Read the step before, if the device is through with it."""
         self._steps += 1
-        if self._steps > 1 and self._stamped and self._before.ends[self._stamped[-1]].query():  # type: ignore[no-untyped-call]
+        if self._steps > 1 and self._stamped and self._before.ends[self._stamped[-1]].query():
             self._read(self._before)
 
     def stamps(self) -> list[tuple[int, float, float]]:
@@ -126,7 +126,7 @@ class CudaRecorder(Recorder):
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 class _EventSet:

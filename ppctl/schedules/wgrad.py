@@ -28,7 +28,7 @@ def main_gradients(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """
     with ExitStack() as hooks:
         for parameter in {p: None for chunk in chunks for p in chunk.parameters() if p.requires_grad}:
-            handle = parameter.register_post_accumulate_grad_hook(_move)  # type: ignore[no-untyped-call]
+            handle = parameter.register_post_accumulate_grad_hook(_move)
             hooks.callback(handle.remove)
         yield
 
@@ -122,6 +122,7 @@ class Deferral:
         if not isinstance(layer, nn.Linear):
             message = f"defer_embedding_wgrad_compute puts off an nn.Linear; output_layer is a {type(layer).__name__}"
             raise misuse(message, "defer_embedding_wgrad_compute=False")
+        # On the instance alone, for this step: a subclass or a hook would not get the layer's own gradient out of the way.
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
         try:
             yield self
@@ -137,7 +138,7 @@ class Deferral:
         layer = self.module.output_layer
         if self.microbatch < self._from or not torch.is_grad_enabled() or not layer.weight.requires_grad:
             return F.linear(x, layer.weight, layer.bias)
-        result: Tensor = _LinearPutOff.apply(x, layer.weight, layer.bias, self._put_off)  # type: ignore[no-untyped-call]
+        result: Tensor = _LinearPutOff.apply(x, layer.weight, layer.bias, self._put_off)
         return result
 
     def _put_off(self, activation: Tensor, gradient: Tensor) -> None:

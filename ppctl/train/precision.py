@@ -45,7 +45,7 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float())
-    parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))  # type: ignore[no-untyped-call]
+    parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
     return master
 
 
