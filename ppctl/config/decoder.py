@@ -73,7 +73,7 @@ def _latent(model: ModelConfig) -> Iterator[Finding]:
     if width % 2:
         message = f"rotary positions turn pairs: a width of {width} is odd"
         yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
-    for name in ("add_qkv_bias", "qk_layernorm", "rotary_percent"):
+    for name in ("add_qkv_bias", "rotary_percent"):
         default = getattr(ModelConfig(), name)
         if getattr(model, name) != default:
             keys = (f"model.{name}", "model.multi_latent_attention")

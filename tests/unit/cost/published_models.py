@@ -1,94 +1,41 @@
-"""Published models in Megatron's names, for tests of the closed forms."""
+"""Published models as conf/model has them, for tests that hold sizes against published totals."""
+
+from pathlib import Path
+
+import yaml
 
 from ppctl.config.schema import ModelConfig
 
-MODELS = {
-    "Llama-3-8B": ModelConfig(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=128256,
-    ),
-    "Llama-3-70B": ModelConfig(
-        num_layers=80,
-        hidden_size=8192,
-        ffn_hidden_size=28672,
-        num_attention_heads=64,
-        num_query_groups=8,
-        vocab_size=128256,
-    ),
-    "Mixtral-8x7B": ModelConfig(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=32000,
-        num_moe_experts=8,
-        moe_router_topk=2,
-    ),
-    "Qwen3-8B": ModelConfig(
-        num_layers=36,
-        hidden_size=4096,
-        ffn_hidden_size=12288,
-        num_attention_heads=32,
-        num_query_groups=8,
-        vocab_size=151936,
-        qk_layernorm=True,
-    ),
-    "Qwen3-30B-A3B": ModelConfig(
-        num_layers=48,
-        hidden_size=2048,
-        ffn_hidden_size=6144,
-        num_attention_heads=32,
-        num_query_groups=4,
-        kv_channels=128,
-        vocab_size=151936,
-        qk_layernorm=True,
-        num_moe_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=768,
-    ),
-    "DeepSeek-V3": ModelConfig(
-        num_layers=61,
-        hidden_size=7168,
-        ffn_hidden_size=18432,
-        num_attention_heads=128,
-        vocab_size=129280,
-        multi_latent_attention=True,
-        q_lora_rank=1536,
-        num_moe_experts=256,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=2048,
-        moe_shared_expert_intermediate_size=2048,
-        moe_layer_freq="[0]*3+[1]*58",
-        moe_router_enable_expert_bias=True,
-        mtp_num_layers=1,
-    ),
-    "Llama-2-7B": ModelConfig(
-        num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
-    ),
-    "Llama-2-70B": ModelConfig(
-        num_layers=80,
-        hidden_size=8192,
-        ffn_hidden_size=28672,
-        num_attention_heads=64,
-        num_query_groups=8,
-        vocab_size=32000,
-    ),
-    "GPT-3 175B": ModelConfig(
-        num_layers=96,
-        hidden_size=12288,
-        ffn_hidden_size=49152,
-        num_attention_heads=96,
-        vocab_size=50257,
-        max_position_embeddings=2048,
-        position_embedding_type="learned_absolute",
-        gated_linear_unit=False,
-        add_bias_linear=True,
-        normalization="LayerNorm",
-        share_embeddings_and_output_weights=True,
-    ),
+CONF = Path(__file__).parents[3] / "conf" / "model"
+
+NAMES = {
+    "Llama-2-7B": "llama2_7b",
+    "Llama-2-70B": "llama2_70b",
+    "Llama-3-8B": "llama3_8b",
+    "Llama-3-70B": "llama3_70b",
+    "Mixtral-8x7B": "mixtral_8x7b",
+    "Qwen3-8B": "qwen3_8b",
+    "Qwen3-30B-A3B": "qwen3_30b_a3b",
+    "DeepSeek-V3": "deepseek_v3",
+    "GPT-3 175B": "gpt3_175b",
 }
+"""A golden model's name -> its file."""
+
+TOTALS = {
+    "llama3_405b": 405_853_388_800,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "mixtral_8x22b": 140_620_634_112,
+    "deepseek_v2_lite": 15_706_484_224,
+    "kimi_k2": 1_026_408_232_448,
+    "glm4_5": 358_337_791_296,
+}
+"""Parameters that the other models' published files hold, MTP with its copies of the tables included."""
+
+
+def published(file: str) -> ModelConfig:
+    """The model of conf/model/`file`.yaml."""
+    return ModelConfig(**yaml.safe_load((CONF / f"{file}.yaml").read_text()))
+
+
+MODELS = {name: published(file) for name, file in NAMES.items()}

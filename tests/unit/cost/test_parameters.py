@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from published_models import MODELS
+from published_models import CONF, MODELS, NAMES, TOTALS, published
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost import parameters as count
@@ -24,6 +24,15 @@ def test_every_golden_model_is_tested() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_total_is_exact(name: str) -> None:
     assert count.total_parameters(MODELS[name]) == GOLDEN[name]["params"]
+
+
+@pytest.mark.parametrize("file", TOTALS)
+def test_what_hugging_face_stores_is_exact(file: str) -> None:
+    assert count.hugging_face_parameters(published(file)) == TOTALS[file]
+
+
+def test_every_model_that_is_shipped_is_held_against_a_total() -> None:
+    assert {path.stem for path in CONF.glob("*.yaml")} - {*NAMES.values(), *TOTALS} == {"tiny"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "active" in GOLDEN[name]])
