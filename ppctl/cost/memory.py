@@ -1,7 +1,7 @@
-"""Bytes of state and of activations on one device.
+"""Bytes of state on one device, what lives beside it, and peaks over a schedule.
 
-Knows the precision recipes of `train/precision.py` and what one microbatch's forward keeps for its backward. Must not
-know schedules beyond their order of F, B and W, or devices.
+Knows the precision recipes of `train/precision.py` and how sharding divides them. Must not know layers' activations,
+or of schedules more than their order of F, B and W.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.cost.allocator import MIB, Allocator
 from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import expert_width, head_dim, mtp_is_moe, query_groups
+from ppctl.cost.parameters import Count, expert_width, head_dim, query_groups
 from ppctl.schedule.action import Action, Op
 
 
@@ -33,89 +34,104 @@ PRECISIONS = {
 }
 
 
-class Shares(NamedTuple):
-    """What one device holds of a microbatch: tokens and the sizes that divide its activations."""
+class State(NamedTuple):
+    """Bytes on one device."""
 
-    micro_batch_size: int
-    seq_length: int
-    tp: int = 1
-    cp: int = 1
+    weights: int
+    gradients: int
+    optimizer: int
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a microbatch on one device."""
-        return self.micro_batch_size * -(-self.seq_length // self.cp)
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
 
 
-def attention_elements(model: ModelConfig, tp: int) -> float:
-    """Elements per token that an attention block keeps: the output of its norm; queries, keys, values; the result.
+class Spread(NamedTuple):
+    """Over how many devices a parameter is split or shared out."""
 
-    MLA keeps its two compressed vectors before and after their norms as well.
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dense: int = 1
+    """Ranks that hold the same dense parameters: dp x cp."""
+    experts: int = 1
+    """Ranks that hold the same experts."""
+
+
+def state_bytes(count: Count, spread: Spread, precision: Precision, sharding: str, largest: Count) -> State:
+    """Weights, gradients and optimizer state of `count` parameters.
+
+    `optimizer_gradients` (ZeRO-1 and 2): the optimizer's state is shared out; gradients are whole until the one
+    reduction of a step. `full` (ZeRO-3): all is shared out, and the `largest` layer is gathered with its gradients.
     """
+    dense, experts = count.on_device(spread.tp, spread.ep, spread.etp)
+    whole = dense + experts
+    if sharding == "none":
+        return State(whole * precision.weight, whole * precision.gradient, whole * precision.optimizer)
+    shared = -(-dense // spread.dense) - (-experts // spread.experts)
+    if sharding == "optimizer_gradients":
+        return State(whole * precision.weight, whole * precision.gradient, shared * precision.optimizer)
+    gathered = sum(largest.on_device(spread.tp, spread.ep, spread.etp))
+    return State(
+        (shared + gathered) * precision.weight,
+        (shared + gathered) * precision.gradient,
+        shared * precision.optimizer,
+    )
+
+
+def workspace_bytes(allocator: Allocator, cublas_mib: float, te_mib: float) -> int:
+    """Workspaces of the libraries, on a GPU."""
+    te = te_mib if allocator.transformer_engine else 0.0
+    return int((allocator.cublas_workspaces * cublas_mib + te) * MIB)
+
+
+def dummy_gradient_bytes(model: ModelConfig, layer_names: Iterable[str], spread: Spread) -> int:
+    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them."""
+    shapes: set[tuple[int, int]] = set()
+    pattern = moe_layer_pattern(model)
+    for name in layer_names:
+        kind, _, index = name.partition(".")
+        if kind in ("decoder", "mtp"):
+            moe = pattern[int(index)] if kind == "decoder" else pattern[-1]
+            shapes |= _attention_shapes(model, spread.tp) | _feed_forward_shapes(model, moe, spread)
+        elif kind == "loss":
+            shapes.add((model.vocab_size // spread.tp, model.hidden_size))
+    return 2 * sum(rows * columns for rows, columns in shapes)
+
+
+def _attention_shapes(model: ModelConfig, tp: int) -> set[tuple[int, int]]:
     h, heads = model.hidden_size, model.num_attention_heads
     if not model.multi_latent_attention:
         d = head_dim(model)
-        normed = heads + query_groups(model) if model.qk_layernorm else 0
-        return h + d * (2 * heads + 2 * query_groups(model) + normed) / tp
-    compressed = 2 * (model.q_lora_rank or 0) + 2 * model.kv_lora_rank + model.qk_pos_emb_head_dim
-    q_width = model.qk_head_dim + model.qk_pos_emb_head_dim
-    return h + compressed + heads * (2 * q_width + 2 * model.v_head_dim) / tp
+        return {((heads + 2 * query_groups(model)) * d // tp, h), (h, heads * d // tp)}
+    q, kv, rope = model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim
+    width = heads * (model.qk_head_dim + rope) // tp
+    queries = {(width, h)} if q is None else {(q, h), (width, q)}
+    up = (heads * (model.qk_head_dim + model.v_head_dim) // tp, kv)
+    return {*queries, (kv + rope, h), up, (h, heads * model.v_head_dim // tp)}
 
 
-def feed_forward_elements(model: ModelConfig, moe: bool, tp: int) -> float:
-    """Elements per token of a feed-forward: the output of its norm; gate, up, the gate's activation and the product.
+def _feed_forward_shapes(model: ModelConfig, moe: bool, spread: Spread) -> set[tuple[int, int]]:
+    inputs = 2 if model.gated_linear_unit else 1
 
-    Experts: the same for each chosen one, on its own copy of the token, and its output.
-    """
-    h = model.hidden_size
+    def pair(width: int, over: int) -> set[tuple[int, int]]:
+        return {(inputs * width // over, model.hidden_size), (model.hidden_size, width // over)} if width else set()
+
     if not moe:
-        return h + 4 * model.ffn_hidden_size / tp
-    shared = 4 * (model.moe_shared_expert_intermediate_size or 0) / tp
-    chosen = model.moe_router_topk * (2 * h + 4 * expert_width(model) / tp)
-    return h + shared + chosen
+        return pair(model.ffn_hidden_size, spread.tp)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return pair(expert_width(model), spread.etp) | pair(shared, spread.tp)
 
 
-def layer_bytes(model: ModelConfig, kind: str, moe: bool, shares: Shares, precision: Precision) -> int:
-    """What one layer keeps from its forward to its backward, in bytes, without recompute.
-
-    decoder: tokens x (2 h for the inputs of its two norms + attention + feed-forward elements) x element size, and
-    fp32 statistics: one per norm, one log-sum-exp per head, a router's logits and probabilities. mtp: a decoder layer
-    and 5 h for its norms and projection.
-    embedding: the token ids. loss: 2 h, and logits and log-probabilities in fp32, once more per MTP module.
-    """
-    h, tp = model.hidden_size, shares.tp
-    if kind == "embedding":
-        return shares.tokens * 8
-    if kind == "loss":
-        vectors = 1 + (model.mtp_num_layers or 0)
-        per_token = vectors * (2 * h * precision.activation + 8 * model.vocab_size / tp) + 8
-        return int(shares.tokens * per_token)
-    elements = 2 * h + attention_elements(model, tp) + feed_forward_elements(model, moe, tp)
-    if kind == "mtp":
-        elements += 5 * h
-    statistics = 4 * (2 + model.num_attention_heads / tp) + (8 * (model.num_moe_experts or 0) if moe else 0)
-    return int(shares.tokens * (elements * precision.activation + statistics))
-
-
-def stage_activation_bytes(model: ModelConfig, layer_names: Iterable[str], shares: Shares, precision: Precision) -> int:
-    """What one microbatch keeps alive on a stage from its F to its B, on one device. An empty stage keeps its input."""
-    pattern = moe_layer_pattern(model)
-    layer_names = tuple(layer_names)
-    if not layer_names:
-        return shares.tokens * model.hidden_size * precision.activation
-    total = 0
-    for name in layer_names:
-        kind, _, index = name.partition(".")
-        moe = pattern[int(index)] if kind == "decoder" else mtp_is_moe(model)
-        total += layer_bytes(model, kind, moe, shares, precision)
-    return total
-
-
-def peaks(actions: Iterable[Action], bytes_of: Sequence[int]) -> tuple[int, int]:
+def peaks(
+    actions: Iterable[Action], bytes_of: Sequence[int], while_backward: Sequence[int] | None = None
+) -> tuple[int, int]:
     """(activations in flight, their bytes) of one rank, each at its largest.
 
     A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
-    and holds `bytes_of[stage]`. Exact, since a rank runs its list in order. One walk for both: plans hold many actions.
+    and holds `bytes_of[stage]`; `while_backward[stage]` more (what is computed again) while its backward runs. Exact,
+    since a rank runs its list in order. One walk for both: plans hold many actions.
     """
     alive = most = held = largest = 0
     for op, stage, _ in actions:
@@ -127,6 +143,8 @@ def peaks(actions: Iterable[Action], bytes_of: Sequence[int]) -> tuple[int, int]
             if held > largest:
                 largest = held
         elif op is Op.B or op is Op.W:
+            if while_backward is not None and held + while_backward[stage] > largest:
+                largest = held + while_backward[stage]
             alive -= 1
             held -= bytes_of[stage]
     return most, largest

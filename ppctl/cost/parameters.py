@@ -38,7 +38,11 @@ class Count(NamedTuple):
 
     def per_device(self, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
         """Parameters on one device; an uneven split counts its largest part."""
-        return -(-self.tensor // tp) + self.whole - (-self.experts // (ep * etp))
+        return sum(self.on_device(tp, ep, etp))
+
+    def on_device(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
+        """(dense parameters, experts' parameters) on one device: they are replicated over different ranks."""
+        return -(-self.tensor // tp) + self.whole, -(-self.experts // (ep * etp))
 
 
 def head_dim(model: ModelConfig) -> int:

@@ -9,9 +9,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-NO_TOKEN = -100
-"""The label of what counts for nothing, as torch's losses ignore it."""
-
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy in nats per token, float32 [b, s], of logits [b, s, vocab_size] against labels [b, s] (int64)."""
@@ -25,8 +22,3 @@ def microbatch_loss(logits: Tensor, labels: Tensor, mask: Tensor, total_tokens: 
     so that the shares of all microbatches and data-parallel ranks add up to the mean over the batch's tokens.
     """
     return (token_losses(logits, labels) * mask).sum() / total_tokens
-
-
-def without(labels: Tensor, mask: Tensor) -> Tensor:
-    """The labels [b, s] with NO_TOKEN where the mask says that a token does not count."""
-    return labels.masked_fill(mask == 0, NO_TOKEN)

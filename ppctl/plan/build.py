@@ -17,10 +17,11 @@ from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
 from ppctl.plan.given import chunks_wanted, read_given, take_given
+from ppctl.plan.memory import rank_costs
 from ppctl.plan.plan import Plan
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
-from ppctl.plan.stages import rank_costs, stage_specs, tie_groups
+from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.timing import CAPACITY, CSV, Choice, check_length, choose_schedule, compute_only, predicted, proved
 from ppctl.plan.types import Derived, RankCost, StageSpec
 from ppctl.plan.warmup import check_warmup, decide_warmup
@@ -45,18 +46,12 @@ def build_plan(
     """
     said = Said(config, provenance or {})
     derivation = derive(said)
+    if problems and {finding.code for finding in derivation.findings} == {"PP-E201"}:
+        raise ConfigError(problems)  # the rules on single values have told of these sizes already
     if derivation.findings or not derivation.complete:
-        found = told(said, derivation.findings, lambda other: derive(other).findings)
-        raise ConfigError([*problems, *_news(found, problems)])
+        raise ConfigError([*problems, *told(said, derivation.findings, lambda other: derive(other).findings)])
     plan = _assemble(said, derivation, title or config.recipe or config.log.name)
-    found = [*plan.problems, *memory_problems(said, plan.pp_ranks, _peak)]
-    return replace(plan, problems=(*problems, *_news(found, problems)))
-
-
-def _news(found: Iterable[Problem], known: Iterable[Problem]) -> list[Problem]:
-    """Those that are not about exactly the values that the rules on single values have told of already."""
-    places = {problem.place for problem in known if problem.place}
-    return [problem for problem in found if problem.place not in places]
+    return replace(plan, problems=(*problems, *plan.problems, *memory_problems(said, plan.pp_ranks, _peak)))
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""What every stage holds, receives and sends, and what every pp_rank pays for it.
+"""What every stage holds, receives and sends.
 
-Knows StageSpec and RankCost. Must not know how sizes, layouts or schedules are chosen.
+Knows StageSpec. Must not know how sizes, layouts or schedules are chosen, or what a rank pays (`memory`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
-from ppctl.cost.memory import PRECISIONS, Precision, Shares, peaks, stage_activation_bytes
+from ppctl.cost.memory import PRECISIONS, Precision
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.layout import PipelineParallelLayerLayout
-from ppctl.plan.types import RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Placement, Schedule
-from ppctl.topology import ParallelSizes
+from ppctl.plan.types import StageSpec, TensorSpec
+from ppctl.schedule.action import Placement
 
 
 def precision_of(config: RunConfig) -> Precision:
@@ -63,37 +62,6 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
         seq = -(-seq // parallel.tensor_model_parallel_size)
     dtype = str(parallel.pipeline_dtype or precision_of(config).dtype).removeprefix("torch.")
     return TensorSpec((micro_batch_size, seq, config.model.hidden_size), dtype)
-
-
-def rank_costs(
-    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
-) -> tuple[RankCost, ...]:
-    """What each pp_rank's device holds: state, replicated over dp, and the activations of the schedule as it runs."""
-    model, precision = config.model, precision_of(config)
-    shares = Shares(micro_batch_size, config.data.seq_length, sizes.tp, sizes.cp)
-    alive = [stage_activation_bytes(model, stage.layers, shares, precision) for stage in stages]
-    held = [_per_device(model, stage, sizes) for stage in stages]
-    costs = []
-    for pp_rank, actions in enumerate(schedule.actions):
-        own = [stage for stage in stages if stage.pp_rank == pp_rank]
-        here = sum(held[stage.stage] for stage in own)
-        state = (here * precision.weight, here * precision.gradient, here * precision.optimizer)
-        in_flight, activations = peaks(actions, alive)
-        costs.append(
-            RankCost(
-                pp_rank,
-                sum(stage.params for stage in own),
-                *state,
-                activation_bytes=activations,
-                peak_bytes=sum(state) + activations,
-                in_flight=in_flight,
-            )
-        )
-    return tuple(costs)
-
-
-def _per_device(model: ModelConfig, stage: StageSpec, sizes: ParallelSizes) -> int:
-    return stage_count(model, stage.layers).per_device(sizes.tp, sizes.ep, sizes.etp)
 
 
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:

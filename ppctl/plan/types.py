@@ -47,9 +47,24 @@ class RankCost:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    """Most at once, over the schedule of this rank."""
     peak_bytes: int
     in_flight: int
     """Most (stage, microbatch) activations alive at once, from the start of F to the end of B (or of W)."""
+    buffer_bytes: int = 0
+    """What lives from step to step beside state: the libraries' workspaces, buffers of the chunks."""
+    message_bytes: int = 0
+    """Receives that are posted ahead, at the channels' capacities."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimizer."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def steady_bytes(self) -> int:
+        """What is allocated between two steps."""
+        return self.state_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)

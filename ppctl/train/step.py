@@ -19,7 +19,7 @@ from torch import Tensor
 from ppctl.comm.buffers import Message
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.errors import Problem, TrainingError
-from ppctl.model.loss import microbatch_loss, without
+from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
@@ -125,15 +125,11 @@ class Trainer:
 
         The same tensor, unless the schedule scales: then it starts from the mean over the microbatch's own tokens.
         """
-        pipeline, device = self.session.config.pipeline, self.session.device
-        batch, mb = self._own(self.batch), self.first + mb
-        labels, mask = batch.labels[mb].to(device), batch.loss_mask[mb].to(device)
-        scaled = pipeline.scale_grads_in_schedule
-        if pipeline.loss_fn is None:
-            tokens = float(batch.loss_mask[mb].sum().clamp(min=1)) if scaled else batch.total_tokens
-            loss = microbatch_loss(logits, labels, mask, tokens)
-        else:
-            loss = pipeline.loss_fn(logits, without(labels, mask)) / (1.0 if scaled else batch.total_tokens)
+        batch, device, mb = self._own(self.batch), self.session.device, self.first + mb
+        mask = batch.loss_mask[mb]
+        scaled = self.session.config.pipeline.scale_grads_in_schedule
+        tokens = float(mask.sum().clamp(min=1)) if scaled else batch.total_tokens
+        loss = microbatch_loss(logits, batch.labels[mb].to(device), mask.to(device), tokens)
         self.losses[mb] = loss.detach() / self._microbatches_of_all() if scaled else loss.detach()
         return loss
 

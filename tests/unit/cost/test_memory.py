@@ -3,7 +3,8 @@
 import pytest
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.memory import PRECISIONS, Shares, peaks, stage_activation_bytes
+from ppctl.cost.activations import Setting, Shares, stage_activations
+from ppctl.cost.memory import PRECISIONS, peaks
 from ppctl.schedule.action import Action
 
 
@@ -31,13 +32,14 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activation_bytes_by_hand(layers: tuple[str, ...], elements: int, other: int, dtype: str) -> None:
     precision = PRECISIONS[dtype]
-    found = stage_activation_bytes(MODEL, layers, Shares(3, 10), precision)
-    assert found == 30 * (elements * precision.activation + other)
+    found = stage_activations(MODEL, layers, Setting(Shares(3, 10), precision.activation))
+    assert found.recomputed == 0
+    assert found.kept == 30 * (elements * precision.activation + other)
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
-    whole = stage_activation_bytes(MODEL, ["decoder.0"], Shares(1, 10), PRECISIONS["float32"])
-    assert stage_activation_bytes(MODEL, ["decoder.0"], Shares(1, 10, cp=2), PRECISIONS["float32"]) == whole // 2
+    whole = stage_activations(MODEL, ["decoder.0"], Setting(Shares(1, 10), 4))
+    assert stage_activations(MODEL, ["decoder.0"], Setting(Shares(1, 10, cp=2), 4)).kept == whole.kept // 2
 
 
 @pytest.mark.parametrize(

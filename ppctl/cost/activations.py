@@ -1,0 +1,192 @@
+"""What one microbatch keeps on one device from its forward to its backward, part by part.
+
+Knows layers, the sizes that divide their activations, and which parts recomputation drops. Must not know schedules,
+ranks or devices. Sources: Korthikanti et al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.allocator import ALLOCATORS, Allocator
+from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.parameters import expert_width, head_dim, mtp_is_moe, query_groups
+
+
+class Shares(NamedTuple):
+    """What one device holds of a microbatch: tokens and the sizes that divide its activations."""
+
+    micro_batch_size: int
+    seq_length: int
+    tp: int = 1
+    cp: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    fused_loss: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
+        return self.micro_batch_size * -(-self.seq_length // self.cp)
+
+    @property
+    def sp(self) -> int:
+        """What divides the residual stream."""
+        return self.tp if self.sequence_parallel else 1
+
+
+class Recompute(NamedTuple):
+    """Which activations are computed again in the backward."""
+
+    granularity: str | None = None
+    """`full` (whole layers, their inputs kept), `selective` (`modules`), or none."""
+    method: str | None = None
+    """Full: `uniform` (all layers, one input kept for `num_layers` of them), `block` (the first `num_layers`)."""
+    num_layers: int = 1
+    modules: tuple[str, ...] = ()
+    """Selective, in Megatron's names."""
+    stages: tuple[int, ...] | None = None
+    """Stages that recompute; none means all."""
+
+    def covers(self, stage: int) -> bool:
+        """Whether it concerns a stage."""
+        return self.granularity is not None and (self.stages is None or stage in self.stages)
+
+
+class Part(NamedTuple):
+    """Bytes per token that one part of a layer keeps; `module` names the recomputation that drops it."""
+
+    module: str
+    size: float
+
+
+class Setting(NamedTuple):
+    """Everything but the layer: the model's share on a device, the size of an element, and whose blocks run."""
+
+    shares: Shares
+    element: int
+    """Bytes of an activation."""
+    allocator: Allocator = ALLOCATORS["torch"]
+    recompute: Recompute = Recompute()
+
+
+INPUT = "input"
+"""The layer's own input: what full recomputation keeps."""
+
+
+def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
+    """Input, norm, projections, scores and result of one attention."""
+    shares, size = setting.shares, setting.element
+    h, heads, tp = model.hidden_size, model.num_attention_heads, shares.tp
+    yield Part(INPUT, size * h / shares.sp)
+    yield Part("layernorm", size * h / shares.sp)
+    if model.multi_latent_attention:
+        q_width, q, kv = model.qk_head_dim + model.qk_pos_emb_head_dim, model.q_lora_rank or 0, model.kv_lora_rank
+        yield Part("attention", size * (q + kv + model.qk_pos_emb_head_dim + heads * model.v_head_dim / tp))
+        yield Part("mla_up_proj", size * (q + kv + heads * (2 * q_width + model.v_head_dim) / tp))
+    else:
+        d, groups = head_dim(model), query_groups(model)
+        normed = heads + groups if model.qk_layernorm else 0
+        yield Part("attention", size * d * (2 * heads + 2 * groups + normed) / tp)
+    yield Part("core_attn", 4 * heads / tp + _scores(model, setting))
+    yield Part("attention", h / shares.sp if model.hidden_dropout else 0)
+
+
+def _scores(model: ModelConfig, setting: Setting) -> float:
+    """Without a fused kernel: the probabilities of every pair, and with dropout the mask and what it leaves."""
+    if model.attention_backend != "unfused":
+        return 0.0
+    per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
+    return model.num_attention_heads / setting.shares.tp * setting.shares.seq_length * per_pair
+
+
+def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Part]:
+    """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
+    shares, size, keeps = setting.shares, setting.element, setting.allocator
+    h, vectors = model.hidden_size, keeps.gated_vectors if model.gated_linear_unit else 2
+    yield Part("residual", size * h / shares.sp)
+    yield Part("layernorm", size * h / shares.sp)
+    if moe:
+        shared, chosen = model.moe_shared_expert_intermediate_size or 0, model.moe_router_topk
+        # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
+        copies = keeps.expert_copies * h * shares.etp / shares.tp
+        inner = chosen * expert_width(model) / shares.tp
+        yield Part("moe", size * (chosen * copies + (vectors - 1) * inner) + 8 * (model.num_moe_experts or 0))
+        yield Part("moe_act", size * inner)
+        yield Part("moe", size * vectors * shared / shares.tp)
+    else:
+        yield Part("mlp", size * vectors * model.ffn_hidden_size / shares.tp)
+    yield Part("residual", h / shares.sp if model.hidden_dropout else 0)
+    if keeps.norm_statistics:
+        yield Part("layernorm", 8)
+
+
+def parts(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> list[Part]:
+    """What one layer keeps per token, without recomputation. `kind` as in StageSpec.layers."""
+    shares, size, keeps = setting.shares, setting.element, setting.allocator
+    hidden = size * model.hidden_size / shares.sp
+    if kind == "embedding":
+        return [Part(INPUT, 8)]
+    if kind == "loss":
+        per_logit = keeps.fused_logit_bytes if shares.fused_loss else keeps.logit_bytes
+        outputs = 1 + (model.mtp_num_layers or 0)
+        return [Part(INPUT, outputs * (2 * hidden + per_logit * model.vocab_size / shares.tp) + 8)]
+    layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
+    return [*layer, Part("mtp", 5 * hidden)] if kind == "mtp" else layer
+
+
+def kept_and_dropped(found: Iterable[Part], recompute: Recompute) -> tuple[float, float]:
+    """Bytes per token that stay, and those that are computed again."""
+    kept = dropped = 0.0
+    for module, size in found:
+        full = recompute.granularity == "full" and module != INPUT
+        if full or (recompute.granularity == "selective" and module in recompute.modules):
+            dropped += size
+        else:
+            kept += size
+    return kept, dropped
+
+
+class StageActivations(NamedTuple):
+    """Bytes of one microbatch on a stage."""
+
+    kept: int
+    """From its forward to its backward."""
+    recomputed: int
+    """Of the largest piece that is computed again at once, while its backward runs."""
+
+
+def stage_activations(
+    model: ModelConfig, layer_names: Iterable[str], setting: Setting, stage: int = 0
+) -> StageActivations:
+    """What one microbatch keeps on a stage, on one device. An empty stage keeps its input."""
+    shares = setting.shares
+    names = tuple(layer_names)
+    if not names:
+        return StageActivations(int(shares.tokens * model.hidden_size * setting.element / shares.sp), 0)
+    pattern = moe_layer_pattern(model)
+    recompute = setting.recompute if setting.recompute.covers(stage) else Recompute()
+    kept = largest = 0.0
+    recomputed = 0
+    priced = cache(lambda kind, moe: parts(model, kind, moe, setting))
+    for name in names:
+        kind, _, index = name.partition(".")
+        moe = pattern[int(index)] if kind == "decoder" else mtp_is_moe(model)
+        own = recompute if kind in ("decoder", "mtp") and not _beyond(recompute, recomputed) else Recompute()
+        stays, again = kept_and_dropped(priced(kind, moe), own)
+        first_of_run = recompute.method != "uniform" or recomputed % max(1, recompute.num_layers) == 0
+        if own.granularity == "full":
+            recomputed += 1
+            again = (stays + again) * (recompute.num_layers if recompute.method == "uniform" else 1) - stays
+            stays = stays if first_of_run else 0.0
+        kept += stays
+        largest = max(largest, again)
+    return StageActivations(int(shares.tokens * kept), int(shares.tokens * largest))
+
+
+def _beyond(recompute: Recompute, done: int) -> bool:
+    """Whether `block` has recomputed all its layers of this stage."""
+    return recompute.granularity == "full" and recompute.method == "block" and done >= recompute.num_layers

@@ -1,0 +1,53 @@
+"""Named presets of who keeps what: whose kernels a plan assumes, and what lives beside weights and activations.
+
+Knows what the kernels of a system save and which workspaces it holds. Must not know models, ranks or schedules.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MIB = 2**20
+
+
+class Allocator(NamedTuple):
+    """What one system's blocks keep."""
+
+    name: str
+    gated_vectors: int
+    """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
+    expert_copies: int
+    """Vectors of the hidden width for every chosen expert: the token's copy, and the expert's output."""
+    norm_statistics: bool
+    """Whether the fp32 statistics of norms are counted."""
+    logit_bytes: int
+    """Per logit, from the loss's forward to its backward."""
+    fused_logit_bytes: int
+    """The same with a fused cross entropy."""
+    cublas_workspaces: int
+    """One per thread that multiplies: forward's and autograd's."""
+    chunk_buffers: int
+    """Hidden states of a microbatch that stay alive for every chunk."""
+    receives: bool
+    """Whether receives are posted ahead into buffers of their own."""
+    transformer_engine: bool = False
+    dummy_weight_gradients: bool = False
+    """One 16-bit weight gradient for every distinct shape of a weight."""
+
+
+ALLOCATORS = {
+    # ppctl's own blocks as autograd runs them: gate, up, silu(gate) and the product; logits and log-probabilities in
+    # fp32. Checked by tests/dist/test_plan_memory.py.
+    "torch": Allocator("torch", 4, 2, True, 8, 8, 2, 0, receives=True),
+    # Megatron-core with Transformer Engine: fused SwiGLU, bf16 logits cast to fp32 in place of the loss. Source: the
+    # rule of tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; 6 is its least.
+    "megatron": Allocator("megatron", 3, 1, False, 6, 4, 2, 2, receives=False, transformer_engine=True),
+    # Transformer Engine 2.11 keeps a dummy weight gradient per shape. Source: tests/golden/simumax_settings.json.
+    "megatron_te_2.11": Allocator(
+        "megatron_te_2.11",
+        *(3, 1, False, 6, 4, 2, 2),
+        receives=False,
+        transformer_engine=True,
+        dummy_weight_gradients=True,
+    ),
+}

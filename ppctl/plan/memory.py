@@ -1,0 +1,129 @@
+"""What every pp_rank's device holds: state, activations of the schedule as it runs, buffers, messages.
+
+Knows RankCost and which keys of the config price it. Must not know closed forms (`ppctl.cost`), or how sizes, layouts
+or schedules are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.cost.activations import Recompute, Setting, Shares, stage_activations
+from ppctl.cost.allocator import ALLOCATORS
+from ppctl.cost.devices import DEVICES, Device
+from ppctl.cost.memory import Spread, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
+from ppctl.cost.parameters import Count, stage_count
+from ppctl.plan.stages import precision_of
+from ppctl.plan.types import RankCost, StageSpec, TensorSpec
+from ppctl.schedule.action import Schedule
+from ppctl.topology import ParallelSizes
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def device_of(config: RunConfig) -> Device:
+    """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU where the run is on it."""
+    name = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
+    return DEVICES[name.lower()]
+
+
+def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
+    """What decides over the activations of a layer."""
+    parallel = config.parallel
+    shares = Shares(
+        micro_batch_size,
+        config.data.seq_length,
+        sizes.tp,
+        sizes.cp,
+        sizes.etp,
+        parallel.sequence_parallel,
+        parallel.cross_entropy_loss_fusion,
+    )
+    return Setting(shares, precision_of(config).activation, ALLOCATORS[config.cost.allocator], recompute_of(config))
+
+
+def recompute_of(config: RunConfig) -> Recompute:
+    """Which activations are computed again."""
+    return Recompute()
+
+
+def spread_of(sizes: ParallelSizes) -> Spread:
+    """Over how many devices parameters are split and shared out."""
+    return Spread(sizes.tp, sizes.ep, sizes.etp, sizes.dp * sizes.cp, sizes.edp)
+
+
+def rank_costs(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
+) -> tuple[RankCost, ...]:
+    """What each pp_rank's device holds."""
+    model, setting = config.model, setting_of(config, sizes, micro_batch_size)
+    alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
+    kept, again = [each.kept for each in alive], [each.recomputed for each in alive]
+    costs = []
+    for pp_rank, actions in enumerate(schedule.actions):
+        own = [stage for stage in stages if stage.pp_rank == pp_rank]
+        counts = [stage_count(model, stage.layers) for stage in own]
+        state = state_bytes(
+            Count().plus(*counts),
+            spread_of(sizes),
+            precision_of(config),
+            config.parallel.data_parallel_sharding,
+            _largest(model, own),
+        )
+        in_flight, activations = peaks(actions, kept, again if any(again) else None)
+        buffers = _buffers(config, own, sizes, setting)
+        messages = _messages(stages, schedule, pp_rank) if setting.allocator.receives else 0
+        costs.append(
+            RankCost(
+                pp_rank,
+                sum(count.total for count in counts),
+                *state,
+                activation_bytes=activations,
+                peak_bytes=state.total + activations + buffers + messages,
+                in_flight=in_flight,
+                buffer_bytes=buffers,
+                message_bytes=messages,
+            )
+        )
+    return tuple(costs)
+
+
+def _largest(model: ModelConfig, stages: Sequence[StageSpec]) -> Count:
+    """The largest layer: what is gathered at once where weights are shared out."""
+    layers = {name for stage in stages for name in stage.layers}
+    return max((stage_count(model, [name]) for name in layers), key=lambda count: count.total, default=Count())
+
+
+def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:
+    """Workspaces, hidden states that outlive their microbatch, and dummy gradients."""
+    allocator, device, cost = setting.allocator, device_of(config), config.cost
+    if config.launch.device != "cuda" and cost.device is None:
+        return 0
+    experts = any("decoder" in name or "mtp" in name for stage in own for name in stage.layers)
+    streams = 5 if config.model.num_moe_experts and experts else 1  # grouped products run on four more
+    te = device.te_workspace_mib * streams if cost.te_workspace_mib is None else cost.te_workspace_mib
+    cublas = device.cublas_workspace_mib if cost.cublas_workspace_mib is None else cost.cublas_workspace_mib
+    hidden = setting.shares.tokens * config.model.hidden_size * setting.element // setting.shares.sp
+    dummies = 0
+    if allocator.dummy_weight_gradients:
+        layers = [name for stage in own for name in stage.layers]
+        dummies = dummy_gradient_bytes(config.model, layers, spread_of(sizes))
+    return workspace_bytes(allocator, cublas, te) + allocator.chunk_buffers * len(own) * hidden + dummies
+
+
+def _messages(stages: Sequence[StageSpec], schedule: Schedule, pp_rank: int) -> int:
+    """Bytes of the receives that a rank posts ahead: for every channel to it, capacity x its largest message."""
+    total = 0
+    for channel, capacity in schedule.capacities.items():
+        if channel.target == pp_rank:
+            senders = [stage for stage in stages if stage.pp_rank == channel.source]
+            edges = [stage.sends if channel.direction == "F" else stage.receives for stage in senders]
+            total += capacity * max((message_bytes(edge) for edge in edges), default=0)
+    return total
+
+
+def message_bytes(edge: Sequence[TensorSpec]) -> int:
+    """Bytes of one message."""
+    return sum(prod(spec.shape) * BYTES.get(spec.dtype, 4) for spec in edge)
