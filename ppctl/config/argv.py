@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppctl.config.flags import MEGATRON, SWITCHES, flag_problem
+from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, flag_problem
 from ppctl.config.keys import as_typed, keys, sections
 from ppctl.errors import Problem
 
@@ -31,6 +31,7 @@ ALIASES = {
     "etp": "parallel.expert_tensor_parallel_size",
     "dp": "parallel.data_parallel_size",
     "layout": LAYOUT,
+    "recompute": "train.recompute_granularity",
     "nodes": "launch.nodes",
     "gpus_per_node": "launch.gpus_per_node",
 }
@@ -47,6 +48,10 @@ SYNONYMS = {
     },
     "parallel.num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
     "model.virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_model_parallel_size",
+    **{
+        f"model.recompute_{name}": f"train.recompute_{name}"
+        for name in ("granularity", "method", "num_layers", "modules")
+    },
 }
 """Names that other systems have for a key, and for its section."""
 
@@ -130,6 +135,11 @@ class _Sorter:
         elif name in MEGATRON and (equals or self._value_follows()):
             value = value if equals else self.queue.pop(0)
             self._add(name, MEGATRON[name], value, token if equals else f"{token} {value}")
+        elif name in LISTS and (equals or self._value_follows()):
+            words = [value] if equals else []
+            while not equals and self._value_follows() and "=" not in self.queue[0]:
+                words.append(self.queue.pop(0))
+            self._add(name, LISTS[name], f"[{','.join(words)}]", shlex.join([token, *words]) if not equals else token)
         elif name in SWITCHES:
             self._add(name, SWITCHES[name], value if equals else "true", token)
         elif token.startswith("-") and len(token) > 1:

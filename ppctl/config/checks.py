@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import decoder, messages
+from ppctl.config import decoder, messages, recompute
 from ppctl.config.decoder import Finding
 from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
@@ -38,7 +38,8 @@ POSITIVE = _names(
     "parallel.virtual_pipeline_model_parallel_size parallel.context_parallel_size parallel.expert_model_parallel_size "
     "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
     "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
-    "train.steps train.global_batch_size train.micro_batch_size launch.nodes launch.gpus_per_node"
+    "train.steps train.global_batch_size train.micro_batch_size train.recompute_num_layers "
+    "launch.nodes launch.gpus_per_node"
 )
 
 NOT_NEGATIVE = _names(
@@ -114,6 +115,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _optim(config.optim)
     yield from _dtypes(config)
     yield from messages.broken_rules(config)
+    yield from recompute.broken_rules(config)
     yield from _schedule(config)
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
         keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")

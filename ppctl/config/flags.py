@@ -48,8 +48,14 @@ MEGATRON = {
     "--micro-batch-size": "train.micro_batch_size",
     "--global-batch-size": "train.global_batch_size",
     "--seq-length": "data.seq_length",
+    "--recompute-granularity": "train.recompute_granularity",
+    "--recompute-method": "train.recompute_method",
+    "--recompute-num-layers": "train.recompute_num_layers",
 }
 """Flag -> key. Each takes one value, as `--flag VALUE` or `--flag=VALUE`."""
+
+LISTS = {"--recompute-modules": "train.recompute_modules"}
+"""Flag -> key. Each takes one value or more, as `--flag VALUE VALUE`."""
 
 SWITCHES = {
     _flag(name): f"parallel.{name}"
@@ -67,6 +73,7 @@ RENAMED = {
     "--adam-beta2": "optim.beta2",
     "--adam-eps": "optim.eps",
     "--clip-grad": "optim.clip_grad",
+    "--recompute-activations": "train.recompute_granularity=selective",
     "--seed": "train.seed",
     "--save-interval": "checkpoint.interval",
     "--load": "checkpoint.resume",
@@ -82,10 +89,6 @@ RENAMED = {
 
 LATER = frozenset(
     {
-        "--recompute-granularity",
-        "--recompute-method",
-        "--recompute-num-layers",
-        "--recompute-modules",
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
         "--overlap-param-gather",
@@ -123,6 +126,8 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem
     if flag in MEGATRON:
         usual = value_text(text_keys()[MEGATRON[flag]].default)
         return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)
+    if flag in LISTS:
+        return Problem("PP-E107", f"{flag} needs a value", f"ppctl explain {LISTS[flag]}", place)
     if flag in RENAMED:
         remedy = RENAMED[flag] if "=" in RENAMED[flag] else _override(RENAMED[flag], value)
         return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", remedy, place)
@@ -134,7 +139,7 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem
     same = [name for name in text_keys() if name.rpartition(".")[2] == field or name == field]
     if same:
         return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", _override(same[0], value), place)
-    known = [*own, *MEGATRON, *RENAMED]
+    known = [*own, *MEGATRON, *LISTS, *RENAMED]
     return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
 
 

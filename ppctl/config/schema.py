@@ -211,6 +211,16 @@ class TrainConfig:
     """Batches of one evaluation."""
     compile: bool = False
     """Compile the stages with torch.compile."""
+    recompute_granularity: str | None = None
+    """Recompute activations in the backward instead of keeping them: `full` (layers) or `selective` (modules)."""
+    recompute_method: str | None = None
+    """full: `uniform` (the default) keeps every N-th layer's input; `block` recomputes a stage's first N layers."""
+    recompute_num_layers: int | None = None
+    """full: that N; none means 1 for `uniform`, every layer for `block`."""
+    recompute_modules: list[str] | None = None
+    """selective: `core_attn`, `mlp`, `moe`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn."""
+    recompute_stages: list[int] | None = None
+    """The stages (counted through the model from 0) that recompute; none means all."""
     nonfinite: str = "stop"
     """What a non-finite loss or gradient norm does: `stop`."""
 

@@ -60,6 +60,7 @@ def _each(names: str, state: str, note: str = "") -> dict[str, Support]:
 _LAW = "dist/test_bitwise_law.py"
 _SPLIT = "unit/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
+_RECOMPUTE = "dist/test_recompute.py"
 _TE = "Transformer Engine's userbuffers"
 
 _PARALLEL = {
@@ -70,6 +71,7 @@ _PARALLEL = {
             "pipeline_model_parallel_layout": f"{_LAW}::test_any_layout_gives_the_bits_of_one_process",
             "data_parallel_size": f"{_LAW}::test_two_replicas_agree_with_one_process_to_a_millionth",
             "microbatch_group_size_per_vp_stage": "unit/test_plan.py::test_a_group_size_counts_only_when_it_was_given",
+            "num_microbatches_with_partial_activation_checkpoints": f"{_RECOMPUTE}::test_recompute_changes_no_bit",
             "bf16": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
             "deallocate_pipeline_outputs": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
             "num_layers_in_first_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
@@ -108,7 +110,6 @@ _PARALLEL = {
     **_each("hierarchical_context_parallel_sizes", LATER),
     **_each("data_parallel_sharding", PLANS, "sharded data parallelism"),
     **_each("fp16 enable_autocast autocast_dtype deterministic_mode", LATER),
-    **_each("num_microbatches_with_partial_activation_checkpoints", LATER, "activation recomputation"),
     **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute", LATER),
     **_each("cross_entropy_loss_fusion cross_entropy_fusion_impl", PLANS, "fused cross entropy"),
     **_each("perform_initialization", LATER),
@@ -152,6 +153,12 @@ _PIPELINE = {
 _ELSEWHERE = {
     **_each("train.eval_interval train.eval_steps", LATER, "evaluation during training"),
     **_each("train.compile", LATER, "torch.compile"),
+    **_works(
+        {
+            f"train.recompute_{name}": f"{_RECOMPUTE}::test_recompute_changes_no_bit"
+            for name in ("granularity", "method", "num_layers", "modules", "stages")
+        }
+    ),
     **_each("log.profile", LATER, "measured costs per stage"),
     "data.tokenizer": Support(LATER, "other tokenizers", accepts=("byte",)),
     "launch.target": Support(LATER, "SLURM submission", accepts=("local", "env")),
@@ -203,13 +210,6 @@ ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti
 
 _LATER_KEYS = {
     "scale": "sizes scaled down for a smoke run (+scale=smoke)",
-    "recompute": "activation recomputation",
-    "train.recompute": "activation recomputation",
-    "model.recompute": "activation recomputation",
-    "parallel.recompute": "activation recomputation",
-    "model.recompute_granularity": "activation recomputation",
-    "model.recompute_method": "activation recomputation",
-    "model.recompute_num_layers": "activation recomputation",
     "slurm": "SLURM submission",
 }
 

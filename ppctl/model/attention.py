@@ -39,10 +39,14 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(self._heads(self.wq(x))), cos, sin, interleaved=self.interleaved)
         k = rotate(self.k_norm(self._heads(self.wk(x))), cos, sin, interleaved=self.interleaved)
         v = self._heads(self.wv(x))
+        out: Tensor = self.wo(self.mix(q, k, v))
+        return out
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
-        return out
+        return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)

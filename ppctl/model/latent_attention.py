@@ -49,19 +49,26 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attend within each sequence of `x`; `cos` and `sin` are [s, qk_pos_emb_head_dim]."""
-        q_plain, q_turned = torch.split(self._heads(self._queries(x)), self.q_widths, dim=-1)
-        latent, shared = torch.split(self.wkv_a(x), self.latent_widths, dim=-1)
+        compressed = self.wq_a(x) if self.compresses_queries else self.wq(x)
+        q, k, v = self.expand(compressed, self.wkv_a(x), cos, sin)
+        out: Tensor = self.wo(self.mix(q, k, v))
+        return out
+
+    def expand(self, queries: Tensor, keys_values: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all heads, turned, from what was compressed: recomputed as `mla_up_proj`."""
+        if self.compresses_queries:
+            queries = self.wq_b(self.q_norm(queries))
+        q_plain, q_turned = torch.split(self._heads(queries), self.q_widths, dim=-1)
+        latent, shared = torch.split(keys_values, self.latent_widths, dim=-1)
         k_plain, v = torch.split(self._heads(self.wkv_b(self.kv_norm(latent))), self.kv_widths, dim=-1)
         k_turned = rotate(shared[:, None], cos, sin, interleaved=self.interleaved).expand(-1, self.heads, -1, -1)
         q = torch.cat((q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved)), dim=-1)
-        k = torch.cat((k_plain, k_turned), dim=-1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
-        return out
+        return q, torch.cat((k_plain, k_turned), dim=-1), v
 
-    def _queries(self, x: Tensor) -> Tensor:
-        out: Tensor = self.wq_b(self.q_norm(self.wq_a(x))) if self.compresses_queries else self.wq(x)
-        return out
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)

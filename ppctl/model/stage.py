@@ -6,7 +6,7 @@ the schedule or the optimizer: a stage's weights and outputs depend on its layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class StageModule(nn.Module):
         self.tok_embeddings = nn.Embedding(model.vocab_size, model.hidden_size) if "embedding" in layers else None
         ids = [name.removeprefix("decoder.") for name in layers if name.startswith("decoder.")]
         self.layers = nn.ModuleDict({id_: DecoderLayer(model) for id_ in ids})
+        self.runs: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = list(self.layers.values())
+        """What the layers are called through, in order: themselves, or runs of them that are recomputed."""
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon) if "loss" in layers else None
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if "loss" in layers else None
         self.rotary = Rotary(model)
@@ -46,8 +48,8 @@ class StageModule(nn.Module):
             x = self.tok_embeddings(x)
         if self.layers:
             cos, sin = self.rotary.tables(x)
-            for layer in self.layers.values():
-                x = layer(x, cos, sin)
+            for run in self.runs:
+                x = run(x, cos, sin)
         if self.norm is not None and self.output is not None:
             x = self.output(self.norm(x))
         return x.clone() if x is given else x

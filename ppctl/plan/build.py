@@ -19,6 +19,7 @@ from ppctl.plan.fit import memory_problems
 from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.memory import rank_costs
 from ppctl.plan.plan import Plan
+from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import stage_specs, tie_groups
@@ -91,6 +92,7 @@ def derive(said: Said) -> Derivation:
     if derivation.world is not None:
         derivation.batch = derive_batch(said, derivation.world.dp, findings)
     if derivation.cut is not None:
+        check_recompute(said, said["pp"] * derivation.cut.vpp, findings)
         derivation.choice = _choice(said, derivation, given, findings)
         if derivation.batch is not None:
             check_length(said, said["pp"] * derivation.cut.vpp, derivation.batch.num_microbatches, findings)

@@ -23,6 +23,7 @@ from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.engine.interpreter import Heartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.model.names import tied_uses
+from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import StageModule, build_stage
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, TiedUse
@@ -46,6 +47,7 @@ class Session:
     communicator: P2PCommunicator | None
     """None where the pipeline has one rank."""
     stages: dict[int, StageModule]
+    recompute: dict[int, Switch]
     weights: Weights
     optimizer: torch.optim.AdamW
     reducer: GradientReducer
@@ -114,6 +116,7 @@ def build_session(
         dp_group=dp_group,
         communicator=communicator,
         stages=stages,
+        recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         weights=weights,
         optimizer=build_optimizer(weights.master, config.optim, config.model),
         reducer=GradientReducer(masters, dp_group if plan.sizes.dp > 1 else None),

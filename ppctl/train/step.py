@@ -23,6 +23,7 @@ from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
+from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at, set_lr
@@ -53,6 +54,7 @@ class Trainer:
         self.calls = session.plan.gradient_accumulation_steps
         self.first = 0
         """The step's microbatch that is the schedule call's number 0."""
+        self.spared = _spared_from_recompute(session)
         self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
         plan = session.plan
         self.pipeline = RankGrid(plan.sizes).group_of("pp", 0)
@@ -112,8 +114,10 @@ class Trainer:
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
         """What the engine calls: the module, fed with tokens where it embeds, closed by the loss where it ends."""
         embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
+        recompute = self.session.recompute[spec.stage]
 
         def forward(mb: int, inputs: Message) -> Message:
+            recompute.on = (spec.stage, mb) not in self.spared
             x = self._own(self.batch).tokens[self.first + mb].to(self.session.device) if embeds else inputs[0]
             output = module(x)
             return (self._loss(mb, output),) if ends else (output,)
@@ -177,6 +181,14 @@ class Trainer:
             "mfu": None,  # no device preset knows this machine's peak yet
             "max_memory_bytes": int(max(r.memory_bytes for r in reports)),
         }
+
+
+def _spared_from_recompute(session: Session) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) that keep their activations although layers are recomputed."""
+    row = session.plan.schedule.actions[session.own.pp_rank]
+    partial = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
+    flags = checkpoint_flags(row, partial, forwards_in_flight(row))
+    return frozenset((action.stage, action.mb) for action, recomputed in flags.items() if not recomputed)
 
 
 def _peak_memory(device: torch.device) -> int:

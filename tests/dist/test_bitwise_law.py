@@ -59,7 +59,8 @@ def config_of(
     )
     config.parallel.deallocate_pipeline_outputs = True
     for key, value in parallel.items():
-        setattr(config.pipeline if hasattr(config.pipeline, key) else config.parallel, key, value)
+        owner = next(part for part in (config.pipeline, config.train, config.parallel) if hasattr(part, key))
+        setattr(owner, key, value)
     config.data.path, config.data.seq_length = str(text), SEQ
     config.train.steps, config.train.micro_batch_size = STEPS, 2
     config.train.global_batch_size = 2 * m * dp

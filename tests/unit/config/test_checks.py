@@ -1,5 +1,7 @@
 """Rules on values: each is broken once, and its remedy is accepted."""
 
+import shlex
+
 import pytest
 
 from ppctl.config.checks import check, memory_bytes
@@ -56,6 +58,22 @@ MOE = ["model.num_moe_experts=8"]
         (["pipeline.dtype=bf16"], ["pipeline.dtype", "parallel.bf16"]),
         (["pipeline.pp_seq_len=64"], ["pipeline.pp_seq_len", "data.seq_length"]),
         (["pipeline.pp_schedule=PipelineScheduleMulti"], ["pipeline.pp_schedule"]),
+        (["train.recompute_granularity=ful"], ["train.recompute_granularity"]),
+        (["train.recompute_method=block"], ["train.recompute_method", "train.recompute_granularity"]),
+        (["recompute=full", "train.recompute_method=blok"], ["train.recompute_method"]),
+        (["recompute=full", "train.recompute_num_layers=0"], ["train.recompute_num_layers"]),
+        (
+            ["recompute=full", "train.recompute_modules=[mlp]"],
+            ["train.recompute_modules", "train.recompute_granularity"],
+        ),
+        (["recompute=selective", "train.recompute_modules=[mlp,attn]"], ["train.recompute_modules"]),
+        (["recompute=selective", "train.recompute_modules=[moe,mlp]"], ["train.recompute_modules"]),
+        (["recompute=selective", "train.recompute_modules=[]"], ["train.recompute_modules"]),
+        (["train.recompute_stages=[1]"], ["train.recompute_stages", "train.recompute_granularity"]),
+        (
+            ["parallel.num_microbatches_with_partial_activation_checkpoints=1", "recompute=selective"],
+            ["parallel.num_microbatches_with_partial_activation_checkpoints", "train.recompute_granularity"],
+        ),
         (["parallel.bf16=true", "parallel.pipeline_dtype=fp32"], ["parallel.pipeline_dtype", "parallel.bf16"]),
     ],
 )
@@ -65,10 +83,11 @@ def test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it(typ
     (problem,) = error.value.problems
     assert problem.code == "PP-E103"
     assert [line.partition(" = ")[0] for line in problem.place.splitlines()] == keys
-    key = problem.remedy.partition("=")[0]
+    (remedy,) = shlex.split(problem.remedy)
+    key = remedy.partition("=")[0]
     assert key in keys
     kept = [token for token in typed if compose_key(token) != key]
-    compose([*kept, problem.remedy])
+    compose([*kept, remedy])
 
 
 def compose_key(token):

@@ -89,7 +89,7 @@ def test_an_unknown_key_is_an_error_with_any_prefix(prefix, key, suggestion):
 
 def test_all_problems_are_told_at_once_each_with_its_source():
     found = problems_of(
-        "recipe=quickstrt", "model.num_layerz=3", "steps=x", "mbs=0", "parallel.fp16=true", "recompute=full",
+        "recipe=quickstrt", "model.num_layerz=3", "steps=x", "mbs=0", "parallel.fp16=true", "slurm=yes",
         "scale=smoke", "hydra.run.dir=x", "data=foo", "lr=(", "data.path=${nothing.here}", "log.name=", "quickstart",
     )  # fmt: skip
     codes = [problem.code for problem in found]
@@ -259,7 +259,7 @@ def test_a_users_recipe_hides_a_shipped_one_of_its_name(own_recipe):
         ("train: 3\n", ["PP-E102"]),
         ("defaults: [override /model: nope, _self_]\n", ["PP-E115"]),
         ("defaults: [nope, _self_]\n", ["PP-E115"]),
-        ("recompute: full\n", ["PP-E110"]),
+        ("slurm: yes\n", ["PP-E110"]),
         ("published: [{what: a}]\n", ["PP-E102"]),
         ("parallel: {timers: 3}\n", ["PP-E113"]),
         ("train: {steps: 0}\n", ["PP-E103"]),

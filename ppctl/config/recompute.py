@@ -1,0 +1,85 @@
+"""Rules on activation recompute: which of its keys belong together, and which modules a model has to recompute.
+
+Knows Megatron's names of granularities, methods and modules. Must not know stages or torch: what a stage recomputes is
+`cost/recompute.py`, how is `model/recompute.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppctl.config.keys import as_typed, did_you_mean
+from ppctl.config.schema import ModelConfig, RunConfig
+
+GRANULARITIES = ("full", "selective")
+METHODS = ("uniform", "block")
+MODULES = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")
+
+_KEY = "train.recompute_granularity"
+_BELONGS = {
+    "full": ("recompute_method", "recompute_num_layers"),
+    "selective": ("recompute_modules",),
+}
+
+Broken = Iterator[tuple[tuple[str, ...], str, str]]
+
+
+def broken_rules(config: RunConfig) -> Broken:
+    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+    train = config.train
+    granularity = train.recompute_granularity
+    if granularity not in (None, *GRANULARITIES):
+        hint = did_you_mean(granularity, GRANULARITIES)
+        yield (_KEY,), f"{_KEY} is one of {', '.join(GRANULARITIES)}, or null{hint}", f"{_KEY}=full"
+        return
+    for owner, names in _BELONGS.items():
+        for name in names:
+            if getattr(train, name) is not None and granularity != owner:
+                keys = (f"train.{name}", _KEY)
+                yield (
+                    keys,
+                    f"train.{name} says how {_KEY}={owner} goes, and that is {granularity}",
+                    f"train.{name}=null",
+                )
+    if train.recompute_stages is not None and granularity is None:
+        keys = ("train.recompute_stages", _KEY)
+        yield keys, "stages are named to recompute in, and nothing is recomputed", "train.recompute_stages=null"
+    if train.recompute_method not in (None, *METHODS):
+        message = (
+            f"train.recompute_method is one of {', '.join(METHODS)}{did_you_mean(train.recompute_method, METHODS)}"
+        )
+        yield ("train.recompute_method",), message, "train.recompute_method=uniform"
+    yield from _modules(config)
+    partial = config.parallel.num_microbatches_with_partial_activation_checkpoints
+    if partial is not None and granularity != "full":
+        name = "parallel.num_microbatches_with_partial_activation_checkpoints"
+        message = f"microbatches are spared from {_KEY}=full, and that is {granularity or 'null'}"
+        yield (name, _KEY), message, f"{name}=null"
+
+
+def _modules(config: RunConfig) -> Broken:
+    modules = config.train.recompute_modules
+    if modules is None or config.train.recompute_granularity != "selective":
+        return
+    name = "train.recompute_modules"
+    missing = _missing(config.model)
+    right = [module for module in modules if module in MODULES and module not in missing]
+    remedy = as_typed(name, right or None)
+    if not modules:
+        yield (name,), f"{name} names no module", remedy
+    for module in modules:
+        if module not in MODULES:
+            message = f"nothing to recompute is called {module}: {', '.join(MODULES)}{did_you_mean(module, MODULES)}"
+            yield (name,), message, remedy
+        elif module in missing:
+            yield (name,), f"the model has no {module} to recompute: {missing[module]}", remedy
+
+
+def _missing(model: ModelConfig) -> dict[str, str]:
+    """The modules that this model does not have, and why."""
+    found: dict[str, str] = {}
+    if model.num_moe_experts is None:
+        found |= dict.fromkeys(("moe", "moe_act"), "model.num_moe_experts is null")
+    if not model.multi_latent_attention:
+        found["mla_up_proj"] = "model.multi_latent_attention is false"
+    return found

@@ -1,0 +1,218 @@
+"""Activation recompute: layers that keep their input alone, modules that do, and outputs that are made a second time.
+
+Knows torch's checkpoint, autograd's saved tensors, and what Megatron's names of modules stand for in a layer. Must not
+know which stages or layers are chosen (`cost/recompute.py`) or the schedule. Recompute changes no bit: every operation
+is the same, on the same numbers, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ppctl.config.schema import TrainConfig
+from ppctl.cost.recompute import recomputed_modules, recomputed_runs
+from ppctl.model.stage import StageModule
+
+Function = Callable[..., Any]
+
+CHECKPOINTED = {
+    "core_attn": (("attention", "mix"),),
+    "mlp": (("feed_forward", "forward"),),
+    "moe": (("moe", "forward"),),
+}
+"""Megatron's name -> (module of a layer, its method) that keeps its inputs alone."""
+
+MADE_AGAIN = {
+    "layernorm": (("attention_norm", "forward"), ("ffn_norm", "forward")),
+    "mla_up_proj": (("attention", "expand"),),
+    "moe_act": (("moe.experts", "activate"),),
+}
+"""Megatron's name -> (module of a layer, its method) whose outputs are not kept either, by those who save them."""
+
+
+class Switch:
+    """Whether runs of layers are recomputed in the forward that comes next."""
+
+    on = True
+
+
+def recompute(stage: StageModule, train: TrainConfig, number: int) -> Switch:
+    """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`)."""
+    switch = Switch()
+    layers = [*(f"decoder.{name}" for name in stage.layers), *_mtp_layers(stage)]
+    runs = recomputed_runs(train, number, layers)
+    chosen = {name for run in runs for name in run}
+    kept = [stage.layers[name] for name in stage.layers if f"decoder.{name}" not in chosen]
+    decoder = [[stage.layers[name.removeprefix("decoder.")] for name in run] for run in runs if _is_decoder(run)]
+    if chosen:
+        stage.runs = [*(_checkpointed(_in_order(run), switch) for run in decoder), *kept]
+    for name in chosen & _mtp_layers(stage).keys():
+        module = _mtp_layers(stage)[name]
+        module.forward = _checkpointed(module.forward, switch)
+    modules = recomputed_modules(train, number)
+    if modules:
+        for layer in (*stage.layers.values(), *_mtp_layers(stage).values()):
+            _recompute_modules(layer, modules)
+    return switch
+
+
+def _is_decoder(run: Sequence[str]) -> bool:
+    return run[0].startswith("decoder.")
+
+
+def _mtp_layers(stage: nn.Module) -> dict[str, nn.Module]:
+    """The decoder layers inside the stage's MTP modules, by their layout's name."""
+    modules = getattr(stage, "mtp", None) or {}
+    return {f"mtp.{name}": module.layer for name, module in modules.items()}
+
+
+def _in_order(layers: Sequence[nn.Module]) -> Function:
+    if len(layers) == 1:
+        return layers[0]
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in layers:
+            x = layer(x, cos, sin)
+        return x
+
+    return run
+
+
+def _checkpointed(function: Function, switch: Switch) -> Function:
+    """`function`, of whose forward only the inputs stay. No layer draws random numbers: none are restored."""
+
+    def call(*inputs: Tensor) -> Any:
+        if not (switch.on and torch.is_grad_enabled()):
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    return call
+
+
+def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
+    for name in modules:
+        for path, method in CHECKPOINTED.get(name, ()):
+            if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):
+                setattr(owner, method, _checkpointed(getattr(owner, method), Switch()))
+    again = [place for name in modules for place in MADE_AGAIN.get(name, ())]
+    if again:
+        outputs = _Outputs()
+        for path, method in again:
+            if (owner := _submodule(layer, path)) is not None and hasattr(owner, method):
+                setattr(owner, method, outputs.not_kept(getattr(owner, method)))
+        layer.forward = outputs.watching(layer.forward)
+
+
+def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
+    """The part of a layer with this name; None in a layer of another kind."""
+    return dict(layer.named_modules()).get(path)
+
+
+class _Outputs:
+    """The outputs of one layer's functions that are made again in the backward, while its forward runs.
+
+    An operation that saves such an output for its own backward saves a promise of it in its place. Outputs are known by
+    their memory, and held until the layer's forward ends, so that no other tensor can come to lie there.
+    """
+
+    def __init__(self) -> None:
+        self._promises: dict[int, tuple[_Again, int, Tensor]] = {}
+
+    def watching(self, forward: Function) -> Function:
+        """A layer's forward, under whose operations outputs are exchanged for promises."""
+
+        def call(*inputs: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*inputs)
+            try:
+                with saved_tensors_hooks(self._pack, _unpack):
+                    return forward(*inputs)
+            finally:
+                self._promises.clear()
+
+        return call
+
+    def not_kept(self, function: Function) -> Function:
+        """A function of tensors whose outputs those who save them do not keep."""
+
+        def call(*inputs: Tensor) -> Any:
+            if not torch.is_grad_enabled():
+                return function(*inputs)
+            again = _Again(function, inputs)
+            outputs = again.first_time(inputs)
+            for index, tensor in enumerate(_as_tuple(outputs)):
+                self._promises[tensor.untyped_storage().data_ptr()] = (again, index, tensor)
+            return outputs
+
+        return call
+
+    def _pack(self, tensor: Tensor) -> Any:
+        again, index, _ = self._promises.get(tensor.untyped_storage().data_ptr(), (None, 0, None))
+        if again is None:
+            return tensor
+        return again, index, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    again, index, shape, stride, offset = packed
+    return again.made().outputs[index].as_strided(shape, stride, offset)  # type: ignore[no-any-return]
+
+
+class _Made(NamedTuple):
+    """What the second call of a function made, without a graph."""
+
+    saved: list[Tensor]
+    outputs: tuple[Tensor, ...]
+
+
+class _Again:
+    """A function of which only the inputs stay: it is called a second time, once, for whoever asks first.
+
+    The graph is that of the first call, so that gradients add up in the same order; what its operations save are
+    numbers, which the second call's tensors answer to. It lives as long as someone may ask.
+    """
+
+    def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
+        self.function = function
+        self.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        self._count = 0
+        self._made: _Made | None = None
+
+    def first_time(self, inputs: Sequence[Tensor]) -> Any:
+        """The function's outputs, with a graph that holds no activation."""
+        with saved_tensors_hooks(self._number, _answer):
+            return self.function(*inputs)
+
+    def made(self) -> _Made:
+        """What the second call made."""
+        if self._made is None:
+            saved: list[Tensor] = []
+            with torch.enable_grad(), saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never):
+                outputs = _as_tuple(self.function(*self.inputs))
+            self._made = _Made(saved, tuple(tensor.detach() for tensor in outputs))
+        return self._made
+
+    def _number(self, tensor: Tensor) -> tuple[_Again, int]:
+        self._count += 1
+        return self, self._count - 1
+
+
+def _answer(numbered: tuple[_Again, int]) -> Tensor:
+    again, number = numbered
+    return again.made().saved[number]
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("the graph of the second call is never gone through")
+
+
+def _as_tuple(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
