@@ -31,6 +31,7 @@ from ppctl.errors import PpctlError
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
+from ppctl.train.interrupt import on_interrupt
 from ppctl.train.loop import Outcome, train
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.rendezvous import (
@@ -130,6 +131,7 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, to_close: Exi
     leads = ranks.rank == 0
     if leads and by_others:
         job.run.write_status("running", step=0)
+        on_interrupt(lambda: job.run.write_status("interrupted", step=heartbeat.step))
 
     def enter(state: str, step: int) -> None:
         heartbeat.step = step
@@ -180,7 +182,22 @@ def _writer(job: Job, to_close: ExitStack) -> Writer:
         job.run.trace.mkdir(exist_ok=True)
         to_wandb = wandb_writer(directory, log.name, job.run.id, to_mapping(job.config))
         others.append(to_close.enter_context(to_wandb))
-    return writers(job.run.add_metrics, others, screen=True, steps=job.config.train.steps)
+    return writers(_append_to(job.run), others, screen=True, steps=job.config.train.steps)
+
+
+def _append_to(run: RunDir) -> Writer:
+    """What adds a record to metrics.jsonl. The first one takes the place of its step's and later ones of an earlier life:
+    no sooner, because until then the checkpoint may turn out not to fit."""
+    begun = False
+
+    def append(record: Mapping[str, Any]) -> None:
+        nonlocal begun
+        if not begun:
+            run.drop_metrics_from(record["step"])
+        begun = True
+        run.add_metrics(record)
+
+    return append
 
 
 def _conclude(job: Job, session: Session, outcome: Outcome, *, leads: bool, by_others: bool) -> None:

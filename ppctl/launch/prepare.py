@@ -47,7 +47,6 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     """Set `run` to go on from `checkpoint` as `launch` says; what it was before is kept under numbered names."""
     resume = launch.config.checkpoint.resume if checkpoint is None else str(checkpoint)
     run.set_aside()
-    run.drop_metrics_from(0 if checkpoint is None else step_of(checkpoint))
     _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     return run
 

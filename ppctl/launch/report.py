@@ -128,7 +128,8 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
         remedy, *further = first.remedy.splitlines()
         lines += [f"  try: {remedy}", *(f"       {line}" for line in further)]
     lines += [f"error {other}" for other in first.others]
-    step = f"at step {beat.step + 1}; " if beat is not None and beat.index >= 0 else ""
+    stepping = beat is not None and (beat.index >= 0 or beat.state == "updating")
+    step = f"at step {beat.step + 1}; " if beat is not None and stepping else ""
     lines.append(f"  {step}its log: {run.log(first.rank)}")
     if first.code == SILENT:
         lines += [f"  | {line}" for line in _tail(run, first.rank)]

@@ -6,7 +6,7 @@ Knows which parts a rank needs and in which order they are made (groups are coll
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.data.batches import Batches
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.tokenizer import ByteTokenizer
-from ppctl.engine.interpreter import Heartbeat
+from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.model.names import tied_uses
 from ppctl.model.recompute import Switch, recompute
@@ -32,6 +32,13 @@ from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm
 from ppctl.train.optimizer import build_optimizer
 from ppctl.train.precision import Weights
+
+
+class Heartbeat(EngineHeartbeat, Protocol):
+    """Where a rank says what it is about to do."""
+
+    def set_state(self, state: str) -> None:
+        """The rank is in this state from now on, and in no action."""
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ Knows which tensors make up the training state. Must not know files: `ppctl.chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ppctl.checkpoint import load, save
+from ppctl.checkpoint import load, read_state, save
+from ppctl.config.keys import as_typed
 from ppctl.errors import CheckpointError, Problem
 from ppctl.model.names import owner_of
 from ppctl.train.optimizer import state_by_name
@@ -38,6 +39,7 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
         "consumed_samples": consumed_samples,
         "seed": session.config.train.seed,
         "seq_length": session.config.data.seq_length,
+        "data_path": session.config.data.path,
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
         "model": asdict(session.config.model),
@@ -51,7 +53,10 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the data is not what the checkpoint was trained on: its position would mean nothing.
     """
-    state = load(path, named_tensors(session))
+    try:
+        state = load(path, named_tensors(session))
+    except CheckpointError as error:
+        raise CheckpointError(_with_sizes(error.problems, path, session)) from error
     session.weights.publish()
     now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}
     if session.corpus is not None:
@@ -60,7 +65,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         Problem(
             "PP-E741",
             f"the checkpoint's position in the data means nothing here: {key} was {state[key]} and is {value}",
-            "train with the data, seq_length and seed of the checkpoint",
+            _back(key, state, session),
             place=str(path),
         )
         for key, value in now.items()
@@ -69,3 +74,23 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     if problems:
         raise CheckpointError(problems)
     return state
+
+
+def _back(key: str, state: Mapping[str, Any], session: Session) -> str:
+    """What goes back to the position in the data that the checkpoint has."""
+    if key != "data_digest":
+        return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
+    before = state.get("data_path")
+    if before != session.config.data.path:
+        return as_typed("data.path", before)
+    return "put back the files that the checkpoint was trained on: they have changed"
+
+
+def _with_sizes(problems: Sequence[Problem], path: Path, session: Session) -> list[Problem]:
+    """Where tensors do not fit: what makes the model as large again as the one that was saved."""
+    misfits = [problem for problem in problems if problem.code == "PP-E502"]
+    if not misfits:
+        return list(problems)
+    saved, here = read_state(path)["model"], asdict(session.config.model)
+    remedy = " ".join(as_typed(f"model.{key}", value) for key, value in saved.items() if here.get(key) != value)
+    return [replace(p, remedy=remedy) if remedy and p in misfits else p for p in problems]

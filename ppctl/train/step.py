@@ -65,6 +65,8 @@ class Trainer:
         s, started = self.session, time.perf_counter()
         lr = lr_at(step, s.config.optim, s.config.train.steps)
         self._run_pipeline(step)
+        if s.heartbeat is not None:
+            s.heartbeat.set_state("updating")
         reports = gather_reports(self._report())
         check_reports(reports, step, s.plan.stages[-1].stage)
         s.reducer.finish()

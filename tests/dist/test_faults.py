@@ -85,16 +85,44 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(
     assert [record["step"] for record in metrics(run)] == list(range(6))
 
 
-def test_the_ranks_of_a_killed_torchrun_end(text: str, tmp_path: Path) -> None:
+def test_a_failure_in_the_optimizer_is_told_as_such(text: str, tmp_path: Path) -> None:
+    done = ppctl(*TRAIN, text, "steps=6", cwd=tmp_path, PPCTL_FAULT="update 1 2 -")
+    assert done.returncode == 1
+    first = done.stderr.splitlines()[0]
+    assert first == "error PP-E701: rank 1 failed while updating: ValueError: struck by a test"
+    assert "at step 2; its log: " in done.stderr
+
+
+def agent_of_two_ranks(text: str, where: Path) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    agent = subprocess.Popen(
+    return subprocess.Popen(
         [*torchrun, "-m", "ppctl", *TRAIN, text, "steps=100000"],
-        cwd=tmp_path,
+        cwd=where,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # hear it in a background job too
     )
+
+
+def test_an_interrupted_torchrun_leaves_a_run_that_says_so(text: str, tmp_path: Path) -> None:
+    agent = agent_of_two_ranks(text, tmp_path)
+    try:
+        assert agent.stdout is not None
+        assert any(line.startswith("step") for line in agent.stdout)
+        agent.send_signal(signal.SIGINT)
+        agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+    status = json.loads((only_run(tmp_path) / "status.json").read_text())
+    assert status["state"] == "interrupted"
+    assert status["step"] >= 0
+    assert alive(tmp_path) == []
+
+
+def test_the_ranks_of_a_killed_torchrun_end(text: str, tmp_path: Path) -> None:
+    agent = agent_of_two_ranks(text, tmp_path)
     try:
         assert agent.stdout is not None
         assert any(line.startswith("step") for line in agent.stdout)

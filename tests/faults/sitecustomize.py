@@ -2,7 +2,7 @@
 
 PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
 raise, kill (SIGKILL), stop (SIGSTOP), noise (from that step on, every stage input is noise), nan (the stage's output),
-save (SIGKILL in the STEP-th save, when this rank's tensors are written).
+save (SIGKILL in the STEP-th save, when this rank's tensors are written), update (raise in the STEP-th optimizer step).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -53,6 +53,21 @@ def _strike(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
+def _arm_update() -> None:
+    import torch
+
+    _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
+    step, steps = torch.optim.AdamW.step, [0]
+
+    def spoilt_step(self: torch.optim.AdamW) -> None:
+        steps[0] += 1
+        if os.environ["RANK"] == rank and steps[0] == int(number):
+            _strike("raise")
+        step(self)
+
+    torch.optim.AdamW.step = spoilt_step
+
+
 def _arm_save() -> None:
     from ppctl.checkpoint import writing
 
@@ -88,7 +103,7 @@ def _watch() -> None:
 
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    _arm_save() if os.environ["PPCTL_FAULT"].startswith("save") else _arm()
+    {"save": _arm_save, "update": _arm_update}.get(os.environ["PPCTL_FAULT"].split()[0], _arm)()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ:
     _watch()
 if "RANK" in os.environ and "PPCTL_TELL" in os.environ:
