@@ -186,8 +186,11 @@ def _writer(job: Job, to_close: ExitStack) -> Writer:
 
 
 def _append_to(run: RunDir) -> Writer:
-    """What adds a record to metrics.jsonl. The first one takes the place of its step's and later ones of an earlier life:
-    no sooner, because until then the checkpoint may turn out not to fit."""
+    """What adds a record to metrics.jsonl.
+
+    The first one takes the place of its step's and later ones of an earlier life: no sooner, because until then the
+    checkpoint may turn out not to fit.
+    """
     begun = False
 
     def append(record: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Ctrl-C on a rank that has no launcher of ppctl's above it: somebody has to write down how the run ended.
 
-Knows one signal. Must not know runs. A handler in Python would wait for the main thread, which may be in C++ for as long
-as a message takes; therefore a thread listens to the wake-up pipe, which the interpreter's own handler writes to.
+Knows one signal. Must not know runs. A handler in Python would wait for the main thread, which may be in C++ for as
+long as a message takes; therefore a thread listens to the wake-up pipe, which the interpreter's own handler writes to.
 """
 
 from __future__ import annotations

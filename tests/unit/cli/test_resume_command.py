@@ -86,13 +86,13 @@ def test_the_differences_are_shown(run: RunDir, capsys: pytest.CaptureFixture[st
 
 
 def test_the_directory_goes_on_and_keeps_what_was(run: RunDir) -> None:
-    old = (run.path / "plan.json").read_text()
+    old, records = (run.path / "plan.json").read_text(), run.metrics()
     launch, checkpoint = prepared(run, "pp=2", "vpp=2")
     go_on(run, launch, checkpoint)
     assert (run.path / "plan-1.json").read_text() == old
     assert run.read_plan().sizes.pp == 2
     assert run.read_config().checkpoint.resume == str(run.checkpoints / "step-4")
-    assert [record["step"] for record in run.metrics()] == [0, 1, 2, 3]
+    assert run.metrics() == records, "until the ranks have verified the checkpoint"
     assert len(run.commands()) == 2
     again, _ = prepared(run, "pp=1")
     assert again.plan.sizes.pp == 1, "a later command line is stronger than an earlier one"
