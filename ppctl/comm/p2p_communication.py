@@ -73,7 +73,7 @@ class P2PCommunicator:
         self._lanes: dict[Channel, Lane] = {}
         if self.fused and on_device:
             warm_up(pp_group, self.device)
-        if not (self.fused and on_device) or self.modes.variable:
+        if not self.fused or self.modes.variable:
             wanted = loop_channels(self._size) if channels is None else channels
             self._lanes = make_lanes(pp_group, self.device, wanted, variable=self.modes.variable)
         neighbours = Neighbours(pp_group, self.lane, fused=self.fused, sync=self._sync)

@@ -1,18 +1,20 @@
 """How the lanes of one pipeline rank come about: which channels there are, and what carries each.
 
-Knows the channels of a loop, gloo's tags and NCCL's two-rank groups. Must not know what is sent.
+Knows the channels of a loop, gloo's tags and threads, and NCCL's two-rank groups. Must not know what is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.channels import Lane, Transport
+from ppctl.comm.groups import make_group
 from ppctl.comm.host import HostLane
 from ppctl.comm.shapes import VariableLane
 from ppctl.schedule.action import Channel
@@ -23,6 +25,9 @@ HEADER_TAGS = {"F": 3, "B": 4}
 """The same for the headers of messages of variable shape."""
 
 _CPU = torch.device("cpu")
+
+_OPPOSITE: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""Of a pipeline's group, the group that carries its gradients: made once, whatever number of communicators it has."""
 
 
 def loop_channels(size: int) -> tuple[Channel, ...]:
@@ -55,13 +60,28 @@ def make_lanes(
         if not variable:
             return bodies
         return {c: VariableLane(bodies[c], _pair_lane(pp_group, device, c), device, device) for c in own}
-    wire = cast(Transport, pp_group._get_backend(_CPU))
+    wires = _host_wires(pp_group)
     kind = Lane if device.type == "cpu" else HostLane
-    lanes: dict[Channel, Lane] = {c: kind(c, wire, other_end(c, rank), TAGS[c.direction]) for c in own}
+    lanes: dict[Channel, Lane] = {c: kind(c, wires[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own}
     if not variable:
         return lanes
-    headers = {c: Lane(c, wire, other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
+    headers = {c: Lane(c, wires[c.direction], other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
     return {c: VariableLane(lanes[c], headers[c], device, _CPU) for c in own}
+
+
+def _host_wires(pp_group: ProcessGroup) -> dict[str, Transport]:
+    """What carries messages of the host by direction: on gloo, connections of their own for each.
+
+    A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
+    the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
+    may be waiting for (decision 9). What is sent one way and what comes the other way then must not share a connection.
+    """
+    wire = pp_group._get_backend(_CPU)
+    if pp_group.size() == 1 or wire.name() != "gloo":
+        return dict.fromkeys("FB", cast(Transport, wire))
+    if pp_group not in _OPPOSITE:
+        _OPPOSITE[pp_group] = make_group([tuple(dist.get_process_group_ranks(pp_group))], backend="gloo")
+    return {"F": cast(Transport, wire), "B": cast(Transport, _OPPOSITE[pp_group]._get_backend(_CPU))}
 
 
 def other_end(channel: Channel, rank: int) -> int:
