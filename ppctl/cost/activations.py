@@ -77,22 +77,38 @@ INPUT = "input"
 """The layer's own input: what full recomputation keeps."""
 
 
+def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[Part]:
+    """A norm's input (kept by `module`) and what it puts out, per token."""
+    size, keeps = setting.element, setting.allocator
+    yield Part(module, width * (4 if keeps.fp32_norms else size))
+    yield Part("layernorm", width * (size + (4 if keeps.fp32_norms else 0)))
+    if keeps.norm_statistics:
+        yield Part("layernorm", 4)
+
+
 def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
     """Input, norm, projections, scores and result of one attention."""
     shares, size = setting.shares, setting.element
     h, heads, tp = model.hidden_size, model.num_attention_heads, shares.tp
-    yield Part(INPUT, size * h / shares.sp)
-    yield Part("layernorm", size * h / shares.sp)
+    yield from norm_parts(h / shares.sp, setting)
     if model.multi_latent_attention:
-        q_width, q, kv = model.qk_head_dim + model.qk_pos_emb_head_dim, model.q_lora_rank or 0, model.kv_lora_rank
-        yield Part("attention", size * (q + kv + model.qk_pos_emb_head_dim + heads * model.v_head_dim / tp))
-        yield Part("mla_up_proj", size * (q + kv + heads * (2 * q_width + model.v_head_dim) / tp))
+        q_width = model.qk_head_dim + model.qk_pos_emb_head_dim
+        inside, outside = _norm_sizes(setting)
+        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
+        yield Part("attention", latent * inside + size * (model.qk_pos_emb_head_dim + heads * model.v_head_dim / tp))
+        yield Part("mla_up_proj", latent * outside + size * heads * (2 * q_width + model.v_head_dim) / tp)
     else:
         d, groups = head_dim(model), query_groups(model)
-        normed = heads + groups if model.qk_layernorm else 0
-        yield Part("attention", size * d * (2 * heads + 2 * groups + normed) / tp)
+        normed = (heads + groups) * sum(_norm_sizes(setting)) if model.qk_layernorm else 0
+        plain = size * ((0 if normed else heads + groups) + heads + groups)
+        yield Part("attention", d * (normed + plain) / tp)
     yield Part("core_attn", 4 * heads / tp + _scores(model, setting))
     yield Part("attention", h / shares.sp if model.hidden_dropout else 0)
+
+
+def _norm_sizes(setting: Setting) -> tuple[int, int]:
+    """Bytes per element of a norm's input and of its output."""
+    return (4, setting.element + 4) if setting.allocator.fp32_norms else (setting.element, setting.element)
 
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
@@ -107,8 +123,7 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
     shares, size, keeps = setting.shares, setting.element, setting.allocator
     h, vectors = model.hidden_size, keeps.gated_vectors if model.gated_linear_unit else 2
-    yield Part("residual", size * h / shares.sp)
-    yield Part("layernorm", size * h / shares.sp)
+    yield from norm_parts(h / shares.sp, setting, "residual")
     if moe:
         shared, chosen = model.moe_shared_expert_intermediate_size or 0, model.moe_router_topk
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
@@ -120,22 +135,34 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     else:
         yield Part("mlp", size * vectors * model.ffn_hidden_size / shares.tp)
     yield Part("residual", h / shares.sp if model.hidden_dropout else 0)
-    if keeps.norm_statistics:
-        yield Part("layernorm", 8)
 
 
 def parts(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> list[Part]:
     """What one layer keeps per token, without recomputation. `kind` as in StageSpec.layers."""
-    shares, size, keeps = setting.shares, setting.element, setting.allocator
-    hidden = size * model.hidden_size / shares.sp
+    shares, keeps = setting.shares, setting.allocator
+    hidden = model.hidden_size / shares.sp
     if kind == "embedding":
         return [Part(INPUT, 8)]
     if kind == "loss":
         per_logit = keeps.fused_logit_bytes if shares.fused_loss else keeps.logit_bytes
+        vectors = sum(_norm_sizes(setting)) * hidden
         outputs = 1 + (model.mtp_num_layers or 0)
-        return [Part(INPUT, outputs * (2 * hidden + per_logit * model.vocab_size / shares.tp) + 8)]
+        return [Part(INPUT, outputs * (vectors + per_logit * model.vocab_size / shares.tp) + 8)]
     layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
-    return [*layer, Part("mtp", 5 * hidden)] if kind == "mtp" else layer
+    # Two norms, their outputs side by side in one vector of 2h, and the projection's result.
+    return [*layer, Part("mtp", (2 * sum(_norm_sizes(setting)) + setting.element) * hidden)] if kind == "mtp" else layer
+
+
+def gradients(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> float:
+    """Bytes per token of the activations' gradients that live at once while a layer's backward runs."""
+    shares = setting.shares
+    inner, hidden, per_logit = setting.allocator.gradients
+    if kind == "embedding":
+        return 0.0
+    if kind == "loss":
+        return per_logit * model.vocab_size / shares.tp
+    width = model.moe_router_topk * expert_width(model) if moe else model.ffn_hidden_size
+    return setting.element * (inner * width / shares.tp + hidden * model.hidden_size / shares.sp)
 
 
 def kept_and_dropped(found: Iterable[Part], recompute: Recompute) -> tuple[float, float]:
@@ -155,8 +182,8 @@ class StageActivations(NamedTuple):
 
     kept: int
     """From its forward to its backward."""
-    recomputed: int
-    """Of the largest piece that is computed again at once, while its backward runs."""
+    in_backward: int
+    """More while its backward runs: the largest piece that is computed again at once, with its gradients."""
 
 
 def stage_activations(
@@ -183,7 +210,7 @@ def stage_activations(
             again = (stays + again) * (recompute.num_layers if recompute.method == "uniform" else 1) - stays
             stays = stays if first_of_run else 0.0
         kept += stays
-        largest = max(largest, again)
+        largest = max(largest, again + gradients(model, kind, moe, setting))
     return StageActivations(int(shares.tokens * kept), int(shares.tokens * largest))
 
 

@@ -20,6 +20,8 @@ class Allocator(NamedTuple):
     """Vectors of the hidden width for every chosen expert: the token's copy, and the expert's output."""
     norm_statistics: bool
     """Whether the fp32 statistics of norms are counted."""
+    fp32_norms: bool
+    """Norms are run step by step in fp32 and keep their input and the normalised input so."""
     logit_bytes: int
     """Per logit, from the loss's forward to its backward."""
     fused_logit_bytes: int
@@ -30,24 +32,28 @@ class Allocator(NamedTuple):
     """Hidden states of a microbatch that stay alive for every chunk."""
     receives: bool
     """Whether receives are posted ahead into buffers of their own."""
+    gradients: tuple[int, int, int] = (0, 0, 0)
+    """Gradients of activations that live at once in a layer's backward: vectors of the inner width, vectors of the
+    hidden width, and bytes per logit in the loss's."""
     transformer_engine: bool = False
     dummy_weight_gradients: bool = False
     """One 16-bit weight gradient for every distinct shape of a weight."""
 
 
+_TORCH = Allocator("torch", 4, 2, True, False, 8, 8, 2, 0, receives=True, gradients=(2, 3, 4))
+_MEGATRON = Allocator("megatron", 3, 1, False, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
+
 ALLOCATORS = {
-    # ppctl's own blocks as autograd runs them: gate, up, silu(gate) and the product; logits and log-probabilities in
-    # fp32. Checked by tests/dist/test_plan_memory.py.
-    "torch": Allocator("torch", 4, 2, True, 8, 8, 2, 0, receives=True),
-    # Megatron-core with Transformer Engine: fused SwiGLU, bf16 logits cast to fp32 in place of the loss. Source: the
-    # rule of tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; 6 is its least.
-    "megatron": Allocator("megatron", 3, 1, False, 6, 4, 2, 2, receives=False, transformer_engine=True),
+    # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits and
+    # log-probabilities in fp32; norms fused.
+    "torch": _TORCH,
+    # Megatron-core with Transformer Engine: fused SwiGLU, 16-bit logits beside the loss's fp32. Source: the rule of
+    # tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; this is Transformer
+    # Engine's, 16-bit logits and their gradient.
+    "megatron": _MEGATRON,
     # Transformer Engine 2.11 keeps a dummy weight gradient per shape. Source: tests/golden/simumax_settings.json.
-    "megatron_te_2.11": Allocator(
-        "megatron_te_2.11",
-        *(3, 1, False, 6, 4, 2, 2),
-        receives=False,
-        transformer_engine=True,
-        dummy_weight_gradients=True,
-    ),
+    "megatron_te_2.11": _MEGATRON._replace(name="megatron_te_2.11", dummy_weight_gradients=True),
 }
+
+TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
+"""torch's CPU build runs RMSNorm step by step. Checked by tests/dist/test_plan_memory.py."""

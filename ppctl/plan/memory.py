@@ -11,7 +11,7 @@ from math import prod
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import Recompute, Setting, Shares, stage_activations
-from ppctl.cost.allocator import ALLOCATORS
+from ppctl.cost.allocator import ALLOCATORS, TORCH_ON_CPU
 from ppctl.cost.devices import DEVICES, Device
 from ppctl.cost.memory import Spread, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
 from ppctl.cost.parameters import Count, stage_count
@@ -41,7 +41,10 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
         parallel.sequence_parallel,
         parallel.cross_entropy_loss_fusion,
     )
-    return Setting(shares, precision_of(config).activation, ALLOCATORS[config.cost.allocator], recompute_of(config))
+    allocator = ALLOCATORS[config.cost.allocator]
+    if allocator.name == "torch" and device_of(config).name == "cpu":
+        allocator = TORCH_ON_CPU
+    return Setting(shares, precision_of(config).activation, allocator, recompute_of(config))
 
 
 def recompute_of(config: RunConfig) -> Recompute:
@@ -60,7 +63,7 @@ def rank_costs(
     """What each pp_rank's device holds."""
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
-    kept, again = [each.kept for each in alive], [each.recomputed for each in alive]
+    kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
     costs = []
     for pp_rank, actions in enumerate(schedule.actions):
         own = [stage for stage in stages if stage.pp_rank == pp_rank]
@@ -99,8 +102,6 @@ def _largest(model: ModelConfig, stages: Sequence[StageSpec]) -> Count:
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:
     """Workspaces, hidden states that outlive their microbatch, and dummy gradients."""
     allocator, device, cost = setting.allocator, device_of(config), config.cost
-    if config.launch.device != "cuda" and cost.device is None:
-        return 0
     experts = any("decoder" in name or "mtp" in name for stage in own for name in stage.layers)
     streams = 5 if config.model.num_moe_experts and experts else 1  # grouped products run on four more
     te = device.te_workspace_mib * streams if cost.te_workspace_mib is None else cost.te_workspace_mib

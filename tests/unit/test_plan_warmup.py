@@ -3,6 +3,9 @@
 import pytest
 from unit_plan import equation, plan, refusal
 
+from ppctl.config.schema import RunConfig
+from ppctl.cost.activations import stage_activations
+from ppctl.plan.memory import setting_of
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 
@@ -17,7 +20,8 @@ def test_the_plan_runs_and_prices_the_longer_warmup(extra: int, alive: tuple[int
         cost.activation_bytes - before.activation_bytes
         for cost, before in zip(made.pp_ranks, textbook.pp_ranks, strict=True)
     ]
-    one = [before.activation_bytes // before.in_flight if before.in_flight else 0 for before in textbook.pp_ranks]
+    setting = setting_of(RunConfig(), made.sizes, 1)
+    one = [stage_activations(RunConfig().model, stage.layers, setting).kept for stage in made.stages]
     assert grown == [a * b for a, b in zip(more, one, strict=True)]
 
 

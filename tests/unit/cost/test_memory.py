@@ -33,7 +33,6 @@ MODEL = ModelConfig(
 def test_activation_bytes_by_hand(layers: tuple[str, ...], elements: int, other: int, dtype: str) -> None:
     precision = PRECISIONS[dtype]
     found = stage_activations(MODEL, layers, Setting(Shares(3, 10), precision.activation))
-    assert found.recomputed == 0
     assert found.kept == 30 * (elements * precision.activation + other)
 
 
