@@ -49,6 +49,9 @@ def broken_rules(config: RunConfig) -> Broken:
             f"train.recompute_method is one of {', '.join(METHODS)}{did_you_mean(train.recompute_method, METHODS)}"
         )
         yield ("train.recompute_method",), message, "train.recompute_method=uniform"
+    if train.compile and granularity == "selective":
+        message = "a compiled layer chooses itself what it keeps: its modules cannot be recomputed one by one"
+        yield ("train.compile", _KEY), message, "train.compile=false"
     yield from _modules(config)
     partial = config.parallel.num_microbatches_with_partial_activation_checkpoints
     if partial is not None and granularity != "full":

@@ -152,7 +152,7 @@ _PIPELINE = {
 
 _ELSEWHERE = {
     **_each("train.eval_interval train.eval_steps", LATER, "evaluation during training"),
-    **_each("train.compile", LATER, "torch.compile"),
+    **_works({"train.compile": "torch/test_compile.py::test_a_compiled_stage_agrees_to_a_millionth"}),
     **_works(
         {
             f"train.recompute_{name}": f"{_RECOMPUTE}::test_recompute_changes_no_bit"

@@ -68,8 +68,8 @@ def _is_decoder(run: Sequence[str]) -> bool:
 
 def _mtp_layers(stage: nn.Module) -> dict[str, nn.Module]:
     """The decoder layers inside the stage's MTP modules, by their layout's name."""
-    modules = getattr(stage, "mtp", None) or {}
-    return {f"mtp.{name}": module.layer for name, module in modules.items()}
+    modules = getattr(stage, "mtp", None)
+    return {} if modules is None else {f"mtp.{name}": modules[name].layer for name in modules.ids}
 
 
 def _in_order(layers: Sequence[nn.Module]) -> Function:

@@ -22,6 +22,7 @@ from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.model.compile import compile_stage
 from ppctl.model.names import tied_uses
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import StageModule, build_stage
@@ -110,6 +111,9 @@ def build_session(
         spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device)
         for spec in own.stages
     }
+    if config.train.compile:
+        for stage in stages.values():
+            compile_stage(stage, device)
     weights = Weights({name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()})
     masters = {s: [weights.master[n] for n in stage.canonical_parameters()] for s, stage in stages.items()}
     pipeline = grid.group_of("pp", rank)

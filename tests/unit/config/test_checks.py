@@ -69,6 +69,7 @@ MOE = ["model.num_moe_experts=8"]
         (["recompute=selective", "train.recompute_modules=[mlp,attn]"], ["train.recompute_modules"]),
         (["recompute=selective", "train.recompute_modules=[moe,mlp]"], ["train.recompute_modules"]),
         (["recompute=selective", "train.recompute_modules=[]"], ["train.recompute_modules"]),
+        (["train.compile=true", "recompute=selective"], ["train.compile", "train.recompute_granularity"]),
         (["train.recompute_stages=[1]"], ["train.recompute_stages", "train.recompute_granularity"]),
         (
             ["parallel.num_microbatches_with_partial_activation_checkpoints=1", "recompute=selective"],

@@ -1,0 +1,46 @@
+"""Compiled layers: the same numbers within a millionth, the same names; a missing compiler is told before a step."""
+
+import pytest
+import torch
+
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import ConfigError
+from ppctl.model.compile import compile_stage
+from ppctl.model.stage import build_stage
+from ppctl.plan import StageSpec
+
+MODEL = ModelConfig(num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, vocab_size=32)
+CPU = torch.device("cpu")
+
+
+def stage():
+    spec = StageSpec(0, 0, 0, ("embedding", "decoder.0"), (), (), 0, 0, 0)
+    return build_stage(spec, MODEL, seed=1, dtype=torch.float32, device=CPU)
+
+
+def run(module):
+    """(output, gradients by name) of one microbatch."""
+    outputs = module(torch.arange(64).view(2, 32) % 32)
+    out = outputs[0] if isinstance(outputs, tuple) else outputs
+    out.square().sum().backward()
+    return {"output": out.detach()} | {name: p.grad for name, p in module.canonical_parameters().items()}
+
+
+@pytest.mark.whole  # the compiler takes half a minute
+def test_a_compiled_stage_agrees_to_a_millionth():
+    compiled = stage()
+    compile_stage(compiled, CPU)
+    expected, got = run(stage()), run(compiled)
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
+def test_compiling_changes_no_name_and_a_missing_compiler_is_told_before_the_first_step(monkeypatch):
+    compiled = stage()
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(ConfigError, match=r"PP-E770.*C\+\+ compiler"):
+        compile_stage(compiled, CPU)
+    monkeypatch.setenv("CXX", "true")
+    compile_stage(compiled, CPU)
+    assert compiled.canonical_parameters().keys() == stage().canonical_parameters().keys()
