@@ -6,14 +6,15 @@ ranks or devices. Sources: Korthikanti et al., arXiv 2205.05198, for the parts a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
-from ppctl.config.schema import ModelConfig
+from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.cost.allocator import ALLOCATORS, Allocator
 from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import expert_width, head_dim, mtp_is_moe, query_groups
+from ppctl.cost.parameters import expert_width, head_dim, query_groups
+from ppctl.cost.recompute import recomputed_modules, recomputed_runs
 
 
 class Shares(NamedTuple):
@@ -38,24 +39,6 @@ class Shares(NamedTuple):
         return self.tp if self.sequence_parallel else 1
 
 
-class Recompute(NamedTuple):
-    """Which activations are computed again in the backward."""
-
-    granularity: str | None = None
-    """`full` (whole layers, their inputs kept), `selective` (`modules`), or none."""
-    method: str | None = None
-    """Full: `uniform` (all layers, one input kept for `num_layers` of them), `block` (the first `num_layers`)."""
-    num_layers: int = 1
-    modules: tuple[str, ...] = ()
-    """Selective, in Megatron's names."""
-    stages: tuple[int, ...] | None = None
-    """Stages that recompute; none means all."""
-
-    def covers(self, stage: int) -> bool:
-        """Whether it concerns a stage."""
-        return self.granularity is not None and (self.stages is None or stage in self.stages)
-
-
 class Part(NamedTuple):
     """Bytes per token that one part of a layer keeps; `module` names the recomputation that drops it."""
 
@@ -70,11 +53,12 @@ class Setting(NamedTuple):
     element: int
     """Bytes of an activation."""
     allocator: Allocator = ALLOCATORS["torch"]
-    recompute: Recompute = Recompute()
+    train: TrainConfig = TrainConfig()
+    """Its `recompute_*`."""
 
 
 INPUT = "input"
-"""The layer's own input: what full recomputation keeps."""
+"""The layer's own input."""
 
 
 def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[Part]:
@@ -165,18 +149,6 @@ def gradients(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> flo
     return setting.element * (inner * width / shares.tp + hidden * model.hidden_size / shares.sp)
 
 
-def kept_and_dropped(found: Iterable[Part], recompute: Recompute) -> tuple[float, float]:
-    """Bytes per token that stay, and those that are computed again."""
-    kept = dropped = 0.0
-    for module, size in found:
-        full = recompute.granularity == "full" and module != INPUT
-        if full or (recompute.granularity == "selective" and module in recompute.modules):
-            dropped += size
-        else:
-            kept += size
-    return kept, dropped
-
-
 class StageActivations(NamedTuple):
     """Bytes of one microbatch on a stage."""
 
@@ -189,31 +161,46 @@ class StageActivations(NamedTuple):
 def stage_activations(
     model: ModelConfig, layer_names: Iterable[str], setting: Setting, stage: int = 0
 ) -> StageActivations:
-    """What one microbatch keeps on a stage, on one device. An empty stage keeps its input."""
-    shares = setting.shares
-    names = tuple(layer_names)
+    """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
+    tokens, names = setting.shares.tokens, tuple(layer_names)
+    hidden = model.hidden_size * setting.element / setting.shares.sp
     if not names:
-        return StageActivations(int(shares.tokens * model.hidden_size * setting.element / shares.sp), 0)
-    pattern = moe_layer_pattern(model)
-    recompute = setting.recompute if setting.recompute.covers(stage) else Recompute()
+        return StageActivations(int(tokens * hidden), 0)
+    runs, modules = recomputed_runs(setting.train, stage, names), recomputed_modules(setting.train, stage)
+    price = _pricer(model, setting, modules)
     kept = largest = 0.0
-    recomputed = 0
-    priced = cache(lambda kind, moe: parts(model, kind, moe, setting))
-    for name in names:
-        kind, _, index = name.partition(".")
-        moe = pattern[int(index)] if kind == "decoder" else mtp_is_moe(model)
-        own = recompute if kind in ("decoder", "mtp") and not _beyond(recompute, recomputed) else Recompute()
-        stays, again = kept_and_dropped(priced(kind, moe), own)
-        first_of_run = recompute.method != "uniform" or recomputed % max(1, recompute.num_layers) == 0
-        if own.granularity == "full":
-            recomputed += 1
-            again = (stays + again) * (recompute.num_layers if recompute.method == "uniform" else 1) - stays
-            stays = stays if first_of_run else 0.0
+    for run in runs:
+        priced = [price(name) for name in run]
+        kept += hidden
+        again = sum(stays + dropped for stays, dropped, _ in priced) - hidden
+        largest = max(largest, again + max(gradient for _, _, gradient in priced))
+    for name in set_apart(names, runs):
+        stays, dropped, gradient = price(name)
         kept += stays
-        largest = max(largest, again + gradients(model, kind, moe, setting))
-    return StageActivations(int(shares.tokens * kept), int(shares.tokens * largest))
+        largest = max(largest, dropped + gradient)
+    return StageActivations(int(tokens * kept), int(tokens * largest))
 
 
-def _beyond(recompute: Recompute, done: int) -> bool:
-    """Whether `block` has recomputed all its layers of this stage."""
-    return recompute.granularity == "full" and recompute.method == "block" and done >= recompute.num_layers
+def set_apart(names: Iterable[str], runs: Iterable[Iterable[str]]) -> list[str]:
+    """The layers that no run recomputes, in order."""
+    recomputed = {name for run in runs for name in run}
+    return [name for name in names if name not in recomputed]
+
+
+def _pricer(
+    model: ModelConfig, setting: Setting, modules: Collection[str]
+) -> Callable[[str], tuple[float, float, float]]:
+    """Layer name -> bytes per token that stay, that `modules` compute again, and of gradients. Equal layers once."""
+    pattern = moe_layer_pattern(model)
+
+    @cache
+    def of_kind(kind: str, moe: bool) -> tuple[float, float, float]:
+        found = parts(model, kind, moe, setting)
+        dropped = sum(size for module, size in found if module in modules)
+        return sum(size for _, size in found) - dropped, dropped, gradients(model, kind, moe, setting)
+
+    def of_name(name: str) -> tuple[float, float, float]:
+        kind, _, index = name.partition(".")
+        return of_kind(kind, pattern[int(index)] if kind == "decoder" else pattern[-1:] == (True,))
+
+    return of_name

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.activations import Recompute, Setting, Shares, stage_activations
+from ppctl.cost.activations import Setting, Shares, stage_activations
 from ppctl.cost.allocator import ALLOCATORS, TORCH_ON_CPU
 from ppctl.cost.devices import DEVICES, Device
 from ppctl.cost.memory import Spread, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
@@ -44,12 +44,7 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
     allocator = ALLOCATORS[config.cost.allocator]
     if allocator.name == "torch" and device_of(config).name == "cpu":
         allocator = TORCH_ON_CPU
-    return Setting(shares, precision_of(config).activation, allocator, recompute_of(config))
-
-
-def recompute_of(config: RunConfig) -> Recompute:
-    """Which activations are computed again."""
-    return Recompute()
+    return Setting(shares, precision_of(config).activation, allocator, config.train)
 
 
 def spread_of(sizes: ParallelSizes) -> Spread:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppctl.config.schema import ModelConfig
+from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.cost.activations import Setting, Shares, stage_activations
 from ppctl.cost.memory import PRECISIONS, peaks
 from ppctl.schedule.action import Action
@@ -34,6 +34,31 @@ def test_activation_bytes_by_hand(layers: tuple[str, ...], elements: int, other:
     precision = PRECISIONS[dtype]
     found = stage_activations(MODEL, layers, Setting(Shares(3, 10), precision.activation))
     assert found.kept == 30 * (elements * precision.activation + other)
+
+
+KEPT = stage_activations(MODEL, ["decoder.0"], Setting(Shares(1, 10), 4)).kept
+INPUT = 10 * 4 * 8
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"),
+    [
+        ({}, 2 * KEPT),
+        ({"granularity": "full"}, 2 * INPUT),
+        ({"granularity": "full", "num_layers": 2}, INPUT),
+        ({"granularity": "full", "method": "block", "num_layers": 1}, INPUT + KEPT),
+        ({"granularity": "full", "stages": [1]}, 2 * KEPT),
+        ({"granularity": "selective", "modules": ["mlp"]}, 2 * (KEPT - 10 * 4 * 4 * 16)),
+        ({"granularity": "selective", "modules": ["layernorm", "mlp"]}, 2 * (KEPT - 10 * 4 * (4 * 16 + 2 * 8 + 2))),
+    ],
+)
+def test_recomputation_keeps_less_and_needs_it_again_in_the_backward(recompute: dict, kept: int) -> None:
+    train = TrainConfig(**{f"recompute_{name}": value for name, value in recompute.items()})
+    layers = ["decoder.0", "decoder.1"]
+    plain = stage_activations(MODEL, layers, Setting(Shares(1, 10), 4))
+    found = stage_activations(MODEL, layers, Setting(Shares(1, 10), 4, train=train))
+    assert found.kept == kept
+    assert (found.in_backward > plain.in_backward) == (kept < plain.kept)
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
