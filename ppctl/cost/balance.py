@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from ppctl.schedule.action import Action, Op, Schedule
 from ppctl.schedule.executor import execute
 from ppctl.schedule.simulate import Costs
 
-ALLOWANCE = 1_200_000
+ALLOWANCE = 2_000_000
 """Actions that one search may simulate: two to three seconds."""
 
 NEIGHBOURS = 24
@@ -32,7 +32,10 @@ NEIGHBOURS = 24
 _PATIENCE = 4
 """How many layouts, the best first, may have no better neighbour before the search ends."""
 
-_SETTLED = 3
+_FINALISTS = 6
+"""How many of the best are simulated with all their microbatches in the end."""
+
+_SETTLED = 2
 """Rounds of the pipeline after which every further microbatch takes as long as the slowest rank."""
 
 
@@ -53,8 +56,8 @@ class StagePrice(NamedTuple):
         return self.forward + self.input_gradient + self.weight_gradient
 
 
-Price = Callable[[int, int, bool, bool, bool], StagePrice]
-"""`price(first, count, embedding, mtp, loss)` of a stage with decoder layers first .. first + count - 1."""
+Price = Callable[[int, int, int, bool], StagePrice]
+"""`price(stage, first, count, mtp)` of a stage with decoder layers first .. first + count - 1, and MTP or not."""
 
 
 class Candidate(NamedTuple):
@@ -110,7 +113,7 @@ def balance(
     message: float = 0.0,
     limit: int | None = None,
 ) -> Balance:
-    """Search. `schedule` is compute-only; `message` is seconds per message; `limit` is bytes of a device.
+    """Search. `schedule` may be lowered; `message` is seconds per message; `limit` is bytes of a device.
 
     Where nothing fits into `limit`, the best is what exceeds it least.
     """
@@ -134,14 +137,14 @@ class _Search:
         self.short, self.left_out = _shortened(schedule)
         self.weight = sum(map(len, self.short.actions))
         self.found: dict[Candidate, Found] = {}
-        self.prices: dict[tuple[int, int, bool, bool, bool], StagePrice] = {}
+        self.prices: dict[tuple[int, int, int, bool], StagePrice] = {}
 
     def run(self) -> Balance:
         even = self.simulated(self.even())
-        starts = sorted({self.descended(start) for start in self.starts()}, key=lambda c: (self.score(c), c))
-        for start in starts[:NEIGHBOURS]:
+        starts = {self.descended(start) for start in self.starts()}
+        for candidate in (*sorted(starts, key=self.promise), *sorted(self.plain(), key=self.promise)):
             if self.spent < ALLOWANCE // 2:
-                self.simulated(start)
+                self.simulated(candidate)
         tried: set[Candidate] = set()
         fruitless = 0
         while fruitless < _PATIENCE and self.spent < ALLOWANCE:
@@ -155,9 +158,9 @@ class _Search:
                 if self.spent < ALLOWANCE:
                     self.simulated(candidate)
             fruitless = 0 if self.best() != before else fruitless + 1
-        best = self.best()
         ranked = sorted(self.found.values(), key=self.order)
-        return Balance(best, ranked[1] if len(ranked) > 1 else None, even, len(ranked))
+        final = sorted(map(self.in_full, ranked[:_FINALISTS]), key=self.order)
+        return Balance(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
 
     @property
     def spent(self) -> int:
@@ -181,7 +184,7 @@ class _Search:
         return Candidate(counts, self.mtp_stages[-1])
 
     def starts(self) -> Iterator[Candidate]:
-        """Stages filled to a bound for every home of the MTP layers; equal shares of time and of layers for the last."""
+        """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of time or layers."""
         for home in self.mtp_stages:
             counted: list[Sequence[int]] = [self.filled(home)]
             if home in (-1, self.last - 1, self.last):
@@ -190,10 +193,28 @@ class _Search:
                 candidate = Candidate(tuple(counts), home)
                 yield candidate if self.legal(candidate) else Candidate(self.pushed_before(candidate), home)
 
+    def plain(self) -> Iterator[Candidate]:
+        """What a person would write: some layers beside E and at the end, even shares between, the last few empty."""
+        stages = self.last + 1
+        most = min(self.num_layers, -(-self.num_layers // stages) + 1)
+        for home, empty in product(self.mtp_stages[-2:], range(3)):
+            for first, final in product(range(most + 1), repeat=2):
+                middle = stages - 2 - empty
+                if middle < 1 or first + final > self.num_layers:
+                    continue
+                between = even_counts(self.num_layers - first - final, middle)
+                for inner in dict.fromkeys((between, between[::-1])):
+                    candidate = Candidate((first, *inner, final, *[0] * empty), home)
+                    if self.legal(candidate):
+                        yield candidate
+
+    def promise(self, candidate: Candidate) -> tuple[_Score, Candidate]:
+        return self.score(candidate), candidate
+
     def shares(self, home: int) -> list[int]:
         """Cuts where the time so far comes closest to the stage's share of the whole."""
-        ends = list(accumulate(self.of(i, 1, -1, False).seconds for i in range(self.num_layers)))
-        before, after, mtp = self.extra(0), self.extra(self.last), self.of(0, 0, -1, True).seconds if home >= 0 else 0.0
+        ends = list(accumulate(self.of(i, 1, 1, False).seconds for i in range(self.num_layers)))
+        before, after, mtp = self.extra(0), self.extra(self.last), self.of(0, 0, 1, True).seconds if home >= 0 else 0.0
         share = (before + after + mtp + (ends[-1] if ends else 0.0)) / (self.last + 1)
         cuts = [0]
         for stage in range(self.last):
@@ -203,7 +224,7 @@ class _Search:
 
     def filled(self, home: int) -> list[int]:
         """The least bound on a stage's time under which stages filled one after another hold all layers."""
-        low, high = 0.0, sum(self.of(i, 1, -1, False).seconds for i in range(self.num_layers)) + self.extra(self.last)
+        low, high = 0.0, sum(self.of(i, 1, 1, False).seconds for i in range(self.num_layers)) + self.extra(self.last)
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (low, middle) if sum(self.fill(middle, home)) == self.num_layers else (middle, high)
@@ -242,7 +263,7 @@ class _Search:
     # Without simulation
 
     def of(self, first: int, count: int, stage: int, mtp: bool) -> StagePrice:
-        key = (first, count, stage == 0, mtp, stage == self.last)
+        key = (stage, first, count, mtp)
         if key not in self.prices:
             self.prices[key] = self.price(*key)
         return self.prices[key]
@@ -260,7 +281,7 @@ class _Search:
     def held(self, rank: _Rank, prices: Sequence[StagePrice]) -> int:
         """Bytes on a rank's device at its worst moment."""
         own = [prices[stage].activation for stage in rank.stages]
-        worst = max(sum(map(mul, alive, own)) for alive in rank.alive)
+        worst = max(int(sum(map(mul, alive, own))) for alive in rank.alive)
         return sum(prices[stage].state for stage in rank.stages) + worst
 
     def score(self, candidate: Candidate) -> _Score:
@@ -290,7 +311,7 @@ class _Search:
         score = self.score(candidate)
         while True:
             moves = self.moves(candidate, self.burdened(candidate))
-            best = min(moves, key=lambda move: (self.score(move), move), default=candidate)
+            best = min(moves, key=self.promise, default=candidate)
             if (better := self.score(best)) >= score:
                 return candidate
             candidate, score = best, better
@@ -305,8 +326,11 @@ class _Search:
         return sorted(stages)
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        fresh = [move for move in self.moves(candidate) if move not in self.found]
-        return sorted(fresh, key=lambda move: (self.score(move), move))[:NEIGHBOURS]
+        """The most promising by score, and by how even the stages are: in a short step that counts for more."""
+        fresh = [(self.score(move), move) for move in self.moves(candidate) if move not in self.found]
+        by_score = sorted(fresh)[: NEIGHBOURS // 2]
+        by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
+        return [move for _, move in dict.fromkeys((*by_score, *by_spread))]
 
     # With simulation
 
@@ -318,6 +342,12 @@ class _Search:
             seconds = _step_time(self.short, prices, self.message) + self.left_out * pace
             self.found[candidate] = Found(candidate, seconds, self.peak(prices))
         return self.found[candidate]
+
+    def in_full(self, found: Found) -> Found:
+        """The same with every microbatch simulated."""
+        if not self.left_out:
+            return found
+        return replace(found, step_time=_step_time(self.schedule, self.stage_prices(found.candidate), self.message))
 
 
 def _step_time(schedule: Schedule, prices: Sequence[StagePrice], message: float) -> float:
@@ -357,7 +387,7 @@ def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[i
     alive = [0] * len(stages)
     seen: set[tuple[int, ...]] = {tuple(alive)}
     split = any(action.op is Op.W for action in row)
-    for op, stage, mb in row:
+    for op, stage, _ in row:
         if op is Op.F:
             alive[position[stage]] += 1
             seen.add(tuple(alive))

@@ -13,6 +13,7 @@ from ppctl.cost import parameters
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem
 from ppctl.layout.text import MAX_ITEMS
+from ppctl.plan.auto import AUTO, balanced_cut
 from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
@@ -98,7 +99,16 @@ def derive(said: Said) -> Derivation:
             check_length(said, said["pp"] * derivation.cut.vpp, derivation.batch.num_microbatches, findings)
         if derivation.choice is not None:
             check_warmup(said, derivation.choice, findings)
+    if said["layout"] == AUTO and derivation.complete and not findings:
+        derivation.cut = _balanced(said, derivation)
     return derivation
+
+
+def _balanced(said: Said, derivation: Derivation) -> Cut:
+    world, cut, batch, choice = derivation.world, derivation.cut, derivation.batch, derivation.choice
+    assert world and cut and batch and choice
+    schedule, _ = proved(said, compute_only(said, choice, cut.vpp, batch.num_microbatches))
+    return balanced_cut(said, cut, batch, schedule, _sizes(said, world, cut))
 
 
 def _choice(said: Said, derivation: Derivation, given: Schedule | None, findings: Findings) -> Choice | None:

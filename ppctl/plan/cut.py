@@ -45,11 +45,8 @@ def derive_cut(said: Said, findings: Findings, chunks: tuple[int, str] | None = 
     if options_said(said):
         return None  # they do not fit, and it has been told
     given = said["layout"]
-    if given == "auto":
-        message = "layout=auto (a balanced layout by search) comes in a later release"
-        findings.append(Finding("PP-E221", "layout", message, said.told("layout"), *_even(said)))
-        return None
-    return _even_cut(said, findings, chunks) if given is None else _given_cut(said, given, findings)
+    # For `auto` the even split stands until the schedule is known: `auto.balanced_cut` takes its place.
+    return _even_cut(said, findings, chunks) if given in (None, "auto") else _given_cut(said, given, findings)
 
 
 def _split_cut(said: Said, split: Split, findings: Findings) -> Cut | None:

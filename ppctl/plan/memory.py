@@ -88,6 +88,19 @@ def rank_costs(
     return tuple(costs)
 
 
+def held_bytes(
+    config: RunConfig, stage: int, layers: tuple[str, ...], sizes: ParallelSizes, micro_batch_size: int
+) -> tuple[int, int]:
+    """What a stage of these layers holds on one device: its state, and one microbatch from its F to its B.
+
+    Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
+    """
+    setting, count = setting_of(config, sizes, micro_batch_size), stage_count(config.model, layers)
+    sharding = config.parallel.data_parallel_sharding
+    state = state_bytes(count, spread_of(sizes), precision_of(config), sharding, count)
+    return state.total, stage_activations(config.model, layers, setting, stage).kept
+
+
 def _largest(model: ModelConfig, stages: Sequence[StageSpec]) -> Count:
     """The largest layer: what is gathered at once where weights are shared out."""
     layers = {name for stage in stages for name in stage.layers}

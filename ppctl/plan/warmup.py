@@ -70,7 +70,7 @@ def decide_warmup(
     device = said.config.launch.device
     message = message_seconds(stages, device)
     costs = assumed_costs([stage.flops_forward for stage in stages], ranks_per_stage, device, message)
-    limit = _limit(said)
+    limit = device_limit(said)
     times: dict[int, float] = {}
     for extra in _candidates(said["pp"]):
         schedule = make(extra)
@@ -95,7 +95,8 @@ def _candidates(pp: int) -> list[int]:
     return sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)})
 
 
-def _limit(said: Said) -> int | None:
+def device_limit(said: Said) -> int | None:
+    """Bytes of one device, where they are known."""
     try:
         return None if said[LIMIT] is None else memory_bytes(said[LIMIT])
     except ValueError:

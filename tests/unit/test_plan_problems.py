@@ -50,7 +50,6 @@ RULES = [
     (dict(pp=3, layout="Et*4|t*4L"), {"PP-E220"}),
     (dict(pp=2, vpp=2, layout="Et*4|t*4L"), {"PP-E220"}),
     (dict(pp=2, train__recompute_granularity="full", train__recompute_stages=[1, 2]), {"PP-E217"}),
-    (dict(layout="auto", pp=2), {"PP-E221"}),
     (dict(gbs=8, mbs=2, pipeline__pp_batch_size=3), {"PP-E211"}),
     (dict(gbs=8, dp=2, pipeline__pp_batch_size=3), {"PP-E211"}),
     (dict(pipeline__pp_batch_size=0), {"PP-E201"}),

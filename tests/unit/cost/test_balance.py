@@ -24,9 +24,9 @@ def every_layout(num_layers: int, schedule: Schedule, *, has_mtp: bool) -> Itera
 
 
 def prices_of(candidate: Candidate, price: Price) -> list[StagePrice]:
-    last, first, prices = len(candidate.counts) - 1, 0, []
+    first, prices = 0, []
     for stage, count in enumerate(candidate.counts):
-        prices.append(price(first, count, stage == 0, stage == candidate.mtp_stage, stage == last))
+        prices.append(price(stage, first, count, stage == candidate.mtp_stage))
         first += count
     return prices
 
@@ -56,7 +56,8 @@ def random_case(seed: int) -> tuple[int, bool, Schedule, Price, float]:
     layers = [draw.uniform(0.8, 1.2) if draw.random() < 0.3 else 1.0 for _ in range(num_layers)]
     e, loss, mtp = draw.uniform(0, 0.5), draw.uniform(0.2, 3), draw.uniform(0.8, 1.5)
 
-    def price(first: int, count: int, embedding: bool, has_m: bool, has_loss: bool) -> StagePrice:
+    def price(stage: int, first: int, count: int, has_m: bool) -> StagePrice:
+        embedding, has_loss = stage == 0, stage == pp * vpp - 1
         work = sum(layers[first : first + count]) + e * embedding + loss * has_loss + mtp * has_m
         state = 100 * (count + has_m) + 80 * (embedding + has_loss)
         return StagePrice(work, 0.9 * work, 1.1 * work, state, 10 * (count + has_m) + 5 * has_loss)

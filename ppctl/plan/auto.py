@@ -1,0 +1,76 @@
+"""`layout=auto`: the layout that makes the simulated step shortest within the device's memory.
+
+Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/balance`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from ppctl.cost.balance import Balance, Candidate, Found, StagePrice, balance
+from ppctl.cost.flops import stage_flops
+from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.layout.rules import stages_of
+from ppctl.layout.text import canonical_text
+from ppctl.plan.cut import Cut
+from ppctl.plan.memory import held_bytes, rank_costs
+from ppctl.plan.said import Said
+from ppctl.plan.sizes import Batch
+from ppctl.plan.stages import stage_specs
+from ppctl.plan.timing import assumed_costs
+from ppctl.plan.types import Derived
+from ppctl.plan.warmup import device_limit
+from ppctl.schedule.action import Schedule
+from ppctl.topology import ParallelSizes
+
+AUTO = "auto"
+
+
+def balanced_cut(said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: ParallelSizes) -> Cut:
+    """The best layout of as many stages as `cut` has, with what it was held against."""
+    config, model = said.config, said.config.model
+    mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
+
+    last = len(cut.layout.stages) - 1
+
+    def price(stage: int, first: int, count: int, has_mtp: bool) -> StagePrice:
+        layers = (
+            *(["embedding"] if stage == 0 else []),
+            *(f"decoder.{index}" for index in range(first, first + count)),
+            *(f"mtp.{index}" for index in range(mtp if has_mtp else 0)),
+            *(["loss"] if stage == last else []),
+        )
+        return priced(layers, stage if per_stage else 0)
+
+    @cache
+    def priced(layers: tuple[str, ...], stage: int) -> StagePrice:
+        flops = stage_flops(model, layers, batch.micro_batch_size, config.data.seq_length)
+        costs = assumed_costs([flops], sizes.tp * sizes.cp, config.launch.device)
+        state, activation = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
+        return StagePrice(costs.forward[0], 0.5 * costs.backward[0], 0.5 * costs.backward[0], state, activation)
+
+    stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
+    ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
+    limit = device_limit(said)
+    if limit is not None:
+        limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
+    found = balance(model.num_layers, mtp > 0, schedule, price, limit=limit)
+    layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), said["pp"])
+    told = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
+    return replace(cut, layout=layout, derived=(told, *(each for each in cut.derived if each.key != "layout")))
+
+
+def _text(candidate: Candidate, mtp: int) -> str:
+    return canonical_text(stages_of(candidate.counts, mtp, candidate.mtp_stage))
+
+
+def _equation(found: Balance, mtp: int, batch: Batch) -> str:
+    def told(other: Found) -> str:
+        return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
+
+    beside = [f"even split {told(found.even)}"]
+    if found.runner_up is not None:
+        beside.insert(0, f"next best {told(found.runner_up)}")
+    count = f"{found.simulated} layouts simulated" if found.simulated > 1 else "the only one"
+    return f"layout {told(found.best)} a step: {count}; {'; '.join(beside)}"
