@@ -56,14 +56,14 @@ def save(
     temporary = folder.temporary_path(directory, step)
 
     def finish(files: list[dict[str, FileRecord]]) -> Path:
-        _seal(
+        seal(
             temporary, Manifest(step, {name: record for each in files for name, record in each.items()}, records), text
         )
         return folder.publish(directory, step)
 
     try:
         _write(temporary, mine, what, ranks)
-        path = ranks.agree(what, lambda: _sync(temporary, f"__{ranks.rank}_*.distcp"), finish)
+        path = ranks.agree(what, lambda: sync_files(temporary, f"__{ranks.rank}_*.distcp"), finish)
     except CheckpointError:
         if ranks.rank == 0:
             folder.discard(temporary)
@@ -77,7 +77,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: Ranks) -
     try:
         without_warning(
             lambda: save_with_dcp(
-                dict(tensors), storage_writer=_Writer(path), process_group=ranks.group, no_dist=ranks.alone
+                dict(tensors), storage_writer=Writer(path), process_group=ranks.group, no_dist=ranks.alone
             )
         )
     except CheckpointException as failed:
@@ -86,7 +86,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: Ranks) -
         raise CheckpointError(problems) from failed
 
 
-class _Writer(FileSystemWriter):
+class Writer(FileSystemWriter):
     """Reports the file system's error; torch's own ("unexpected pos 704 vs 598") hides it behind the last one."""
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ def _file_error_behind(error: BaseException) -> BaseException:
     return behind or error
 
 
-def _sync(path: Path, pattern: str) -> dict[str, FileRecord]:
+def sync_files(path: Path, pattern: str) -> dict[str, FileRecord]:
     """Bring this rank's files to the disk, and describe them as they can be read back."""
     files = {}
     for file in sorted(path.glob(pattern)):
@@ -117,7 +117,7 @@ def _sync(path: Path, pattern: str) -> dict[str, FileRecord]:
     return files
 
 
-def _seal(path: Path, manifest: Manifest, state: str) -> None:
+def seal(path: Path, manifest: Manifest, state: str) -> None:
     """Rank 0's part: state, `.metadata` and the manifest, synced, once every file is seen from here."""
     unseen = [name for name in manifest.files if not (path / name).is_file()]
     if unseen:
@@ -125,7 +125,7 @@ def _seal(path: Path, manifest: Manifest, state: str) -> None:
         remedy = "log.dir=DIR on a file system that all hosts share"
         raise CheckpointError(Problem("PP-E508", message, remedy, place=str(path)))
     (path / STATE).write_text(state)
-    files = {**manifest.files, **_sync(path, STATE), **_sync(path, ".metadata")}
+    files = {**manifest.files, **sync_files(path, STATE), **sync_files(path, ".metadata")}
     (path / MANIFEST).write_text(Manifest(manifest.step, files, manifest.tensors).to_text())
     folder.sync(path / MANIFEST)
     folder.sync(path)

@@ -37,12 +37,13 @@ COMMANDS = {
     "simulate": Command("time and draw a schedule from bare costs"),
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("go on from a run's last checkpoint", overrides=True),
+    "ckpt": Command("move weights from Hugging Face's directories to checkpoints and back"),
     "runs": Command("list runs"),
     "explain": Command("explain an error code or a configuration key"),
 }
 
 LATER = (
-    "submit", "status", "logs", "cancel", "requeue", "doctor", "ckpt", "trace", "parity", "data",
+    "submit", "status", "logs", "cancel", "requeue", "doctor", "trace", "parity", "data",
 )  # fmt: skip
 
 

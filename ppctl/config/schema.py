@@ -101,6 +101,8 @@ class ModelConfig:
     """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
     moe_router_score_function: str = "softmax"
     """How scores are normalised: `softmax` or `sigmoid`."""
+    moe_router_pre_softmax: bool = False
+    """Softmax: the chosen experts' weights are their shares of all experts', and do not add up to 1."""
     moe_router_enable_expert_bias: bool = False
     """Balance experts by a bias on their scores instead of by a loss."""
     moe_router_bias_update_rate: float = 1e-3

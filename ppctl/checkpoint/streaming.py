@@ -1,0 +1,90 @@
+"""One tensor after the other: checkpoints written and read by one process that never holds more than one tensor.
+
+Knows torch's distributed checkpoint (DCP). Must not know models, nor where tensors come from or go to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
+
+from ppctl.checkpoint import folder
+from ppctl.checkpoint.manifest import Manifest, TensorRecord
+from ppctl.checkpoint.replicas import record_tensor
+from ppctl.checkpoint.writing import Writer, seal, sync_files, without_warning
+from ppctl.errors import CheckpointError, Problem
+
+Read = Callable[[str], Tensor]
+
+
+class _Lazy(DefaultSavePlanner):
+    """Asks for each tensor when its turn to be written has come, and keeps its record."""
+
+    def __init__(self, read: Read) -> None:
+        super().__init__()
+        self.read = read
+        self.records: dict[str, TensorRecord] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor behind one item of the plan; one process writes it whole."""
+        name = write_item.index.fqn
+        tensor = self.read(name)
+        self.records[name] = record_tensor(tensor)
+        return tensor
+
+
+def save_streamed(
+    directory: Path, step: int, tensors: Mapping[str, Tensor], read: Read, state: Mapping[str, Any]
+) -> Path:
+    """Write `directory`/step-`step` from one process; returns its path.
+
+    `tensors` tells shapes and dtypes by canonical global name (on the meta device); `read` gives each tensor once.
+    Raises what `read` raises, and OSError; then, as after a crash, nothing is left that is read.
+    """
+    planner = _Lazy(read)
+    temporary = folder.prepare(directory, step)
+    try:
+        without_warning(
+            lambda: save_with_dcp(dict(tensors), storage_writer=Writer(temporary), planner=planner, no_dist=True)
+        )
+        files = sync_files(temporary, "__*.distcp")
+        seal(temporary, Manifest(step, files, planner.records), json.dumps(dict(state), indent=1) + "\n")
+        return folder.publish(directory, step)
+    except CheckpointException as failed:
+        folder.discard(temporary)
+        raise _cause(failed) from failed
+    except BaseException:
+        folder.discard(temporary)
+        raise
+
+
+def read_tensor(path: Path, name: str, record: TensorRecord) -> Tensor:
+    """One tensor of the checkpoint at `path`, compared with its record. Raises CheckpointError (PP-E503)."""
+    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    try:
+        without_warning(lambda: load_with_dcp({name: tensor}, storage_reader=FileSystemReader(path), no_dist=True))
+    except CheckpointException as failed:
+        raise CheckpointError(_damaged(path, name, str(_cause(failed)))) from failed
+    if record_tensor(tensor) != record:
+        raise CheckpointError(_damaged(path, name, "its SHA-256 differs"))
+    return tensor
+
+
+def _cause(failed: CheckpointException) -> BaseException:
+    _, (error, _) = next(iter(failed.failures.items()))
+    return error
+
+
+def _damaged(path: Path, name: str, why: str) -> Problem:
+    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {name} cannot be read ({why})", f"ls '{path}'")

@@ -1,0 +1,156 @@
+"""config.json and ModelConfig, both ways, exactly or not at all.
+
+Knows how a family's table is applied. Must not know weights. What a family cannot express is never dropped: a model is
+written only if reading it back gives the same model.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any, NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
+from ppctl.cost.parameters import expert_width, head_dim, query_groups
+from ppctl.errors import ConfigError, Problem
+from ppctl.families.parts import Unbuilt
+from ppctl.families.table import FAMILIES, REQUIRED, Family
+
+TRAINING = frozenset(
+    {
+        "init_method_std",
+        "moe_router_bias_update_rate",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "mtp_loss_scaling_factor",
+        "attention_backend",
+        "attention_dropout",
+        "hidden_dropout",
+        "from_",
+    }
+)
+"""Fields that say how a model is trained: weights do not depend on them."""
+
+
+_SYNONYMS = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
+"""Published key -> what transformers 5 may write in its place."""
+
+
+class Recognised(NamedTuple):
+    """A family and the model that its config.json describes."""
+
+    family: Family
+    model: ModelConfig
+
+
+def known_families() -> list[str]:
+    """Every model_type that is read."""
+    return sorted(name for family in FAMILIES for name in (family.model_type, *family.also))
+
+
+def read_config(config: Mapping[str, Any], place: str) -> Recognised:
+    """The model of a config.json; `place` is where it was read.
+
+    Raises ConfigError: PP-E520 for an unknown family, PP-E521 naming each key that ppctl does not build or misses.
+    """
+    kind = config.get("model_type")
+    family = next((f for f in FAMILIES if kind in (f.model_type, *f.also)), None)
+    if family is None:
+        message = f"model_type {kind!r} is no family that ppctl builds; known are {', '.join(known_families())}"
+        raise ConfigError(Problem("PP-E520", message, place=place))
+    problems = [
+        Problem("PP-E521", f"{key}={config[key]} is not built for {kind}: {_one_of(allowed)} is", place=place)
+        for key, allowed in family.fixed.items()
+        if key in config and config[key] not in allowed
+    ]
+    values = dict(family.implied)
+    for theirs, ours, default in family.fields:
+        values[ours] = config.get(theirs, config.get(_SYNONYMS.get(theirs, theirs), default))
+        if values[ours] is REQUIRED:
+            problems.append(Problem("PP-E521", f"{theirs} is missing, which every {kind} has", place=place))
+    for part in () if problems else family.parts:
+        try:
+            values |= part.read(config)
+        except Unbuilt as error:
+            problems.append(Problem("PP-E521", str(error), place=place))
+        except KeyError as error:
+            problems.append(Problem("PP-E521", f"{error.args[0]} is missing, which every {kind} has", place=place))
+    if problems:
+        raise ConfigError(problems)
+    return Recognised(family, canonical(ModelConfig(**values)))
+
+
+def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """The family that expresses `model` exactly, and its config.json.
+
+    Raises ConfigError (PP-E522) naming, for the family that comes nearest, what it cannot express.
+    """
+    wanted = _architecture(model)
+    nearest: tuple[int, Family, list[str]] | None = None
+    for family in FAMILIES:
+        written = _write(family, model)
+        try:
+            read = _architecture(read_config(written, family.model_type).model)
+        except ConfigError:
+            continue  # the model lacks what every one of the family has
+        lost = sorted(key for key, value in wanted.items() if read[key] != value)
+        if not lost:
+            return family, written
+        if nearest is None or len(lost) < nearest[0]:
+            nearest = (len(lost), family, lost)
+    assert nearest is not None
+    _, family, lost = nearest
+    listed = ", ".join(f"model.{key}={wanted[key]}" for key in lost)
+    message = f"no family expresses this model; {family.model_type} comes nearest, without {listed}"
+    raise ConfigError(Problem("PP-E522", message, " ".join(["ppctl explain", *(f"model.{key}" for key in lost[:1])])))
+
+
+def _write(family: Family, model: ModelConfig) -> dict[str, Any]:
+    model = canonical(model)
+    written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    for theirs, ours, default in family.fields:
+        value = getattr(model, ours)
+        if value is not None or default not in (None, REQUIRED):  # none is what leaving it out means
+            written[theirs] = value
+    for part in family.parts:
+        written |= part.write(model)
+    written |= {key: allowed[0] for key, allowed in family.fixed.items() if key not in written}
+    if model.multi_latent_attention:
+        written["num_key_value_heads"] = model.num_attention_heads
+    return written
+
+
+def canonical(model: ModelConfig) -> ModelConfig:
+    """The same model with every size written out, and with defaults where a size has no meaning."""
+    plain, values = ModelConfig(), dict[str, Any]()
+
+    def forget(names: Iterable[str]) -> None:
+        values.update({name: getattr(plain, name) for name in names})
+
+    if model.multi_latent_attention:
+        forget(("num_query_groups", "kv_channels", "qk_layernorm", "rotary_percent", "add_qkv_bias"))
+    else:
+        values |= {"num_query_groups": query_groups(model), "kv_channels": head_dim(model)}
+        forget(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+    if model.rotary_scaling_factor is None:
+        forget(("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
+    experts = model.num_moe_experts if True in moe_layer_pattern(model) else None
+    if experts is None:
+        forget(field.name for field in fields(model) if "moe" in field.name and field.name not in TRAINING)
+    else:
+        values |= {"moe_ffn_hidden_size": expert_width(model), "moe_layer_freq": fitted_moe_layer_freq(model)}
+        values["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
+        grouped = (model.moe_router_num_groups or 1) > 1
+        values |= {} if grouped else {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return replace(model, mtp_num_layers=model.mtp_num_layers or None, **values)
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    return {key: value for key, value in asdict(canonical(model)).items() if key not in TRAINING}
+
+
+def _one_of(allowed: tuple[Any, ...]) -> str:
+    return " or ".join(shlex.quote(str(value)) for value in allowed)

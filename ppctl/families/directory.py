@@ -1,0 +1,154 @@
+"""A Hugging Face model directory: its family, its model, and where every canonical tensor is, checked before use.
+
+Knows which tensors a model must have and may have besides. Must not know torch: values are read elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.families.config_json import read_config
+from ppctl.families.names import mtp_copies, stored_name
+from ppctl.families.safetensors import SIZES, Stored, read_directory
+from ppctl.families.table import Family
+from ppctl.families.tensors import Shape, model_tensors
+
+CONFIG, EMBEDDING = "config.json", "tok_embeddings.weight"
+SCALE = "_scale_inv"
+"""Beside a matrix in 8-bit floats stands its inverse scales' tensor, of this name: one scale per block."""
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_BLOCK = (128, 128)
+_UNREAD = ("rotary_emb.inv_freq",)
+"""Ends of names that old files hold and nobody needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one canonical tensor is: one stored tensor, or one per expert to be stacked."""
+
+    shape: Shape
+    names: tuple[str, ...]
+    stacked: bool
+
+    @property
+    def each(self) -> Shape:
+        """The shape of one stored tensor."""
+        return self.shape[1:] if self.stacked else self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A directory whose headers fit its config.json."""
+
+    path: Path
+    family: Family
+    model: ModelConfig
+    stored: Mapping[str, Stored]
+    sources: Mapping[str, Source]
+    """Canonical name -> where it is."""
+    copies: Mapping[str, str]
+    """Stored name of a copy -> canonical name of the original."""
+    block: tuple[int, int]
+    """Rows and columns that share one scale in 8-bit matrices."""
+
+
+def read_config_file(directory: Path) -> dict[str, Any]:
+    """The directory's config.json. Raises ConfigError (PP-E520) where there is none."""
+    path = directory / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+        if isinstance(config, dict):
+            return config
+        reason = "it holds no mapping"
+    except OSError as error:
+        reason = str(error.strerror)
+    except ValueError as error:
+        reason = str(error)
+    message = f"{directory} is no model directory: {CONFIG} cannot be read ({reason})"
+    raise ConfigError(Problem("PP-E520", message, f"ls '{directory}'", str(path)))
+
+
+def open_directory(path: Path, *, mtp: bool = True) -> ModelDirectory:
+    """Read config.json and all headers, and check them against each other; no tensor is read.
+
+    Without `mtp` the model has no multi-token prediction, stored or not. Raises ConfigError as `read_config`,
+    CheckpointError (PP-E523 for damaged files, PP-E524 naming every tensor that is missing, unknown or misshapen).
+    """
+    config = read_config_file(path)
+    family, model = read_config(config, str(path / CONFIG))
+    stored = read_directory(path)
+    known = {*_copies(model), *(name for source in sources(family, model).values() for name in source.names)}
+    model = model if mtp else replace(model, mtp_num_layers=None)
+    copies = {name: of for name, of in _copies(model).items() if name in stored}
+    block = (config.get("quantization_config") or {}).get("weight_block_size") or _BLOCK
+    found = ModelDirectory(path, family, model, stored, sources(family, model), copies, (block[0], block[1]))
+    if problems := list(_misfits(found, known)):
+        raise CheckpointError(problems)
+    return found
+
+
+def sources(family: Family, model: ModelConfig) -> dict[str, Source]:
+    """Canonical name -> where the family stores it, for the whole model."""
+    found = {}
+    for name, shape in model_tensors(model).items():
+        pattern = stored_name(name, model.num_layers, family.names)
+        stacked = "{expert}" in pattern
+        names = tuple(pattern.format(expert=e) for e in range(shape[0])) if stacked else (pattern,)
+        found[name] = Source(shape, names, stacked)
+    return found
+
+
+def mtp_tables(model: ModelConfig) -> dict[str, str]:
+    """Stored name of each table that MTP modules are stored with -> the canonical tensor that it is a copy of."""
+    tied = model.share_embeddings_and_output_weights
+    depths = range(model.mtp_num_layers or 0)
+    copies = {name: of for depth in depths for name, of in mtp_copies(model.num_layers, depth).items()}
+    return {name: EMBEDDING if tied else of for name, of in copies.items()}
+
+
+def _copies(model: ModelConfig) -> dict[str, str]:
+    """All that may be stored beside the model's tensors, and must equal one of them."""
+    tied = {"lm_head.weight": EMBEDDING} if model.share_embeddings_and_output_weights else {}
+    return mtp_tables(model) | tied
+
+
+def _misfits(found: ModelDirectory, known: Collection[str]) -> Iterator[Problem]:
+    expected = {name: source.each for source in found.sources.values() for name in source.names}
+    expected |= {name: found.sources[of].shape for name, of in found.copies.items()}
+    missing = [name for name in expected if name not in found.stored]
+    unknown = [name for name in found.stored if name.removesuffix(SCALE) not in known and not name.endswith(_UNREAD)]
+    if missing:
+        yield _misfit(found, "lacks tensors that its config.json asks for", missing)
+    if unknown:
+        yield _misfit(found, "holds tensors that its config.json does not ask for", unknown)
+    wrong = [
+        f"{name} ({stored.file.name}): {stored.dtype}{list(stored.shape)} stored, {list(shape)} expected"
+        for name, shape in expected.items()
+        if (stored := found.stored.get(name)) is not None and not _fits(found, name, stored, shape)
+    ]
+    if wrong:
+        yield _misfit(found, "holds tensors of another shape or dtype than its config.json asks for", wrong)
+
+
+def _fits(found: ModelDirectory, name: str, stored: Stored, shape: Shape) -> bool:
+    if stored.shape != shape or stored.bytes != math.prod(shape) * SIZES.get(stored.dtype, 0):
+        return False
+    if stored.dtype in _FLOATS:
+        return True
+    scale = found.stored.get(name + SCALE)
+    grid = tuple(-(-extent // block) for extent, block in zip(shape, found.block, strict=False))
+    return stored.dtype == "F8_E4M3" and scale is not None and (scale.dtype, scale.shape) == ("F32", grid)
+
+
+def _misfit(found: ModelDirectory, fault: str, names: list[str]) -> Problem:
+    remedy = f"compare '{found.path / CONFIG}' with the weights: one of them is from another model"
+    shown = [*names[:20], f"and {len(names) - 20} more"] if len(names) > 20 else names
+    return Problem("PP-E524", f"{found.path} {fault}", remedy, "\n".join(shown))

@@ -1,0 +1,73 @@
+"""`python -m ppctl.pretrained import|export FROM TO`: what `ppctl ckpt` starts.
+
+Knows what a person sees of a conversion. Must not know how it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
+
+_EVERY = 5.0
+"""Seconds between two lines of progress."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
+    parser.add_argument("action", choices=("import", "export"))
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--dtype")
+    parser.add_argument("--no-mtp", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        print(_summary(_convert(args)))
+    except PpctlError as error:
+        for problem in error.problems:
+            print(f"error {problem}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> Done:
+    progress = _Progress()
+    try:
+        if args.action == "import":
+            return import_directory(args.source, args.out.absolute(), progress, mtp=not args.no_mtp)
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        return export_checkpoint(args.source, args.out.absolute(), progress, dtype=dtype, mtp=not args.no_mtp)
+    except OSError as error:
+        message = f"{args.out} cannot be written: {error.strerror}"
+        raise CheckpointError(Problem("PP-E505", message, f"df -h '{args.out.absolute().parent}'")) from error
+
+
+class _Progress:
+    """A line now and then, for whoever waits for a large model."""
+
+    def __init__(self) -> None:
+        self.told = time.monotonic()
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        if time.monotonic() - self.told > _EVERY:
+            self.told = time.monotonic()
+            print(f"{done}/{total} {name}", file=sys.stderr, flush=True)
+
+
+def _summary(done: Done) -> str:
+    what = f"{done.parameters:,} parameters of a {done.family} model, {done.tensors} tensors, {done.bytes:,} bytes"
+    return f"wrote {what}\n{done.path}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""From a Hugging Face directory to a checkpoint and back; each is written beside, verified and renamed.
+
+Knows the order of the steps. Must not know the command line, ranks or modules.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
+from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.streaming import read_tensor, save_streamed
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.families.config_json import write_config
+from ppctl.families.directory import CONFIG, mtp_tables, open_directory, sources
+from ppctl.families.tensors import model_tensors
+from ppctl.pretrained.reading import Reader
+from ppctl.pretrained.writing import SHARD, Spec, write_shards
+
+Progress = Callable[[str, int, int], None]
+"""`progress(canonical name, tensors done, tensors in all)`."""
+
+_KEPT_FLOAT32 = "expert_bias"
+"""Balances experts in steps of a thousandth, which bfloat16 would lose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What was converted."""
+
+    path: Path
+    family: str
+    parameters: int
+    tensors: int
+    bytes: int
+
+
+def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool = True) -> Done:
+    """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
+
+    Raises ConfigError (PP-E520, PP-E521; PP-E525 where `out` is taken) and CheckpointError (PP-E523, PP-E524).
+    """
+    found = open_directory(source, mtp=mtp)
+    reader = Reader(found)
+    reader.check_copies()
+    specs = {f"model.{name}": reader.spec(name) for name in found.sources}
+    order = list(specs)
+
+    def read(name: str) -> Tensor:
+        progress(name, order.index(name) + 1, len(order))
+        return reader.tensor(name.removeprefix("model."))
+
+    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(found.model)}
+    with _new_directory(out) as temporary:
+        save_streamed(temporary / "checkpoints", 0, specs, read, state)
+    count = sum(spec.numel() for spec in specs.values())
+    size = sum(spec.numel() * spec.itemsize for spec in specs.values())
+    return Done(out / "checkpoints" / "step-0", found.family.model_type, count, len(specs), size)
+
+
+def export_checkpoint(
+    checkpoint: Path, out: Path, progress: Progress, *, dtype: torch.dtype | None = None, mtp: bool = True
+) -> Done:
+    """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps that of the checkpoint.
+
+    Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
+    """
+    manifest, model = read_manifest(checkpoint), _model(read_state(checkpoint))
+    model = model if mtp else replace(model, mtp_num_layers=None)
+    family, config = write_config(model)
+    dtypes = _dtypes(checkpoint, manifest, model, dtype)
+    places, copies = sources(family, model), mtp_tables(model)
+    specs = [Spec(name, place.each, dtypes[of]) for of, place in places.items() for name in place.names]
+    specs += [Spec(name, places[of].shape, dtypes[of]) for name, of in copies.items()]
+
+    def read(name: str) -> Tensor:
+        record = manifest.tensors[f"model.{name}"]
+        return read_tensor(checkpoint, f"model.{name}", record).to(dtypes[name])
+
+    def tensors() -> Iterator[Tensor]:
+        for done, (name, place) in enumerate(places.items(), 1):
+            progress(name, done, len(places))
+            yield from read(name).unbind() if place.stacked else (read(name),)
+        yield from map(read, copies.values())
+
+    with _new_directory(out) as temporary:
+        total = write_shards(temporary, specs, tensors(), SHARD)
+        config["torch_dtype"] = str(dtypes["norm.weight"]).removeprefix("torch.")
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _verify(temporary, specs, total)
+    parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
+    return Done(out, family.model_type, parameters, len(specs), total)
+
+
+def _model(state: Mapping[str, Any]) -> ModelConfig:
+    known = {field.name for field in fields(ModelConfig)}
+    return ModelConfig(**{key: value for key, value in state["model"].items() if key in known})
+
+
+def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Canonical name -> dtype to write. Raises CheckpointError where the checkpoint lacks a tensor of the model."""
+    shapes = model_tensors(model)
+    records = {name: manifest.tensors.get(f"model.{name}") for name in shapes}
+    wrong = [name for name, shape in shapes.items() if getattr(records[name], "shape", None) != shape]
+    if wrong:
+        message = f"the checkpoint at {path} lacks tensors of the model that its state.json describes"
+        raise CheckpointError(Problem("PP-E502", message, f"ls '{path}'", "\n".join(ranges(wrong))))
+    saved = {name: getattr(torch, record.dtype) for name, record in records.items() if record is not None}
+    return {name: found if dtype is None or name.endswith(_KEPT_FLOAT32) else dtype for name, found in saved.items()}
+
+
+def _verify(directory: Path, specs: list[Spec], total: int) -> None:
+    """Read back what was written: config.json, every name, shape and dtype, and the number of bytes."""
+    stored = open_directory(directory).stored
+    assert {name: found.shape for name, found in stored.items()} == {spec.name: spec.shape for spec in specs}
+    assert sum(found.bytes for found in stored.values()) == total
+
+
+@contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` that becomes `out` if all goes well, and is removed if not.
+
+    Raises ConfigError (PP-E525) where `out` is taken.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        message = f"{out} exists already, and is not overwritten"
+        raise ConfigError(Problem("PP-E525", message, f"ls '{out}'", "command line"))
+    temporary = out.with_name(f"{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,79 @@
+"""Small random models of transformers' own classes, one or more of each family, and what they are compared by."""
+
+import torch
+import transformers
+
+SIZES = dict(
+    vocab_size=52,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.1,
+)
+ROPE = {"rope_type": "default", "rope_theta": 500.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2,
+    "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 0.6,
+}  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=4, kv_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, rms_norm_eps=1e-5
+)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+ROUTED = dict(**EXPERTS, n_routed_experts=8, n_shared_experts=2, routed_scaling_factor=1.5, num_nextn_predict_layers=0)
+
+UNGROUPED = dict(n_group=1, topk_group=1)
+
+DENSE = {
+    "llama": ("Llama", dict(rms_norm_eps=1e-5)),
+    "llama, tied": ("Llama", dict(tie_word_embeddings=True)),
+    "llama, wide heads": ("Llama", dict(head_dim=10, num_key_value_heads=1)),
+    "llama, yarn": ("Llama", dict(rope_parameters={k: v for k, v in YARN.items() if "mscale" not in k})),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", dict(head_dim=8)),
+    "deepseek_v3, dense": ("DeepseekV3", dict(**LATENT, **ROUTED, q_lora_rank=10, first_k_dense_replace=4)),
+    "deepseek_v3, dense, direct queries, yarn": (
+        "DeepseekV3",
+        dict(**LATENT, **ROUTED, q_lora_rank=None, first_k_dense_replace=4, rope_parameters=YARN),
+    ),
+    "glm4_moe, dense": (
+        "Glm4Moe", dict(**ROUTED, head_dim=8, attention_bias=True, use_qk_norm=True, first_k_dense_replace=4)
+    ),
+}  # fmt: skip
+MOE = {
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": ("Qwen3Moe", dict(**EXPERTS, num_experts=6, head_dim=8, norm_topk_prob=True)),
+    "qwen3_moe, shares": ("Qwen3Moe", dict(**EXPERTS, num_experts=6, head_dim=8, mlp_only_layers=[1])),
+    "deepseek_v3": (
+        "DeepseekV3", dict(**LATENT, **ROUTED, q_lora_rank=10, first_k_dense_replace=1, n_group=4, topk_group=2)
+    ),
+    "deepseek_v3, yarn": (
+        "DeepseekV3",
+        dict(**LATENT, **ROUTED, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=YARN, **UNGROUPED),
+    ),
+    "glm4_moe": (
+        "Glm4Moe", dict(**ROUTED, head_dim=8, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1)
+    ),
+    "glm4_moe, plain": ("Glm4Moe", dict(**ROUTED, head_dim=8, first_k_dense_replace=1)),
+}  # fmt: skip
+
+
+def hugging_face_model(name, **changes):
+    """A model with random weights; norms, biases and routers' biases are moved off the values that would hide them."""
+    kind, options = {**DENSE, **MOE}[name]
+    values = {**SIZES, "rope_parameters": dict(ROPE), **options, **changes}
+    config = getattr(transformers, f"{kind}Config")(**values)
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))):
+            if tensor.dim() == 1:
+                tensor.add_(torch.linspace(-0.3, 0.3, tensor.numel()).to(tensor.dtype))
+    return model.eval()
+
+
+def relative(a, b):
+    """Largest difference over the largest value."""
+    return ((a - b).abs().max() / b.abs().max()).item()
