@@ -217,6 +217,7 @@ def _conclude(job: Job, session: Session, outcome: Outcome, *, leads: bool, by_o
             "state": state,
             "step": outcome.step,
             "loss": outcome.loss,
+            "eval_loss": outcome.eval_loss,
             "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
             "sample": sample,
         }

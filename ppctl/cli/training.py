@@ -172,7 +172,7 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     if isinstance(sample, dict):
         lines += ["the model is given, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
         lines += [
-            "what the model writes, always taking the likeliest next byte:",
+            "what the model writes, always taking the likeliest next token:",
             _indented(str(sample.get("text", ""))),
         ]
         lines.append("")

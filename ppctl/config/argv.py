@@ -70,7 +70,9 @@ SETS_LAYOUT_ASIDE = (
 )
 """The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
 
-PATHS = frozenset({"data.path", "checkpoint.resume", "log.dir", "pipeline.pp_schedule_csv"})
+PATHS = frozenset(
+    {"data.path", "data.validation_path", "data.tokenizer", "checkpoint.resume", "log.dir", "pipeline.pp_schedule_csv"}
+)
 """Text keys in which a comma is an ordinary character."""
 
 PLACE = "command line"
@@ -236,7 +238,12 @@ def quote(key: str, value: str) -> str:
     if not _textual(key) or text in ("", "null") or _is_quoted(text):
         return value
     info = keys().get(key)
-    if info is not None and info.is_container and (_is_literal(text) or text.lstrip("+-").isdigit()):
+    if (
+        info is not None
+        and info.is_container
+        and key not in PATHS
+        and (_is_literal(text) or text.lstrip("+-").isdigit())
+    ):
         return value
     body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
     body += "\\" * (len(body) - len(body.rstrip("\\")))

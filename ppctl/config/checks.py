@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import decoder, messages, recompute
+from ppctl.config import data_paths, decoder, messages, recompute
 from ppctl.config.decoder import Finding
 from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
@@ -63,7 +63,7 @@ CHOICES = {
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
-NOT_EMPTY = ("log.name", "log.dir", "data.path", "checkpoint.resume")
+NOT_EMPTY = ("log.name", "log.dir", "data.path", "data.validation_path", "data.tokenizer", "checkpoint.resume")
 
 _NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
@@ -116,6 +116,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _dtypes(config)
     yield from messages.broken_rules(config)
     yield from recompute.broken_rules(config)
+    yield from data_paths.broken_rules(config)
     yield from _schedule(config)
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
         keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")

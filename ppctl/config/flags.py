@@ -79,6 +79,10 @@ RENAMED = {
     "--load": "checkpoint.resume",
     "--bf16": "parallel.bf16=true",
     "--data-path": "data.path",
+    "--valid-data-path": "data.validation_path",
+    "--eval-iters": "train.eval_steps",
+    "--tokenizer-model": "data.tokenizer",
+    "--split": "data.validation_split=0.05",
     "--tensorboard-dir": "log.tensorboard=true",
     "--wandb-project": "log.wandb=true",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",
@@ -94,7 +98,6 @@ LATER = frozenset(
         "--overlap-param-gather",
         "--fp8-format",
         "--fp8-recipe",
-        "--eval-iters",
         "--fp16",
     }
 )

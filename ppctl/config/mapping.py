@@ -128,6 +128,8 @@ def _as(kind: Any, value: Any) -> Any:
         return [_as(get_args(kind)[0], item) for item in value]
     elif get_origin(kind) is dict and isinstance(value, Mapping):
         return {str(k): _text(v) for k, v in value.items()}
+    elif kind is Any:
+        return _plain(value)
     elif kind in _SCALARS:
         return _SCALARS[kind](value)
     raise ValueError(value)

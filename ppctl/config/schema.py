@@ -165,12 +165,23 @@ class RunPipelineConfig(PipelineConfig):
 class DataConfig:
     """What is read and how long a sample is."""
 
-    path: str | None = None
-    """Glob of .txt and .jsonl files; none reads the running interpreter's standard library sources."""
+    path: str | list[Any] | None = None
+    """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
+    rows of {path, weight}; none reads the running interpreter's standard library sources."""
     tokenizer: str = "byte"
-    """`byte`: every byte is a token."""
+    """`byte`: every byte is a token; else a directory with a tokenizer.json."""
+    validation_path: str | list[Any] | None = None
+    """What evaluation reads, written as data.path; none holds out a share of data.path."""
+    validation_split: float = 0.0
+    """Share of the samples of data.path that is held out, from the end of each corpus; training never reads it."""
     seq_length: int = 256
     """Tokens per sample."""
+    reset_position_ids: bool = False
+    """Count positions anew in every document of a sample."""
+    reset_attention_mask: bool = False
+    """Let no token attend to an earlier document of its sample."""
+    eod_mask_loss: bool = False
+    """Leave out the loss of what follows the mark at a document's end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,9 +219,9 @@ class TrainConfig:
     seed: int = 1234
     """Seed of initial weights and of the order of samples."""
     eval_interval: int = 0
-    """Steps between evaluations; 0 never evaluates."""
+    """Steps between evaluations, of which there is one after the last step too; 0 never evaluates."""
     eval_steps: int = 0
-    """Batches of one evaluation."""
+    """Batches of one evaluation, always the same ones; a held-out sample is read once at most."""
     compile: bool = False
     """Compile every layer with torch.compile: losses agree within a millionth, not to the bit."""
     recompute_granularity: str | None = None

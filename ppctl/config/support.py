@@ -151,8 +151,14 @@ _PIPELINE = {
 }
 
 _ELSEWHERE = {
-    **_each("train.eval_interval train.eval_steps", LATER, "evaluation during training"),
-    **_works({"train.compile": "torch/test_compile.py::test_a_compiled_stage_agrees_to_a_millionth"}),
+    **_works(
+        {
+            "train.compile": "torch/test_compile.py::test_a_compiled_stage_agrees_to_a_millionth",
+            "train.eval_interval": "dist/test_evaluation.py::test_training_does_not_notice",
+            "train.eval_steps": "dist/test_evaluation.py::test_there_is_one_at_the_end_and_a_sample_counts_once",
+            "data.validation_split": "dist/test_evaluation.py::test_a_held_out_sample_is_never_trained_on",
+        }
+    ),
     **_works(
         {
             f"train.recompute_{name}": f"{_RECOMPUTE}::test_recompute_changes_no_bit"
@@ -160,7 +166,7 @@ _ELSEWHERE = {
         }
     ),
     **_each("log.profile", LATER, "measured costs per stage"),
-    "data.tokenizer": Support(LATER, "other tokenizers", accepts=("byte",)),
+    **_each("data.reset_position_ids data.reset_attention_mask data.eod_mask_loss", LATER, "documents kept apart"),
     "launch.target": Support(LATER, "SLURM submission", accepts=("local", "env")),
     **_each("model.gated_linear_unit model.add_bias_linear model.normalization", PLANS, "GPT-3's blocks"),
     **_each("model.position_embedding_type", PLANS, "GPT-3's blocks"),

@@ -7,13 +7,14 @@ or how the loss uses the mask. The only file of `data/` that imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from ppctl.data.corpus import Corpus
-from ppctl.data.sampler import Ids, checksum, microbatches, order
-from ppctl.errors import DataError, Problem, TrainingError
+from ppctl.data.load import Samples
+from ppctl.data.sampler import Ids, checksum, microbatches
+from ppctl.errors import Problem, TrainingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Batches:
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Samples,
         *,
         seq_length: int,
         global_batch_size: int,
@@ -55,7 +56,7 @@ class Batches:
         first_step: int = 0,
         consumed_samples: int = 0,
     ) -> None:
-        _check_vocabulary(corpus, vocab_size)
+        corpus.check_vocabulary(vocab_size)
         self.corpus = corpus
         self.seq_length = seq_length
         self.global_batch_size = global_batch_size
@@ -63,6 +64,7 @@ class Batches:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.seed = seed
+        self.vocab_size = vocab_size
         self.first_step = first_step
         self.start = consumed_samples
         self.num_samples = corpus.num_samples(seq_length)
@@ -73,13 +75,15 @@ class Batches:
 
     def sample_ids(self, step: int) -> Ids:
         """Ids of the global batch of `step`, shape [global_batch_size], the same on every rank."""
-        return order(self.seed, self.consumed_samples(step), self.global_batch_size, self.num_samples)
+        return self.corpus.order(self.seed, self.consumed_samples(step), self.global_batch_size, self.seq_length)
 
     def step(self, step: int) -> StepBatch:
         """This dp rank's share of `step`."""
         ids = self.sample_ids(step)
         mine = microbatches(ids, self.micro_batch_size, self.dp_rank, self.dp_size)
         windows = torch.from_numpy(self.corpus.samples(mine, self.seq_length))
+        if windows.max() >= self.vocab_size or windows.min() < 0:
+            self.corpus.check_samples(mine, self.seq_length, self.vocab_size)
         labels = windows[..., 1:].contiguous()
         return StepBatch(
             tokens=windows[..., :-1].contiguous(),
@@ -88,6 +92,34 @@ class Batches:
             total_tokens=self.global_batch_size * self.seq_length,
             checksum=checksum(ids),
         )
+
+
+class HeldOutBatches:
+    """The batches of an evaluation: always the same, in the run's own proportions, each sample counted once.
+
+    At most `steps` of them, and no more than it takes to see every sample. Where a sample comes again (to fill the last
+    batch, or because a blend repeats a small corpus) its `loss_mask` is 0. `total_tokens` is 1: losses are sums.
+    """
+
+    def __init__(self, batches: Batches, steps: int) -> None:
+        self._batches = batches
+        size = batches.global_batch_size
+        ids = np.concatenate([batches.sample_ids(step) for step in range(steps)])
+        fresh = np.zeros(len(ids), dtype=np.int64)
+        fresh[np.unique(ids, return_index=True)[1]] = 1
+        self._fresh = fresh.reshape(steps, size)
+        self.num_batches = int(np.flatnonzero(self._fresh.any(axis=1))[-1]) + 1
+        self.num_samples = int(fresh.sum())
+        self.checksum = checksum(ids)
+        """Equal on all ranks that read."""
+
+    def batch(self, number: int) -> StepBatch:
+        """This dp rank's share of batch `number`, from 0."""
+        given = self._batches
+        whole = given.step(number)
+        fresh = microbatches(self._fresh[number], given.micro_batch_size, given.dp_rank, given.dp_size)
+        mask = whole.loss_mask * torch.from_numpy(fresh.copy())[:, :, None].to(whole.loss_mask.dtype)
+        return replace(whole, loss_mask=mask, total_tokens=1)
 
 
 def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:
@@ -104,16 +136,3 @@ def check_same_samples(step: int, checksums: Mapping[int, int]) -> None:
             remedy="compare data_digest of the ranks in their logs: same files and same Python on every host",
         )
     )
-
-
-def _check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
-    largest = int(corpus.tokens.max(initial=0))
-    if largest >= vocab_size:
-        raise DataError(
-            Problem(
-                "PP-E406",
-                f"the data holds token {largest}, and model.vocab_size={vocab_size} ends at {vocab_size - 1}",
-                remedy=f"model.vocab_size={-(-(largest + 1) // 64) * 64}",
-                place=corpus.description,
-            )
-        )

@@ -1,45 +1,51 @@
-"""The corpus: all documents as one contiguous array of tokens, with the digest that names it.
+"""The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it.
 
-Knows files, documents and how a sample is cut from the array. Must not know steps, ranks, batches or torch.
+Knows how tokens come from what a path names and how a sample is cut from them. Must not know steps, ranks, batches,
+weights or torch.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import json
-import os
-import stat
-import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ppctl.data.tokenizer import ByteTokenizer, Tokens
+from ppctl.data import sampler
+from ppctl.data.encode import encode_files
+from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
+from ppctl.data.sampler import Ids
+from ppctl.data.text import READ_LIBRARY, matching, names, standard_library
+from ppctl.data.tokenizer import Tokenizer, Tokens, token_dtype
 from ppctl.errors import DataError, Problem
 
-READABLE = (".txt", ".jsonl")
-LEFT_OUT = frozenset({"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"})
-"""Directories of the standard library that are tests, a GUI that some systems leave out, or not the library at all."""
-MOST_PROBLEMS = 20
-_OWN_DATA = "data.path='texts/**/*.txt'"
-_LIBRARY = "data.path=null"
-"""Reads the running interpreter's own library."""
+WHOLE = 256 * 1024 * 1024
+"""Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
+_PAGES, _PAGE = 256, 4096
+"""Of a larger one: as many pages of as many bytes, evenly spread."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens of all documents in order, an eos after each.
+    """Tokens of all documents in order; those of text with an eos after each.
 
-    `digest` is the SHA-256 of the ids as little-endian 16-bit integers; `description` is one line for people.
+    `digest` is the SHA-256 of the ids as little-endian integers of their type's width (of a mapped file larger than
+    WHOLE: of its index, its size and pages of it); `description` is one line for people, `place_of` names the document
+    that the token at a position belongs to.
     """
 
     tokens: Tokens
     digest: str
     description: str
+    place_of: Callable[[int], str] = str
+
+    @property
+    def corpora(self) -> tuple[Corpus, ...]:
+        """This one: what a blend has several of."""
+        return (self,)
 
     def num_samples(self, seq_length: int) -> int:
         """How many samples of seq_length tokens and their labels there are; DataError if there is none.
@@ -52,27 +58,124 @@ class Corpus:
             raise DataError(_too_short(self, seq_length))
         return number
 
-    def samples(self, ids: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.int64]:
+    def order(self, seed: int, first: int, count: int, seq_length: int) -> Ids:
+        """Sample ids at positions first .. first + count - 1 of a run: every epoch visits each sample once."""
+        return sampler.order(seed, first, count, self.num_samples(seq_length))
+
+    def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
         """The windows of samples `ids` (any shape), shape [*ids.shape, seq_length + 1], int64."""
         window = np.arange(seq_length + 1, dtype=np.int64)
         windows: npt.NDArray[np.int64] = self.tokens[ids[..., None] * seq_length + window].astype(np.int64)
         return windows
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise DataError naming the document of the first token that a model of this vocabulary has no row for.
 
-def load_corpus(path: str | None, tokenizer: ByteTokenizer) -> Corpus:
-    """Read the text that `data.path` names, or the interpreter's own library where it is None.
+        Looks at the first WHOLE bytes; later tokens are looked at when they are read.
+        """
+        _refuse_beyond(self, self.tokens[: WHOLE // self.tokens.dtype.itemsize], 0, vocab_size)
 
-    `path` is a glob (`**` recurses) of .txt files, each a document, and .jsonl files, each line an object whose "text"
-    is a document. Files are read in the order of their names. Raises DataError naming each file that is at fault.
+    def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
+        """The same for samples that hold such a token."""
+        for sample in ids.flatten():
+            begin = int(sample) * seq_length
+            _refuse_beyond(self, self.tokens[begin : begin + seq_length + 1], begin, vocab_size)
+
+    def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
+        """The samples to train on and, from the end, the share that is held out: at least one, never all.
+
+        Raises DataError where that leaves nothing to train on.
+        """
+        number = self.num_samples(seq_length)
+        held_out = max(1, round(number * fraction))
+        if held_out >= number:
+            message = f"data.validation_split={fraction:g} holds out {held_out} of {number} samples: none is left"
+            raise DataError(Problem("PP-E414", message, "data.validation_split=0", place=self.description))
+        first = (number - held_out) * seq_length
+        return self._part(0, first + 1, "trained on"), self._part(first, number * seq_length + 1, "held out")
+
+    def _part(self, begin: int, end: int, what: str) -> Corpus:
+        digest = hashlib.sha256(f"{self.digest} {begin} {end}".encode()).hexdigest()
+        description = f"{self.description}, {what}: tokens {begin:,} to {end:,}"
+        return replace(
+            self,
+            tokens=self.tokens[begin:end],
+            digest=digest,
+            description=description,
+            place_of=lambda position: self.place_of(begin + position),
+        )
+
+
+def load_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
+    """Read what one path of `data.path` names, or the interpreter's own library where it is None.
+
+    `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and
+    .jsonl files, each line an object whose "text" is a document. Files are read in the order of their names. Raises
+    DataError naming each file that is at fault.
     """
-    if path is None:
-        files, description = _standard_library()
-    else:
-        files, description = _matching(path)
-    documents = _documents(files, tokenizer)
-    if not documents:
-        raise DataError(Problem("PP-E404", f"there is no text in {description}", remedy=_LIBRARY, place=_names(files)))
-    return _join(documents, tokenizer, description)
+    prefix = None if path is None else as_prefix(path)
+    if prefix is not None:
+        return _mapped(prefix)
+    files, description = standard_library() if path is None else matching(path)
+    return _encoded(files, tokenizer, description)
+
+
+def _encoded(files: list[Path], tokenizer: Tokenizer, description: str) -> Corpus:
+    if tokenizer.eos is None:
+        message = "the tokenizer names no token that ends a document, and text needs one after each"
+        remedy = 'name it in the directory\'s tokenizer_config.json, as "eos_token": "</s>"'
+        raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.eos], dtype=dtype)
+    found = [encoded for encoded in encode_files(files, tokenizer) if len(encoded.tokens)]
+    if not found:
+        raise DataError(
+            Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))
+        )
+    tokens = np.concatenate([piece for encoded in found for piece in (encoded.tokens, end)]).astype(dtype, copy=False)
+    ends = np.cumsum([len(encoded.tokens) + 1 for encoded in found])
+    places = [encoded.place for encoded in found]
+    return Corpus(
+        tokens,
+        hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest(),
+        f"{description}: {len(found):,} documents, {len(tokens):,} tokens",
+        lambda position: places[int(np.searchsorted(ends, position, side="right"))],
+    )
+
+
+def _mapped(prefix: str) -> Corpus:
+    indexed = open_indexed(prefix)
+    tokens = indexed.tokens
+    if not len(tokens):
+        message = f"there is no text in {bin_path(prefix)}: {indexed.num_documents:,} documents without a token"
+        raise DataError(Problem("PP-E404", message, remedy=READ_LIBRARY, place=str(bin_path(prefix))))
+    description = f"{prefix}.bin: {indexed.num_documents:,} documents, {len(tokens):,} tokens"
+    return Corpus(tokens, _digest(prefix, tokens), description, indexed.document_at)
+
+
+def _digest(prefix: str, tokens: Tokens) -> str:
+    """As of the same tokens in memory; of a file that is too large to be read through, of what is likely to differ."""
+    if tokens.nbytes <= WHOLE:
+        return hashlib.sha256(tokens.data).hexdigest()
+    with open(idx_path(prefix), "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    digest.update(str(tokens.nbytes).encode())
+    raw = tokens.view(np.uint8)
+    for begin in np.linspace(0, len(raw) - _PAGE, _PAGES, dtype=np.int64):
+        digest.update(raw[begin : begin + _PAGE].tobytes())
+    return digest.hexdigest()
+
+
+def _refuse_beyond(corpus: Corpus, tokens: Tokens, begin: int, vocab_size: int) -> None:
+    if not len(tokens) or (int(tokens.max()) < vocab_size and int(tokens.min()) >= 0):
+        return
+    at = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
+    largest = int(tokens.max())
+    remedy = f"model.vocab_size={-(-(largest + 1) // 64) * 64}" if largest >= vocab_size else READ_LIBRARY
+    message = f"the data holds token {int(tokens[at])}, and model.vocab_size={vocab_size} ends at {vocab_size - 1}"
+    raise DataError(
+        Problem("PP-E406", message, remedy, place=f"{corpus.place_of(begin + at)} (token {begin + at:,} of its data)")
+    )
 
 
 def _too_short(corpus: Corpus, seq_length: int) -> Problem:
@@ -81,109 +184,6 @@ def _too_short(corpus: Corpus, seq_length: int) -> Problem:
         "PP-E404",
         f"the data is too short: {tokens} tokens, and one sample of data.seq_length={seq_length} needs "
         f"{seq_length + 1} (its inputs and the label of the last)",
-        remedy=f"data.seq_length={tokens - 1}" if tokens > 1 else _LIBRARY,
+        remedy=f"data.seq_length={tokens - 1}" if tokens > 1 else READ_LIBRARY,
         place=corpus.description,
     )
-
-
-def _join(documents: list[Tokens], tokenizer: ByteTokenizer, description: str) -> Corpus:
-    end = np.array([tokenizer.eos], dtype=np.uint16)
-    tokens = np.concatenate([piece for document in documents for piece in (document, end)])
-    digest = hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u2").data).hexdigest()
-    return Corpus(tokens, digest, f"{description}: {len(documents):,} documents, {len(tokens):,} tokens")
-
-
-def _standard_library() -> tuple[list[Path], str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise DataError(
-            Problem(
-                "PP-E405",
-                "the running Python has no library sources to train on (they are zipped or were left out)",
-                remedy=_OWN_DATA,
-                place=str(root),
-            )
-        )
-    files.sort(key=lambda file: file.relative_to(root).as_posix())
-    return files, f"the standard library of Python {sysconfig.get_python_version()} ({len(files)} files)"
-
-
-def _matching(pattern: str) -> tuple[list[Path], str]:
-    expanded = os.path.expanduser(pattern)
-    # A file may be called notes[1].txt: a path that exists is never read as a pattern.
-    found = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-    once = {os.path.realpath(name): Path(name) for name in reversed(found) if not os.path.isdir(name)}
-    everything = sorted(once.values())
-    files = [file for file in everything if file.suffix in READABLE]
-    if not files:
-        raise DataError(_no_match(pattern, expanded, everything))
-    left_out = len(everything) - len(files)
-    also = f"; {left_out} more matching that are neither .txt nor .jsonl were left out" if left_out else ""
-    return files, f"data.path={pattern} ({len(files)} files{also})"
-
-
-def _no_match(pattern: str, expanded: str, others: list[Path]) -> Problem:
-    if os.path.isdir(expanded):
-        inside = f"data.path='{pattern.rstrip('/')}/**/*.txt'"
-        return Problem("PP-E401", f"data.path={pattern} is a directory; it takes files, by name or glob", remedy=inside)
-    if others:
-        message = f"data.path={pattern} matches no .txt or .jsonl file; only these are read"
-        return Problem("PP-E401", message, remedy=_LIBRARY, place=_names(others))
-    missing = "no such file" if not glob.has_magic(pattern) else "no file matches"
-    where = f"looked in {Path(expanded).absolute().parent}"
-    return Problem("PP-E401", f"data.path={pattern}: {missing}", remedy=_LIBRARY, place=where)
-
-
-def _names(files: list[Path]) -> str:
-    more = [f"and {len(files) - 5} more"] if len(files) > 5 else []
-    return "\n".join([*map(str, files[:5]), *more])
-
-
-def _documents(files: list[Path], tokenizer: ByteTokenizer) -> list[Tokens]:
-    """All documents that have text, in order; a DataError with every problem found (the first twenty)."""
-    documents: list[Tokens] = []
-    problems: list[Problem] = []
-    for file in files:
-        for document in _read(file):
-            if isinstance(document, Problem):
-                problems.append(document)
-            elif document:
-                documents.append(tokenizer.encode_bytes(document))
-        if len(problems) >= MOST_PROBLEMS:
-            break
-    if problems:
-        raise DataError(problems[:MOST_PROBLEMS])
-    return documents
-
-
-def _read(file: Path) -> Iterator[bytes | Problem]:
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):
-            yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l '{file}'")
-            return
-        data = file.read_bytes()
-    except OSError as error:
-        yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
-        return
-    if file.suffix != ".jsonl":
-        yield data
-        return
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            yield _text_of(line, f"{file}:{number}")
-
-
-def _text_of(line: bytes, place: str) -> bytes | Problem:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return Problem("PP-E403", f"not a JSON object: {error}", place=place, remedy='{"text": "one document"}')
-    if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return str(value["text"]).encode("utf-8", "surrogatepass")
-    got = f"an object of {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, dict) else type(value).__name__
-    message = f'the line is not an object with a string under "text" but {got}'
-    return Problem("PP-E403", message, place=place, remedy='{"text": "one document"}')

@@ -40,13 +40,22 @@ def order(seed: int, first: int, count: int, num_samples: int) -> Ids:
 
     Raises ValueError if there is no sample to draw from or a number is negative.
     """
-    if num_samples < 1:
-        raise ValueError(f"cannot draw from {num_samples} samples")
     if first < 0 or count < 0:
         raise ValueError(f"positions {first} .. {first + count} are not positions of a run")
-    positions = np.arange(first, first + count, dtype=np.uint64)
-    size = np.uint64(num_samples)
-    return _permute(positions % size, _epoch_keys(seed, positions // size), num_samples).astype(np.int64)
+    return draw(seed, np.arange(first, first + count, dtype=np.int64), num_samples)
+
+
+def draw(seed: int, positions: Ids, num_samples: int) -> Ids:
+    """Sample ids at any positions of the run, shape of `positions`, each in [0, num_samples)."""
+    if num_samples < 1:
+        raise ValueError(f"cannot draw from {num_samples} samples")
+    words, size = positions.astype(np.uint64), np.uint64(num_samples)
+    return _permute(words % size, _epoch_keys(seed, words // size), num_samples).astype(np.int64)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of the `number`-th of several orders; the first one's is the run's own."""
+    return seed ^ (number * _GOLDEN & _MASK)
 
 
 def microbatches(ids: Ids, micro_batch_size: int, dp_rank: int, dp_size: int) -> Ids:

@@ -1,17 +1,63 @@
-"""The byte-level tokenizer: every byte is a token, so any text of any language has an encoding and none can be missing.
+"""Tokenizers: what every one offers, and the byte-level one, which gives any text of any language an encoding.
 
-Knows ids and bytes. Must not know files, corpora or the model's (padded) vocabulary size.
+Knows ids and bytes. Must not know corpora or the model's (padded) vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Tokens = npt.NDArray[np.uint16]
-"""Token ids as they are kept in memory: two bytes each."""
+Tokens = npt.NDArray[np.integer[Any]]
+"""Token ids as they are kept: in memory as `token_dtype` says, in a mapped file as it was written."""
+
+_SMALL_VOCABULARY = 65500
+
+
+class Document(NamedTuple):
+    """One text, as bytes, and where it stands."""
+
+    text: bytes
+    place: str
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eos(self) -> int | None:
+        """The id that ends a document; none where the tokenizer names none."""
+
+    def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
+        """The ids of each document. Raises DataError naming those that it cannot read."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, as far as they have one; marks vanish."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type that ids of such a vocabulary are kept in, in memory and in files: Megatron's rule."""
+    return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file).
+
+    Raises DataError where it cannot be read, ConfigError where the library for it is missing.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    from ppctl.data.huggingface import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer.open(Path(name).expanduser())
 
 
 class ByteTokenizer:
@@ -32,6 +78,10 @@ class ByteTokenizer:
     def encode_bytes(self, data: bytes) -> Tokens:
         """The ids of raw bytes, one each; not decoded, hence never invalid."""
         return np.frombuffer(data, dtype=np.uint8).astype(np.uint16)
+
+    def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
+        """The ids of each document's bytes."""
+        return [self.encode_bytes(document.text) for document in documents]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Marks (bos, eos, pad) vanish; invalid UTF-8 and ids without a meaning become U+FFFD."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
-from ppctl.data.tokenizer import ByteTokenizer, Tokens
+from ppctl.data.tokenizer import ByteTokenizer, Tokens, load_tokenizer
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
@@ -68,31 +68,36 @@ _NEWLINE = ord("\n")
 
 
 def write_sample(session: Session) -> dict[str, str] | None:
-    """What the model makes of a line in the middle of the corpus: `{prompt, text}` with 200 tokens; None off rank 0.
+    """What the model makes of a line in the middle of the corpus: `{prompt, text}` with 200 tokens.
+
+    None off rank 0, and where the tokens have no text.
 
     A collective of the first data-parallel replica; the others return at once.
     """
     if session.own.dp_rank != 0:
         return None
-    tokenizer = ByteTokenizer()
-    prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos)
+    tokenizer = load_tokenizer(session.config.data.tokenizer)
+    prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
     if session.corpus is not None:
-        found = prompt_from(session.corpus.tokens)
+        line_end = _NEWLINE if isinstance(tokenizer, ByteTokenizer) else None
+        found = prompt_from(session.corpus.corpora[0].tokens, line_end)
         prompt[-len(found) :] = torch.from_numpy(found.astype("int64"))
     if session.plan.sizes.pp > 1:
         dist.broadcast(prompt, dist.get_global_rank(session.pp_group, 0), group=session.pp_group)
     tokens = prompt.tolist()
+    if max(tokens) >= tokenizer.vocab_size:
+        return None  # mapped tokens of another tokenizer than the config's: nobody here can write them as text
     text = tokenizer.decode(Generator(session).continue_prompt(tokens, SAMPLE_LENGTH))
     return {"prompt": tokenizer.decode(tokens), "text": text}
 
 
-def prompt_from(tokens: Tokens) -> Tokens:
-    """From the middle of `tokens`, where a line begins if one does nearby; shorter where there is less text.
+def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:
+    """From the middle of `tokens`, behind a `newline` if one is nearby; shorter where there is less text.
 
     The first characters of a corpus are a poor prompt: a licence, a heading, an import. Greedy text repeats itself
     sooner after a short prompt.
     """
     middle = max(0, min(len(tokens) // 2, len(tokens) - 2 * _PROMPT_LENGTH))
     nearby = tokens[middle : middle + _PROMPT_LENGTH].tolist()
-    begin = middle + (nearby.index(_NEWLINE) + 1 if _NEWLINE in nearby else 0)
+    begin = middle + (nearby.index(newline) + 1 if newline in nearby else 0)
     return tokens[begin : begin + _PROMPT_LENGTH]

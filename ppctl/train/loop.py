@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
 from ppctl.train.session import Session
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint
@@ -25,6 +26,8 @@ class Outcome:
     """Whether a signal ended it before the last step."""
     loss: float | None
     """Of the last step that this process ran; None if there was none left to run."""
+    eval_loss: float | None
+    """Of the last evaluation, if there was one."""
     checkpoint: Path | None
 
 
@@ -39,7 +42,8 @@ def train(
 ) -> Outcome:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
-    `write` takes each step's record (rank 0 only); `enter` is told what begins (`training`, `saving`) in which step.
+    Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter` is told what
+    begins (`training`, `evaluating`, `saving`) in which step.
     """
     config = session.config
     first, consumed = 0, 0
@@ -51,18 +55,24 @@ def train(
     def position(done: int) -> int:
         return consumed + (done - first) * config.train.global_batch_size
 
-    saved, loss = resume, None
+    evaluator = Evaluator(trainer) if config.train.eval_interval else None
+    saved, loss, eval_loss = resume, None, None
     for step in range(first, config.train.steps):
         enter("training", step)
         result = trainer.step(step)
         loss, done = result.record["loss"], step + 1
-        if write is not None:
-            write(result.record | {"consumed_samples": position(done)})
         last = done == config.train.steps
+        record = result.record | {"consumed_samples": position(done)}
+        if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
+            enter("evaluating", step)
+            record |= evaluator()
+            eval_loss = record["eval_loss"]
+        if write is not None:
+            write(record)
         due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
         if last or due or result.stop:
             enter("saving", step)
             saved = save_checkpoint(session, checkpoints, done, position(done))
         if result.stop and not last:
-            return Outcome(done, True, loss, saved)
-    return Outcome(max(first, config.train.steps), False, loss, saved)
+            return Outcome(done, True, loss, eval_loss, saved)
+    return Outcome(max(first, config.train.steps), False, loss, eval_loss, saved)

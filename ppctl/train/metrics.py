@@ -57,6 +57,8 @@ class Screen:
         self.recent = [*self.recent[-19:], record["step_time_s"]]
         left = self.steps - record["step"] - 1
         print(step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns), flush=True)
+        if "eval_loss" in record:
+            print(f"  held out  loss {record['eval_loss']:.4f}  over {record['eval_samples']:,} samples", flush=True)
 
 
 @contextmanager

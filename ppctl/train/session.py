@@ -17,9 +17,8 @@ from ppctl.comm.groups import make_group
 from ppctl.comm.modes import pipeline_backend
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.config.schema import RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.corpus import Corpus, load_corpus
-from ppctl.data.tokenizer import ByteTokenizer
+from ppctl.data.batches import Batches, HeldOutBatches
+from ppctl.data.load import Samples, load_data
 from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.model.compile import compile_stage
@@ -61,8 +60,10 @@ class Session:
     reducer: GradientReducer
     ties: TiedGradients
     norm: GradientNorm
-    corpus: Corpus | None
-    """Only ranks that own an E or an L read data."""
+    corpus: Samples | None
+    """What is trained on. Only ranks that own an E or an L read data."""
+    held_out: Samples | None
+    """What is evaluated on, where the config names any; on the same ranks."""
     recorder: Recorder
     heartbeat: Heartbeat | None
 
@@ -78,10 +79,16 @@ class Session:
 
     def batches(self, first_step: int = 0, consumed_samples: int = 0) -> Batches | None:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
-        if self.corpus is None:
-            return None
+        return None if self.corpus is None else self._batches(self.corpus, first_step, consumed_samples)
+
+    def held_out_batches(self) -> HeldOutBatches | None:
+        """This rank's share of what an evaluation reads; None where it reads none."""
+        steps = self.config.train.eval_steps
+        return None if self.held_out is None else HeldOutBatches(self._batches(self.held_out), steps)
+
+    def _batches(self, samples: Samples, first_step: int = 0, consumed_samples: int = 0) -> Batches:
         return Batches(
-            self.corpus,
+            samples,
             seq_length=self.config.data.seq_length,
             global_batch_size=self.config.train.global_batch_size,
             micro_batch_size=self.config.train.micro_batch_size,
@@ -103,9 +110,8 @@ def build_session(
     pp_group = make_group(grid.groups("pp"))
     dp_group = make_group(grid.groups("dp"))
     communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
-    corpus = None
-    if any({"embedding", "loss"} & set(spec.layers) for spec in own.stages):
-        corpus = load_corpus(config.data.path, ByteTokenizer())
+    reads = any({"embedding", "loss"} & set(spec.layers) for spec in own.stages)
+    data = load_data(config.data) if reads else None
     dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
     stages = {
         spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device)
@@ -133,7 +139,8 @@ def build_session(
         reducer=GradientReducer(masters, dp_group if plan.sizes.dp > 1 else None),
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(plan.stages, config.model, device=device, group=pp_group if plan.sizes.pp > 1 else None),
-        corpus=corpus,
+        corpus=None if data is None else data.training,
+        held_out=None if data is None else data.held_out,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         heartbeat=heartbeat,
     )

@@ -100,6 +100,22 @@ class Trainer:
                 heartbeat=s.heartbeat,
             )
 
+    def forward_only(self, batch: StepBatch | None) -> list[float]:
+        """The losses of `batch` by microbatch, on the rank that owns the loss; weights and gradients stay as they are.
+
+        A collective of the pipeline. The stages are in evaluation mode meanwhile.
+        """
+        s = self.session
+        self.batch, self.losses = batch, {}
+        for stage in s.stages.values():
+            stage.eval()
+        for call in range(self.calls):
+            self.first = call * s.plan.num_microbatches
+            run_schedule(s.plan.forward_schedule, self.programs, s.communicator)
+        for stage in s.stages.values():
+            stage.train()
+        return [float(self.losses[mb]) for mb in sorted(self.losses)]
+
     def _reduce(self, stage: int) -> None:
         """What happens to a stage's gradients once the step's last one is there."""
         s = self.session
@@ -133,7 +149,7 @@ class Trainer:
         """
         batch, device, mb = self._own(self.batch), self.session.device, self.first + mb
         mask = batch.loss_mask[mb]
-        scaled = self.session.config.pipeline.scale_grads_in_schedule
+        scaled = self.session.config.pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
         tokens = float(mask.sum().clamp(min=1)) if scaled else batch.total_tokens
         loss = microbatch_loss(logits, batch.labels[mb].to(device), mask.to(device), tokens)
         self.losses[mb] = loss.detach() / self._microbatches_of_all() if scaled else loss.detach()

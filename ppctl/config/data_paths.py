@@ -1,0 +1,156 @@
+"""What `data.path` may say: one path, or a blend of several with weights, in Megatron's spelling or as rows of YAML.
+
+Knows the forms, the arithmetic of weights, and what has to be said for an evaluation. Must not know files or tokens.
+
+    texts/**/*.txt                      text, by name or glob
+    corpus/web                          a prefix: corpus/web.bin and corpus/web.idx
+    [0.3,corpus/web,0.7,corpus/code]    a blend: weight, path, weight, path
+    [corpus/web,corpus/code]            as if they were one: each sample is as likely as any other
+    [{path: corpus/web, weight: 0.3}, {path: corpus/code, weight: 0.7}]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from ppctl.config.schema import RunConfig
+
+LONGEST_CYCLE = 65536
+"""Samples after which a blend's pattern begins anew, at most: no source may weigh less than one sample in it."""
+
+
+def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+    data = config.data
+    for key, value in (("data.path", data.path), ("data.validation_path", data.validation_path)):
+        try:
+            read_sources(value)
+        except ValueError as error:
+            yield (key,), str(error), f"{key}=null"
+    if not 0 <= data.validation_split < 1:
+        message = "data.validation_split is the share that is held out: at least 0 and below 1"
+        yield ("data.validation_split",), message, "data.validation_split=0.05"
+    if data.validation_path is not None and data.validation_split:
+        yield (
+            ("data.validation_split", "data.validation_path"),
+            "evaluation reads one of the two, not both",
+            "data.validation_split=0",
+        )
+    yield from _evaluation(config)
+
+
+def _evaluation(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    data, train = config.data, config.train
+    if train.eval_interval > 0:
+        if data.validation_path is None and not data.validation_split:
+            yield (
+                ("train.eval_interval", "data.validation_split", "data.validation_path"),
+                "an evaluation reads what was held out, and nothing is",
+                "data.validation_split=0.05",
+            )
+        if not train.eval_steps:
+            yield (
+                ("train.eval_steps", "train.eval_interval"),
+                "an evaluation of no batches says nothing",
+                "train.eval_steps=8",
+            )
+    elif train.eval_steps > 0:
+        yield (
+            ("train.eval_steps", "train.eval_interval"),
+            "with train.eval_interval=0 nothing is ever evaluated",
+            "train.eval_steps=0",
+        )
+    elif data.validation_path is not None:
+        yield (
+            ("data.validation_path", "train.eval_interval"),
+            "with train.eval_interval=0 nothing is ever evaluated",
+            "data.validation_path=null",
+        )
+
+
+class Source(NamedTuple):
+    """One part of a blend; without a weight it weighs as much as it holds."""
+
+    path: str
+    weight: Fraction | None = None
+
+
+def read_sources(value: str | Sequence[Any] | None) -> tuple[Source, ...]:
+    """The sources that a value of `data.path` names; none for None. Raises ValueError saying what is wrong."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        text = value.strip()
+        if not (text.startswith("[") and text.endswith("]")):
+            return (Source(value),)
+        value = [word.strip().strip("'\"") for word in text[1:-1].split(",")]
+    if not value or any(item in ("", None) for item in value):
+        raise ValueError("a blend lists weights and paths, and one of them is empty")
+    if any(isinstance(item, Mapping) for item in value):
+        sources = tuple(map(_row, value))
+    elif _number(value[0]) is None:
+        sources = tuple(Source(_path(item)) for item in value)
+    elif len(value) % 2:
+        raise ValueError(f"a blend is weight, path, weight, path; {_path(value[-1])} stands alone")
+    else:
+        sources = tuple(Source(_path(path), _weight(w)) for w, path in zip(value[::2], value[1::2], strict=True))
+    weighted = [source for source in sources if source.weight is not None]
+    if weighted:
+        if len(weighted) < len(sources):
+            raise ValueError("either every path of a blend has a weight or none has")
+        quotas(tuple(source.weight or Fraction(0) for source in sources))
+    return sources
+
+
+def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    """How many samples of each source one cycle of the blend holds.
+
+    Exact where the weights have a common denominator of at most LONGEST_CYCLE, else the nearest that a cycle of that
+    length allows. Raises ValueError for a weight so small that its source would never be read.
+    """
+    total = sum(weights)
+    shares = [weight / total for weight in weights]
+    length = math.lcm(*(share.denominator for share in shares))
+    if length <= LONGEST_CYCLE:
+        return tuple(int(share * length) for share in shares)
+    exact = [share * LONGEST_CYCLE for share in shares]
+    found = [math.floor(number) for number in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (found[i] - exact[i], i))
+    for i in by_rest[: LONGEST_CYCLE - sum(found)]:
+        found[i] += 1
+    if 0 in found:
+        least = float(min(weights))
+        raise ValueError(f"a weight of {least:g} is less than one sample in {LONGEST_CYCLE}: leave that path out")
+    return tuple(found)
+
+
+def _row(item: Any) -> Source:
+    if not isinstance(item, Mapping) or not {"path"} <= set(item) <= {"path", "weight"}:
+        raise ValueError(f"a row of a blend is {{path: ..., weight: ...}}, not {item}")
+    return Source(_path(item["path"]), None if item.get("weight") is None else _weight(item["weight"]))
+
+
+def _path(item: Any) -> str:
+    if not isinstance(item, str):
+        raise ValueError(f"a blend is weight, path, weight, path; {item} stands where a path belongs")
+    return item
+
+
+def _weight(item: Any) -> Fraction:
+    weight = _number(item)
+    if weight is None or not weight > 0:
+        raise ValueError(f"a weight is a number greater than 0, not {item}")
+    return weight
+
+
+def _number(item: Any) -> Fraction | None:
+    """The exact value of what was written: 0.1 is a tenth."""
+    if isinstance(item, bool) or not isinstance(item, int | float | str):
+        return None
+    try:
+        return Fraction(str(item)) if math.isfinite(float(item)) else None
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,109 @@
+"""A blend: samples of several corpora in fixed proportions, each corpus in an order of its own.
+
+Knows weights as whole numbers, corpora and the ids of their samples. Must not know files, steps, batches or torch.
+
+Slot k of quota n comes at (2k + 1) / 2n of the cycle (stride scheduling), so that every stretch of the cycle holds each
+corpus in its proportion; the cycle repeats. Position p of the run is therefore a few integer operations, as it is of
+one corpus, and of each corpus every sample comes once before any comes again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from ppctl.data import sampler
+from ppctl.data.corpus import Corpus
+from ppctl.data.sampler import Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Blend:
+    """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas all samples are alike.
+
+    Sample ids count through all corpora in order.
+    """
+
+    corpora: tuple[Corpus, ...]
+    quotas: tuple[int, ...] | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the corpora, their order and their quotas."""
+        parts = [corpus.digest for corpus in self.corpora]
+        return hashlib.sha256(" ".join([*parts, str(self.quotas)]).encode()).hexdigest()
+
+    @cached_property
+    def description(self) -> str:
+        """One line for people."""
+        shares = self.quotas or [1] * len(self.corpora)
+        total = sum(shares)
+        how = [f"{share / total:.1%} of " if self.quotas else "" for share in shares]
+        return " and ".join(f"{part}{corpus.description}" for part, corpus in zip(how, self.corpora, strict=True))
+
+    def num_samples(self, seq_length: int) -> int:
+        """The samples of all corpora; DataError where one of them has none."""
+        return int(self._firsts(seq_length)[-1])
+
+    def order(self, seed: int, first: int, count: int, seq_length: int) -> Ids:
+        """Sample ids at positions first .. first + count - 1 of a run."""
+        if self.quotas is None:
+            return sampler.order(seed, first, count, self.num_samples(seq_length))
+        cycles, slots = np.divmod(np.arange(first, first + count, dtype=np.int64), sum(self.quotas))
+        which, turn = self._cycle
+        firsts = self._firsts(seq_length)
+        ids = np.empty(count, dtype=np.int64)
+        for number, quota in enumerate(self.quotas):
+            here = which[slots] == number
+            positions = cycles[here] * quota + turn[slots[here]]
+            size = int(firsts[number + 1] - firsts[number])
+            ids[here] = firsts[number] + sampler.draw(sampler.seed_of(seed, number), positions, size)
+        return ids
+
+    def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
+        """The windows of samples `ids` (any shape), shape [*ids.shape, seq_length + 1], int64."""
+        windows = np.empty((*ids.shape, seq_length + 1), dtype=np.int64)
+        for corpus, here, own in self._sorted(ids, seq_length):
+            windows[here] = corpus.samples(own, seq_length)
+        return windows
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """As of each corpus."""
+        for corpus in self.corpora:
+            corpus.check_vocabulary(vocab_size)
+
+    def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
+        """As of each corpus."""
+        for corpus, _, own in self._sorted(ids, seq_length):
+            corpus.check_samples(own, seq_length, vocab_size)
+
+    def split(self, seq_length: int, fraction: float) -> tuple[Blend, Blend]:
+        """The same share of every corpus held out."""
+        parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
+        return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
+
+    def _sorted(self, ids: Ids, seq_length: int) -> Sequence[tuple[Corpus, npt.NDArray[np.bool_], Ids]]:
+        """Of each corpus: where its samples stand in `ids`, and their ids in the corpus."""
+        firsts = self._firsts(seq_length)
+        number = np.searchsorted(firsts, ids, side="right") - 1
+        found = [(corpus, number == i, ids[number == i] - firsts[i]) for i, corpus in enumerate(self.corpora)]
+        return [(corpus, here, own) for corpus, here, own in found if len(own)]
+
+    def _firsts(self, seq_length: int) -> Ids:
+        """The first id of each corpus, and the number of all samples."""
+        return np.cumsum([0, *(corpus.num_samples(seq_length) for corpus in self.corpora)], dtype=np.int64)
+
+    @cached_property
+    def _cycle(self) -> tuple[Ids, Ids]:
+        """Of each slot of the cycle: which corpus, and how many slots it has had before in this cycle."""
+        assert self.quotas is not None
+        times = np.concatenate([(2 * np.arange(quota) + 1) / (2 * quota) for quota in self.quotas])
+        which = np.repeat(np.arange(len(self.quotas)), self.quotas)
+        turn = np.concatenate([np.arange(quota) for quota in self.quotas])
+        by_time = np.argsort(times, kind="stable")  # equal quotients are equal floats: ties go to the earlier corpus
+        return which[by_time], turn[by_time]

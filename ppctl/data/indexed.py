@@ -1,0 +1,184 @@
+"""Megatron's .bin and .idx: tokens in one file, where every document lies in the other. Read by mapping, never loaded.
+
+Knows the format, its damage, and how to name a document. Must not know samples, text or what the tokens mean.
+
+    PREFIX.idx   "MMIDIDX\\0\\0", version 1 (uint64), type code (uint8), S sequences (uint64), D boundaries (uint64);
+                 lengths int32[S], first bytes int64[S], and int64[D]: document d is the sequences from D[d] to D[d + 1]
+    PREFIX.bin   the tokens of all sequences, one after the other
+
+All numbers are little-endian. A document is one sequence, or several, or none where its text was empty.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ppctl.data.tokenizer import Tokens
+from ppctl.errors import DataError, Problem
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, type code, sequences, document boundaries."""
+CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Type code -> numpy type. 6 and 7 are floating-point types, which no token has."""
+
+Integers = npt.NDArray[np.integer[Any]]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The file with the tokens."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The file that says where they lie."""
+    return Path(f"{prefix}.idx")
+
+
+def as_prefix(path: str) -> str | None:
+    """The prefix that `path` means, itself or with one of its two files' endings; None where neither file is there."""
+    expanded = os.path.expanduser(path)
+    bare = expanded[:-4] if expanded.endswith((".bin", ".idx")) else expanded
+    return bare if bin_path(bare).exists() or idx_path(bare).exists() else None
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed:
+    """One .bin and .idx, mapped. Construct it with `open_indexed`, which checks that both are whole."""
+
+    prefix: str
+    tokens: Tokens
+    """All sequences, in order."""
+    lengths: Integers
+    """Tokens of each sequence, int32."""
+    boundaries: Integers
+    """int64: of each document its first sequence, and at the end the number of sequences."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones too."""
+        return max(len(self.boundaries) - 1, 0)
+
+    def document_at(self, position: int) -> str:
+        """Which document the token at `position` belongs to, for people."""
+        sequence = int(np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), position, side="right"))
+        return f"{bin_path(self.prefix)}: document {self.document_of(sequence)}"
+
+    def document_of(self, sequence: int) -> int:
+        """The number of the document, from 0, that a sequence belongs to."""
+        return int(np.searchsorted(self.boundaries, sequence, side="right")) - 1
+
+
+def open_indexed(prefix: str) -> Indexed:
+    """Map both files of `prefix`. Raises DataError naming the file, and the document, where one is damaged."""
+    idx, bin_ = idx_path(prefix), bin_path(prefix)
+    for file, other in ((idx, bin_), (bin_, idx)):
+        if not file.exists():
+            message = f"{file} is missing, and {other.name} alone cannot be read"
+            raise DataError(Problem("PP-E412", message, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
+    with _ProblemsOf(idx):
+        indexed = _read(prefix, idx, bin_)
+    problem = next(_damage(indexed, idx, bin_), None)
+    if problem is not None:
+        raise DataError(Problem("PP-E412", problem, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
+    return indexed
+
+
+class _ProblemsOf:
+    """Turns what the operating system refuses into a problem that names the file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            file = error.filename or self.file
+            problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
+            raise DataError(problem) from error
+
+
+def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:
+    """Map what the header says is there. Raises DataError where the header or the file's size is wrong."""
+    size = idx.stat().st_size
+    with open(idx, "rb") as stream:
+        head = stream.read(HEADER.size)
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise _broken(idx, "it does not begin as an index does (MMIDIDX)")
+    _, version, code, sequences, boundaries = HEADER.unpack(head)
+    if version != VERSION:
+        raise _broken(idx, f"it has version {version}, and {VERSION} is the one that there is")
+    if code not in CODES:
+        raise _broken(idx, f"its type code {code} is no type of tokens: {', '.join(map(str, CODES))} are")
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if size != expected:
+        also = "; multimodal data, with a mode for each sequence, is not read" if size == expected + sequences else ""
+        what = f"{sequences:,} sequences and {boundaries:,} boundaries"
+        raise _broken(idx, f"it has {size:,} bytes, and {what} make {expected:,}{also}")
+    dtype = np.dtype(CODES[code])
+    at = HEADER.size
+    lengths = _map(idx, "<i4", at, sequences)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if sequences and int(lengths.min()) < 0:
+        raise _broken(idx, f"sequence {int(np.argmax(lengths < 0))} has {int(lengths.min())} tokens")
+    pointers = _map(idx, "<i8", at + 4 * sequences, sequences)
+    wrong = pointers != (ends - lengths) * dtype.itemsize
+    indexed = Indexed(
+        prefix,
+        _map(bin_, dtype, 0, bin_.stat().st_size // dtype.itemsize),
+        lengths,
+        _map(idx, "<i8", at + 12 * sequences, boundaries),
+    )
+    if wrong.any():
+        first = int(np.argmax(wrong))
+        begins = int(ends[first] - lengths[first]) * dtype.itemsize
+        where = f"document {indexed.document_of(first)} (sequence {first})"
+        raise _broken(idx, f"{where} begins at byte {int(pointers[first]):,}, and what is before it ends at {begins:,}")
+    return indexed
+
+
+def _damage(indexed: Indexed, idx: Path, bin_: Path) -> Iterator[str]:
+    """What contradicts itself, worst first."""
+    boundaries, sequences = indexed.boundaries, len(indexed.lengths)
+    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
+        span = f"from {boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "nothing"
+        yield f"{idx} is damaged: its documents are {span}, and its sequences from 0 to {sequences}"
+    falls = np.diff(boundaries) < 0
+    if falls.any():
+        yield f"{idx} is damaged: document {int(np.argmax(falls))} ends before it begins"
+    ends = np.cumsum(indexed.lengths, dtype=np.int64)
+    itemsize = indexed.tokens.dtype.itemsize
+    total, size = int(ends[-1]) * itemsize if sequences else 0, bin_.stat().st_size
+    if size < total:
+        sequence = int(np.searchsorted(ends * itemsize, size, side="right"))
+        document = indexed.document_of(sequence)
+        whole = f"document {document} is the first that is not whole"
+        yield f"{bin_} is cut short: it has {size:,} bytes, and {idx.name} says {total:,}; {whole}"
+    elif size > total:
+        yield f"{bin_} and {idx.name} do not belong together: {size:,} bytes, and the index says {total:,}"
+
+
+def _map(file: Path, dtype: Any, offset: int, count: int) -> Integers:
+    """`count` numbers of a file from byte `offset`; an empty file cannot be mapped."""
+    if not count:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
+
+
+def _broken(idx: Path, fault: str) -> DataError:
+    return DataError(Problem("PP-E412", f"{idx} is damaged: {fault}", f"ls -l {idx}", place=f"data.path={idx}"[:-4]))
+
+
+Placer = Callable[[int], str]
+"""Names the document that the token at a position belongs to."""

@@ -1,0 +1,46 @@
+"""From the `data` section of a config to what a run reads: samples to train on and samples held out.
+
+Knows which keys name which data. Must not know steps, ranks or torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ppctl.config.data_paths import quotas, read_sources
+from ppctl.config.schema import DataConfig
+from ppctl.data.blend import Blend
+from ppctl.data.corpus import Corpus, load_corpus
+from ppctl.data.tokenizer import Tokenizer, load_tokenizer
+
+Samples = Corpus | Blend
+"""What batches are drawn from."""
+
+
+class Data(NamedTuple):
+    """What a run reads."""
+
+    training: Samples
+    held_out: Samples | None
+    """What evaluation reads, if the config names any. No sample of it is among those trained on."""
+
+
+def load_data(data: DataConfig) -> Data:
+    """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
+    tokenizer = load_tokenizer(data.tokenizer)
+    training = load_samples(data.path, tokenizer)
+    if data.validation_path is not None:
+        return Data(training, load_samples(data.validation_path, tokenizer))
+    return (
+        Data(*training.split(data.seq_length, data.validation_split)) if data.validation_split else Data(training, None)
+    )
+
+
+def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Samples:
+    """The corpus that a value of `data.path` names, or the blend."""
+    sources = read_sources(path)
+    if not sources:
+        return load_corpus(None, tokenizer)
+    corpora = tuple(load_corpus(source.path, tokenizer) for source in sources)
+    weights = [source.weight for source in sources if source.weight is not None]
+    return corpora[0] if len(corpora) == 1 else Blend(corpora, quotas(weights) if weights else None)

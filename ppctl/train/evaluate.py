@@ -1,0 +1,60 @@
+"""The loss on held-out samples, through the forward-only schedule on the ranks that train.
+
+Knows which batches an evaluation has and how its losses become one number. Must not know how a step is computed, nor
+change anything that training sees: weights, gradients, position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ppctl.data.batches import check_same_samples
+from ppctl.train.step import Trainer
+
+_READS_NOTHING = -1.0
+
+
+class Evaluator:
+    """Evaluates a trainer's stages as they are. Calling it is a collective: every rank of the world does."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.batches = trainer.session.held_out_batches()
+        counts = [] if self.batches is None else [self.batches.num_batches, self.batches.num_samples]
+        # Ranks that read nothing take part in as many forwards as the others.
+        self.num_batches, self.num_samples = (max(column) for column in zip(*_gather(counts or [0, 0]), strict=True))
+
+    def is_due(self, done: int) -> bool:
+        """Whether one belongs behind the `done`-th step."""
+        return done % self.trainer.session.config.train.eval_interval == 0
+
+    def __call__(self) -> dict[str, Any]:
+        """`eval_loss`: the sum of all tokens' losses over the number of tokens, in nats; `eval_samples`: how many.
+
+        Sums are float64, by microbatch and then by rank. Raises TrainingError where ranks read different samples.
+        """
+        loss = tokens = 0.0
+        for number in range(int(self.num_batches)):
+            batch = None if self.batches is None else self.batches.batch(number)
+            losses = self.trainer.forward_only(batch)
+            loss += sum(losses)
+            if losses and batch is not None:
+                tokens += float(batch.loss_mask.sum())
+        checksum = _READS_NOTHING if self.batches is None else float(self.batches.checksum)
+        rows = _gather([loss, tokens, checksum])
+        seen = {rank: int(row[2]) for rank, row in enumerate(rows) if row[2] != _READS_NOTHING}
+        check_same_samples(self.trainer.session.config.train.steps, seen)
+        total = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        return {"eval_loss": total[0] / total[1], "eval_samples": int(self.num_samples)}
+
+
+def _gather(own: list[float] | list[int]) -> list[list[float]]:
+    """Every rank's numbers, by rank."""
+    row = torch.tensor(own, dtype=torch.float64)
+    table = torch.empty(dist.get_world_size(), len(row), dtype=torch.float64)
+    dist.all_gather(list(table.unbind()), row)
+    found: list[list[float]] = table.tolist()
+    return found

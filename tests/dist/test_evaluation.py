@@ -1,0 +1,133 @@
+"""Evaluation: the loss of the held-out samples, in any cut, and nothing that training could notice."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.data.load import load_data
+from ppctl.model.loss import token_losses
+from ppctl.model.stage import build_stage
+from ppctl.plan.build import build_plan
+from ppctl.train.loop import train
+from ppctl.train.session import build_session
+
+SEQ, STEPS = 16, 4
+MODEL = {"num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 2, "num_query_groups": 1}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(" ".join(random.Random(1).choices(["the", "stage", "rank", "and", "a"], k=570)))
+    return path
+
+
+def config_of(text: Path, *, pp: int = 1, vpp: int | None = None, dp: int = 1, gbs: int = 8, **train: int) -> RunConfig:
+    config = RunConfig(model=ModelConfig(**MODEL))
+    config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_model_parallel_size = pp, vpp
+    config.parallel.data_parallel_size, config.parallel.deallocate_pipeline_outputs = dp, True
+    config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm, config.parallel.batch_p2p_sync = (
+        True,
+        False,
+        False,
+    )
+    config.data.path, config.data.seq_length, config.data.validation_split = str(text), SEQ, 0.1
+    config.train.steps, config.train.global_batch_size, config.train.micro_batch_size = STEPS, gbs, 2
+    config.optim.lr = 1e-2
+    config.launch.device, config.launch.nodes, config.launch.gpus_per_node = "cpu", 1, pp * dp
+    for key, value in train.items():
+        setattr(config.train, key, value)
+    return config
+
+
+def run(mapping: dict, directory: str) -> tuple[list[dict], list[str]]:
+    """In a rank: the records of a whole run, and the states that it went through."""
+    config = from_mapping(mapping)
+    plan = build_plan(config, {})
+    assert not plan.problems, plan.problems
+    session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
+    records: list[dict] = []
+    states: list[str] = []
+    train(
+        session,
+        Path(directory),
+        resume=None,
+        write=lambda record: records.append(dict(record)),
+        stop_requested=lambda: False,
+        enter=lambda state, step: states.append(state),
+    )
+    return records, states
+
+
+def records_of(config: RunConfig, directory: Path) -> tuple[list[dict], list[str]]:
+    world = config.parallel.pipeline_model_parallel_size * config.parallel.data_parallel_size
+    return run_ranks(run, world, to_mapping(config), str(directory))[0]
+
+
+def evaluated(text: Path, directory: Path, **sizes: int) -> list[dict]:
+    return records_of(config_of(text, eval_interval=2, eval_steps=50, **sizes), directory)[0]
+
+
+def test_the_initial_loss_is_the_plain_mean_over_all_held_out_tokens(text: Path, tmp_path: Path) -> None:
+    config = config_of(text, pp=2, vpp=2, steps=1, eval_interval=1, eval_steps=50)
+    config.optim.lr = config.optim.min_lr = 1e-30  # the update of the one step is lost in rounding
+    (record,), _ = records_of(config, tmp_path)
+    whole = build_plan(config_of(text), {}).stages[0]
+    module = build_stage(whole, config.model, seed=config.train.seed, dtype=torch.float32, device="cpu")
+    held_out = load_data(config.data).held_out
+    number = held_out.num_samples(SEQ)
+    windows = torch.from_numpy(held_out.samples(torch.arange(number).numpy(), SEQ))
+    with torch.no_grad():
+        output = module(windows[:, :-1])
+        logits = output[0] if isinstance(output, tuple) else output
+        mean = token_losses(logits, windows[:, 1:]).double().mean().item()
+    assert record["eval_samples"] == number and number % 8
+    assert record["eval_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "gbs": 8}], ids=str)
+def test_no_cut_changes_a_bit_of_it(text: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    one = [r.get("eval_loss") for r in evaluated(text, tmp_path / "one")]
+    assert [value is None for value in one] == [True, False, True, False] and one[3] < one[1]
+    assert [r.get("eval_loss") for r in evaluated(text, tmp_path / "cut", **sizes)] == one
+
+
+def test_two_replicas_agree_to_a_millionth(text: Path, tmp_path: Path) -> None:
+    one, two = evaluated(text, tmp_path / "one"), evaluated(text, tmp_path / "two", dp=2)
+    assert two[3]["eval_loss"] == pytest.approx(one[3]["eval_loss"], rel=1e-6)
+    assert two[3]["eval_samples"] == one[3]["eval_samples"]
+
+
+def test_training_does_not_notice(text: Path, tmp_path: Path) -> None:
+    sizes = {"pp": 2, "vpp": 2}
+    with_it = evaluated(text, tmp_path / "with", **sizes)
+    without, states = records_of(config_of(text, **sizes), tmp_path / "without")
+    for key in ("loss", "grad_norm", "lr", "consumed_samples"):
+        assert [r[key] for r in with_it] == [r[key] for r in without]
+    assert "evaluating" not in states and not any("eval_loss" in r for r in without)
+
+
+def test_there_is_one_at_the_end_and_a_sample_counts_once(text: Path, tmp_path: Path) -> None:
+    config = config_of(text, steps=3, eval_interval=2, eval_steps=1)
+    records, states = records_of(config, tmp_path)
+    assert [r.get("eval_samples") for r in records] == [None, 8, 8]
+    assert states == ["training", "training", "evaluating", "training", "evaluating", "saving"]
+
+
+def test_a_held_out_sample_is_never_trained_on(text: Path) -> None:
+    data = load_data(config_of(text).data)
+    whole = load_data(RunConfig(data=config_of(text).data).data).training
+    kept, held_out = data.training.num_samples(SEQ), data.held_out.num_samples(SEQ)
+    assert held_out == round(0.1 * (kept + held_out)) and data.training.digest != data.held_out.digest
+    seen = data.training.order(7, 0, 10 * kept, SEQ)
+    assert sorted(set(seen.tolist())) == list(range(kept))
+    # What is trained on ends where what is held out begins: one token is the label of the one, the input of the other.
+    assert len(whole.tokens) == kept * SEQ + 1
