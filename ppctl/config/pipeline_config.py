@@ -19,6 +19,10 @@ class StageCountError(ConfigError, ValueError):
     """A number of layers per stage that gives no legal number of stages."""
 
 
+class PlacementError(StageCountError, AssertionError):
+    """Stages that cannot be placed on the ranks."""
+
+
 @dataclass(slots=True)
 class PipelineConfig:
     """Schedule, split and run-time options of a pipeline. Checks nothing itself."""
@@ -101,18 +105,18 @@ def _rounded(stages: int, pp_size: int, how: str | None, given: str) -> int:
 def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...] | None:
     """The stages of one pipeline rank, in chunk order, under `loop` or `v` placement; None for any other style.
 
-    Loop: pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises StageCountError, a
+    Loop: pp_rank, pp_rank + pp_size, ... V (two per rank): down the ranks and back. Raises PlacementError, a
     ValueError, where the stages do not divide or a V has not two per rank.
     """
     if num_stages % pp_size:
-        raise _bad(f"{num_stages} stages cannot be shared evenly by {pp_size} pipeline ranks")
+        raise PlacementError(_bad(f"{num_stages} stages cannot be shared evenly by {pp_size} pipeline ranks").problems)
     per_rank = num_stages // pp_size
     if style == "loop":
         return tuple(pp_rank + lap * pp_size for lap in range(per_rank))
     if style != "v":
         return None
     if per_rank != 2:
-        raise _bad(f"a V has 2 stages per rank, here {per_rank}")
+        raise PlacementError(_bad(f"a V has 2 stages per rank, here {per_rank}").problems)
     return (pp_rank, num_stages - 1 - pp_rank)
 
 

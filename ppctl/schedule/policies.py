@@ -47,7 +47,13 @@ def get_schedule_table(
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """The order of one rank's passes as signed chunk numbers from 1: forwards positive, backwards negative."""
+    """The order of one rank's passes as signed chunk numbers from 1: forwards positive, backwards negative.
+
+    Raises ScheduleError, a ValueError, for an empty table.
+    """
+    if not schedule_table:
+        message = "an empty schedule table has no order"
+        raise ScheduleError(Problem("PP-E304", message, "get_schedule_table(num_microbatches=1, ...)"))
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
     return in_turn(forwards, backwards, num_warmup_microbatches)

@@ -11,6 +11,9 @@ for other purposes. `first_val_step` is passed on to models that care for the fi
 the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`, `tp`, `cp`) goes
 to `finalize_model_grads_func` as it is, as does `force_all_reduce` where it is given.
 
+Modules that carry losses of their own (balance of experts, multi-token prediction) are told how these weigh, where they
+have `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.schedules.loss.scale_auxiliary_losses`).
+
 Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
 entry per microbatch in order; on ranks without the last stage it is empty.
 

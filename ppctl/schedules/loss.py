@@ -19,6 +19,10 @@ from ppctl.schedules.models import setting
 LossFunction = Callable[..., Any]
 
 
+class LossScaleError(TrainingError, ValueError):
+    """The scale of an auxiliary loss is not one number."""
+
+
 def forward_step_calc_loss(
     model: nn.Module,
     output_tensor: Any,
@@ -90,23 +94,28 @@ def is_last_of_world(vp_stage: int | None, config: Any) -> bool:
     return last_rank and vp_stage in (None, chunks - 1)
 
 
-def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int) -> None:
+def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any = None) -> None:
     """Tell modules that carry losses of their own what to multiply them by, so that they weigh as the main loss does.
 
     With `num_moe_experts` in the config every submodule's `set_moe_loss_scale`, with `mtp_num_layers` every submodule's
-    `set_mtp_loss_scale` is called, where it has one, with a tensor of one element: what `moe_grad_scale_func` or
-    `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the microbatches unless the loss is per token,
-    for MoE times the context parallel size. Raises TrainingError where such a function returns more than one number.
+    `set_mtp_loss_scale` is called, where it has one, with a tensor of one element on the output's device: what
+    `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the microbatches
+    unless the loss is per token, for MoE times the context parallel size. It is called behind every forward and before
+    that forward's backward. Raises ValueError where such a function returns more than one number.
+
+    A model whose losses are attached by Megatron's autograd functions passes it on: `def set_moe_loss_scale(self,
+    scale): MoEAuxLossAutoScaler.set_loss_scale(scale)`, and likewise MTPLossAutoScaler.
     """
+    one = torch.ones(1, device=_device_of(output))
     share = 1.0 if setting(config, "calculate_per_token_loss", False) else 1.0 / num_microbatches
     for field, kind, factor in (("num_moe_experts", "moe", share * cp), ("mtp_num_layers", "mtp", share)):
-        if not setting(config, field):
+        if setting(config, field) is None:
             continue
         function = setting(config, f"{kind}_grad_scale_func") or setting(config, "grad_scale_func")
-        scale = torch.ones(1) if function is None else torch.as_tensor(function(torch.ones(1)))
+        scale = one if function is None else torch.as_tensor(function(one), device=one.device)
         if scale.numel() != 1:
             message = f"the {kind} loss has one scale, and its function returned {scale.numel()} numbers"
-            raise TrainingError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
+            raise LossScaleError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
         for module in model.modules():
             tell = getattr(module, f"set_{kind}_loss_scale", None)
             if tell is not None:

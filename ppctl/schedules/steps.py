@@ -69,7 +69,7 @@ def forward_step(
             is_last_stage,
         )
         if torch.is_grad_enabled():
-            scale_auxiliary_losses(model, config, num_microbatches, cp_group_size)
+            scale_auxiliary_losses(model, config, num_microbatches, cp_group_size, output)
     if isinstance(input_tensor, list) and not isinstance(output, list):
         output = list(output) if isinstance(output, tuple) else [output]
     return output, num_tokens

@@ -93,6 +93,73 @@ def run(function, config, step=forward, own=None, **more):
     return function(**arguments | more), model
 
 
+class Attached(torch.autograd.Function):
+    """Hands a tensor on, and gives a loss beside the way the gradient of the scale that its module was told."""
+
+    @staticmethod
+    def forward(ctx, x, loss, module):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, ctx.module.scale.squeeze(), None
+
+
+class Balanced(nn.Module):
+    """A part of a user's model with a loss of its own, told its scale by the name of its kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 3.0]))
+        setattr(self, f"set_{kind}_loss_scale", self.take)
+
+    def take(self, scale):
+        self.scale = scale
+
+    def loss(self, x):
+        return (self.weight * x).square().mean()
+
+    def forward(self, x):
+        return Attached.apply(x * self.weight, self.loss(x), self)
+
+
+class Routed(Model):
+    def __init__(self, config):
+        super().__init__(config)
+        self.moe, self.mtp = Balanced("moe"), Balanced("mtp")
+
+    def forward(self, x):
+        return self.mtp(self.moe(super().forward(x)))
+
+
+@pytest.mark.parametrize("scale", [None, lambda loss: 8 * loss])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("function", EVERY)
+def test_losses_of_modules_weigh_as_if_they_were_added_to_the_models(function, per_token, scale):
+    """Against a plain loop over the microbatches with one sum of losses."""
+
+    def step(iterator, model, *flag):
+        def loss_func(output):
+            return output.sum(), 1, None
+
+        return model(next(iterator)), loss_func
+
+    config = Syncs(
+        num_moe_experts=4, mtp_num_layers=1, grad_scale_func=scale, calculate_per_token_loss=per_token
+    ).config
+    _, model = run(function, config, step, own=Routed(config))
+    plain = Routed(config)
+    for x in inputs():
+        x = x * plain.weight
+        own = plain.moe.loss(x)
+        x = x * plain.moe.weight
+        loss = (x * plain.mtp.weight).sum() + own + plain.mtp.loss(x)
+        (loss * (8 if scale else 1) / (1 if per_token else M)).backward()
+    for (name, mine), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-6, atol=0, msg=name)
+
+
 @pytest.mark.parametrize("function", EVERY)
 def test_a_step_stores_finalizes_and_leaves_the_config_alone(function):
     syncs = Syncs()

@@ -185,3 +185,8 @@ def test_an_interleaved_pipeline_has_room_for_one_more(m: int, group: int) -> No
 def test_an_extra_warmup_that_no_rank_can_use_is_refused(name: str, extra: int) -> None:
     with pytest.raises(ScheduleError, match="extra_warmup"):
         make_schedule(name, pp=4, num_microbatches=8, extra_warmup=extra)
+
+
+def test_an_empty_table_has_no_order():
+    with pytest.raises(ValueError, match="PP-E304: an empty schedule table"):
+        convert_schedule_table_to_order(0, 1, [])
