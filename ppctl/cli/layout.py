@@ -1,4 +1,7 @@
-"""`ppctl layout LAYOUT --pp N`: parse, validate and draw one layout. Imports no torch, no Hydra and no rich."""
+"""`ppctl layout LAYOUT --pp N`: parse, validate and draw one layout; `--suggest` finds one.
+
+Imports no torch and no rich, and Hydra for `--suggest` only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from ppctl.errors import LayoutError, Problem
+from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.text import stage_text
 
@@ -21,11 +24,14 @@ _LETTERS = (
     "E embedding, t transformer layer, m multi-token prediction, L loss; a row is a pipeline rank, a column a chunk"
 )
 
+INTERMIXED = True
+"""Overrides may stand before and behind options."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("layout", metavar=KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
-    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline ranks")
+    parser.add_argument("layout", nargs="*", metavar=KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
     parser.add_argument(
         "--num-layers", type=int, metavar="N", help="decoder layers of the model (default: as many as t)"
     )
@@ -33,13 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mtp-num-layers", type=int, metavar="M", help="MTP layers of the model (default: as many as m)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="in place of LAYOUT: the fastest one for a config: ppctl layout --suggest +recipe=NAME [KEY=VALUE ...]",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw the layout. Exit code 0, or 2 with all problems on stderr."""
+    if args.suggest:
+        return _suggest(args)
+    if len(args.layout) != 1 or args.pp is None:
+        message = "one layout and its pipeline ranks are needed, or --suggest"
+        raise ConfigError(Problem("PP-E105", message, "ppctl layout 'Et*4|t*4L' --pp 2", "command line"))
     try:
         layout = PipelineParallelLayerLayout(
-            args.layout, args.pp, key=KEY, num_layers=args.num_layers, mtp_num_layers=args.mtp_num_layers
+            args.layout[0], args.pp, key=KEY, num_layers=args.num_layers, mtp_num_layers=args.mtp_num_layers
         )
     except LayoutError as error:
         return _report(error.problems, _described(None, args.pp, error.problems) if args.json else "")
@@ -49,6 +65,30 @@ def run(args: argparse.Namespace) -> int:
     problems = layout.problems(decoders, mtp)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
     return _report(problems, _described(layout, args.pp, problems) if args.json else drawing(layout, width))
+
+
+def _suggest(args: argparse.Namespace) -> int:
+    """The layout that `layout=auto` would take, beside what it was held against."""
+    from ppctl.cli.plan import planned
+    from ppctl.config.argv import normalise
+
+    sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
+    typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]
+    found = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
+    if found.problems or found.rest:
+        strays = [Problem("PP-E105", f"{word} is no override: KEY=VALUE", place="command line") for word in found.rest]
+        raise ConfigError([*found.problems, *strays])
+    _, plan, problems = planned(found.overrides)
+    if plan is None:
+        return _report(problems, "")
+    layout = PipelineParallelLayerLayout(plan.layout, plan.sizes.pp, key=KEY)
+    if args.json:
+        return _report(problems, _described(layout, plan.sizes.pp, problems))
+    why = next(derived.equation for derived in plan.derived if derived.key == "layout")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    compared = why.partition(": ")[2].split("; ")
+    step = f"simulated step {why.partition(plan.layout)[2].partition(' a step')[0].strip()}"
+    return _report(problems, "\n".join([drawing(layout, width), "", step, *compared]))
 
 
 def _report(problems: Sequence[Problem], result: str) -> int:

@@ -125,7 +125,9 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
     """
     parser = _parser(name, module)
     if not COMMANDS[name].overrides:
-        return parser.parse_args(tokens)
+        # Subcommands do not go together with words on both sides of an option.
+        mixed = getattr(module, "INTERMIXED", False)
+        return parser.parse_intermixed_args(tokens) if mixed else parser.parse_args(tokens)
     from ppctl.config.argv import normalise
 
     own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}

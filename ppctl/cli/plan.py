@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
     parser.add_argument("--dump-schedule", metavar="FILE.csv", help="write the schedule as torch's compute-only CSV")
+    parser.add_argument("--timeline", metavar="FILE", help="draw the step: .html, .txt, or .json for Perfetto")
     parser.add_argument("--force", action="store_true", help="exit 0 even if memory does not fit")
 
 
@@ -56,6 +57,8 @@ def _run(args: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     if args.dump_schedule:
         problems += _dump(plan, problems, Path(args.dump_schedule))
+    if args.timeline:
+        problems += _draw(composed, plan, Path(args.timeline))
     if args.json:
         print(_json(plan, problems))
     else:
@@ -109,6 +112,20 @@ def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Pr
     except OSError as error:
         return [Problem("PP-E127", f"the schedule cannot be written to {path}: {error.strerror}", place="command line")]
     print(f"note: wrote the schedule to {path}; pipeline.pp_schedule_csv={path} runs it", file=sys.stderr)
+    return []
+
+
+def _draw(composed: Composed | None, plan: Plan | None, path: Path) -> list[Problem]:
+    """Draw the step, if there is a plan whose schedule can run; what kept it from being drawn."""
+    from ppctl.cli.timeline import write_timeline
+    from ppctl.plan.picture import picture
+
+    if plan is None or composed is None or any(problem.code.startswith("PP-E3") for problem in plan.problems):
+        return []
+    try:
+        write_timeline(picture(plan, composed.config), path)
+    except ConfigError as error:
+        return list(error.problems)
     return []
 
 

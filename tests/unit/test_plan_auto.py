@@ -19,7 +19,7 @@ def test_the_layers_that_the_loss_weighs_go_elsewhere() -> None:
     told = equation(made, "layout")
     assert told.startswith(f"layout {made.layout} ")
     assert "next best" in told
-    assert "even split Et*4|(t*4|)*2t*4L" in told
+    assert "even split Et*4|t*4|t*4|t*4L" in told
 
 
 def test_chunks_come_from_vpp_or_from_what_the_schedule_needs() -> None:

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from ppctl.cli import layout as command
+from ppctl.cli.main import main
 
 
 def run(capsys, *argv):
@@ -86,3 +87,29 @@ def test_the_remedy_can_be_pasted(capsys, argv):
     err = run(capsys, *argv)[2]
     remedy = next(line for line in err.splitlines() if "try: " in line).partition("try: ")[2]
     assert run(capsys, *shlex.split(remedy), *argv[1:])[0] == 0
+
+
+def test_it_suggests_the_fastest_layout_of_a_config(capsys):
+    assert main(["layout", "--suggest", "+recipe=llama3_8b", "--pp", "4", "nodes=2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 stages = pp 4 x vpp 1; 32 layers" in out
+    assert "simulated step" in out
+    assert "even split Et*8|t*8|t*8|t*8L" in out
+    assert main(["layout", "--suggest", "model.num_layers=9", "--pp", "2", "vpp=2", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["vpp"] == 2
+    assert sum(len(stage["layers"]) for stage in described["stages"]) == 11
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--suggest", "foo"], "foo is no override"),
+        (["--suggest", "modle.num_layers=3"], "modle"),
+        (["Et*4|t*4L"], "--suggest"),
+        (["--pp", "2"], "--suggest"),
+    ],
+)
+def test_it_says_what_is_missing(capsys, words, told):
+    assert main(["layout", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -188,3 +188,18 @@ def test_a_plan_in_json_imports_neither_torch_nor_rich_nor_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == "[]"
     assert json.loads(done.stdout)["world_size"] == 2048
+
+
+@pytest.mark.parametrize("ending", ["html", "json", "txt"])
+def test_the_step_is_drawn(capsys, tmp_path, ending):
+    path = tmp_path / f"step.{ending}"
+    assert main(["plan", "+recipe=quickstart", "--timeline", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"]["name"] == "interleaved_1f1b"
+    text = path.read_text()
+    assert "quickstart: interleaved_1f1b, pp 2 x vpp 2, 8 microbatches" in text
+    assert ending == "txt" or "embedding, decoder 0-1" in text
+
+
+def test_a_picture_that_cannot_be_written_is_a_problem(capsys, tmp_path):
+    assert main(["plan", "+recipe=quickstart", "--timeline", str(tmp_path / "no" / "step.html")]) == 2
+    assert "PP-E129" in capsys.readouterr().err
