@@ -7,6 +7,7 @@ before. The steady state builds no strings and no dictionaries; what can be look
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ppctl.comm.batches import Batch
@@ -20,6 +21,16 @@ from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule
 
 _SHOWN_BEFORE = 4
 _SHOWN_AFTER = 2
+
+
+Timed = Callable[[str], AbstractContextManager[object]]
+
+_TIMERS = {
+    Op.RECV_F: "forward-recv",
+    Op.SEND_F: "forward-send",
+    Op.RECV_B: "backward-recv",
+    Op.SEND_B: "backward-send",
+}
 
 
 class Heartbeat(Protocol):
@@ -59,6 +70,8 @@ class Engine:
     one rank. A schedule without backwards runs under no_grad. `reduce_grad(stage)` is called at REDUCE_GRAD. With
     `variable_shapes`, which the communicator's variable_seq_lengths brings along, the programs' specs give number and
     dtypes of a message's tensors, and their shapes may differ from microbatch to microbatch.
+    `timed(name)` makes a context around what waits for messages: forward-recv, forward-send, backward-recv and
+    backward-send, in Megatron's words.
     Construction is cheap: channels and buffers belong to the communicator and outlive the engine.
 
     Raises ScheduleError where the schedule, the communicator and the programs do not belong together, or the schedule
@@ -76,6 +89,7 @@ class Engine:
         reduce_grad: Callable[[int], None] | None = None,
         recorder: Recorder | None = None,
         heartbeat: Heartbeat | None = None,
+        timed: Timed | None = None,
     ) -> None:
         self.pp_rank = 0 if communicator is None else communicator.current_stage
         _check(schedule, programs, communicator)
@@ -103,11 +117,14 @@ class Engine:
         self._reduce = reduce_grad
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
         self._enter = _say_nothing if heartbeat is None else heartbeat.enter
+        self._handlers = _HANDLERS if self._batch is None else _BATCHED
+        if timed is not None:
+            self._handlers = {op: _timing(op, handler, timed) for op, handler in self._handlers.items()}
         self._index = 0
 
     def run(self) -> None:
         """Execute the list once. Raises EngineError, which names the action, with the original error as its cause."""
-        handlers, enter = _HANDLERS if self._batch is None else _BATCHED, self._enter
+        handlers, enter = self._handlers, self._enter
         self.recorder.begin_step()
         try:
             for index, action in enumerate(self.actions):
@@ -177,8 +194,10 @@ class Engine:
                 self._incoming[op, number] = (way, communicator.pool.shelf(spec))
 
 
+_Handler = Callable[[Engine, Action], None]
+
 # Unbound, so that an engine, which lives for one step, is not a cycle that waits for the garbage collector.
-_HANDLERS: Mapping[Op, Callable[[Engine, Action], None]] = {
+_HANDLERS: Mapping[Op, _Handler] = {
     Op.F: Engine._forward,
     Op.B: Engine._backward,
     Op.SEND_F: Engine._send_forward,
@@ -189,7 +208,7 @@ _HANDLERS: Mapping[Op, Callable[[Engine, Action], None]] = {
 }
 
 
-def _settling(handler: Callable[[Engine, Action], None]) -> Callable[[Engine, Action], None]:
+def _settling(handler: _Handler) -> _Handler:
     """A message's handler that, at the end of its batch, waits for the batch."""
 
     def handle(engine: Engine, action: Action) -> None:
@@ -202,6 +221,24 @@ def _settling(handler: Callable[[Engine, Action], None]) -> Callable[[Engine, Ac
 
 
 _BATCHED = {op: _settling(handler) if op in MESSAGES else handler for op, handler in _HANDLERS.items()}
+
+
+def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
+    """The handler, with a timer around its sending or, where it is F or B, around the wait for what it works on."""
+    received = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}.get(op)
+
+    def send_or_settle(engine: Engine, action: Action) -> None:
+        with timed(_TIMERS[op]):
+            handler(engine, action)
+
+    def wait_first(engine: Engine, action: Action) -> None:
+        if (received, action.stage) in engine._incoming:
+            stage = engine._stages[action.stage]
+            with timed(_TIMERS[Op.RECV_F if op is Op.F else Op.RECV_B]):
+                (stage.wait_for_input if op is Op.F else stage.wait_for_gradient)(action.mb)
+        handler(engine, action)
+
+    return send_or_settle if op in MESSAGES else wait_first if received else handler
 
 
 def _say_nothing(index: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def execute(call: Call, order: Order, communicator: P2PCommunicator | None) -> l
                 communicator,
                 deallocate_pipeline_outputs=bool(setting(config, "deallocate_pipeline_outputs", False)),
                 variable_shapes=bool(setting(config, "variable_seq_lengths", False)),
+                timed=None if setting(config, "timers") is None else partial(timed, config),
             )
             if running.deferral is not None:
                 running.deferral.finish(getattr(call.groups, "tp", None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.engine.interpreter import Engine, Heartbeat
+from ppctl.engine.interpreter import Engine, Heartbeat, Timed
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.schedule.action import Schedule
@@ -24,6 +24,7 @@ def run_schedule(
     reduce_grad: Callable[[int], None] | None = None,
     recorder: Recorder | None = None,
     heartbeat: Heartbeat | None = None,
+    timed: Timed | None = None,
 ) -> None:
     """Execute this rank's part of one step: all microbatches through this rank's stages.
 
@@ -34,7 +35,8 @@ def run_schedule(
     to call. `deallocate_pipeline_outputs` frees an output once it is delivered, else it lives until its backward.
     `variable_shapes` lets the shapes of messages differ between microbatches (a communicator with variable_seq_lengths
     does as well). `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions,
-    and must have been made for this rank's list; `heartbeat` is told each action's index.
+    and must have been made for this rank's list; `heartbeat` is told each action's index, and `timed(name)`
+    makes a context around what waits for messages.
 
     Raises ScheduleError where the arguments do not belong together, and EngineError, naming the action, where an action
     fails. After an EngineError the communicator must not be used again: peers may be in the middle of a message.
@@ -48,4 +50,5 @@ def run_schedule(
         reduce_grad=reduce_grad,
         recorder=recorder,
         heartbeat=heartbeat,
+        timed=timed,
     ).run()

@@ -319,3 +319,37 @@ LENGTHS = [3, 7, 1, 4]
 @pytest.mark.parametrize(("pp", "vpp"), [(1, 2), (2, 2), (3, 1)])
 def test_lengths_may_differ_between_microbatches(pp, vpp):
     assert same(run_ranks(with_the_defaults, pp, pp, vpp, LENGTHS), pp * vpp, pp, LENGTHS)
+
+
+def timers_of_a_step(batched):
+    """How often each timer of the config has run, and that none runs inside another of its level."""
+    counts, open_now = {}, []
+
+    def timers(name, log_level):
+        def start(**_):
+            assert log_level == 1 or not open_now, (name, open_now)
+            open_now.extend([name] * (log_level == 2))
+            counts[name] = counts.get(name, 0) + 1
+
+        return SimpleNamespace(start=start, stop=lambda: log_level == 2 and open_now.remove(name))
+
+    config = config_of(timers=timers, batch_p2p_comm=batched)
+    get_forward_backward_func(dist.get_world_size())(
+        forward_step_func=lambda iterator, model: (model(data(next(iterator))), pair),
+        data_iterator=iter(range(M)),
+        model=Stage(dist.get_rank(), config),
+        **sizes(),
+    )
+    assert open_now == []
+    return counts
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_configs_timers_run_around_compute_and_around_what_waits_for_messages(batched):
+    compute = {"forward-backward": 1, "forward-compute": M, "backward-compute": M}
+    down, up = {"forward-send", "backward-recv"}, {"forward-recv", "backward-send"}
+    first, middle, last = run_ranks(timers_of_a_step, 3, batched)
+    for counts, messages in ((first, down), (middle, down | up), (last, up)):
+        assert {name: counts[name] for name in compute} == compute
+        assert counts.keys() - compute.keys() == messages
+        assert all(counts[name] >= M for name in messages)
