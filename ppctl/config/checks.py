@@ -13,10 +13,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import data_paths, decoder, messages, recompute
+from ppctl.config import data_paths, decoder, messages, precision, recompute
 from ppctl.config.decoder import Finding
 from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
-from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.config.support import ABSTRACT_SCHEDULES, SCHEDULES, not_trained, refused, schedule_policy
@@ -37,7 +36,8 @@ POSITIVE = _names(
     "model.beta_slow parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
     "parallel.virtual_pipeline_model_parallel_size parallel.context_parallel_size parallel.expert_model_parallel_size "
     "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
-    "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps "
+    "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps optim.loss_scale "
+    "optim.initial_loss_scale optim.min_loss_scale optim.loss_scale_window optim.hysteresis "
     "train.steps train.global_batch_size train.micro_batch_size train.recompute_num_layers "
     "launch.nodes launch.gpus_per_node"
 )
@@ -113,7 +113,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _environment(config.launch.env, usual)
     yield from decoder.broken_rules(config.model)
     yield from _optim(config.optim)
-    yield from _dtypes(config)
+    yield from precision.broken_rules(config)
     yield from messages.broken_rules(config)
     yield from recompute.broken_rules(config)
     yield from data_paths.broken_rules(config)
@@ -194,17 +194,6 @@ def _optim(optim: OptimConfig) -> Iterator[Finding]:
             "the learning rate falls to min_lr, which is above lr",
             f"optim.min_lr={optim.lr}",
         )
-
-
-def _dtypes(config: RunConfig) -> Iterator[Finding]:
-    """bf16 decides: the weights' and the messages' dtype may repeat it, not contradict it."""
-    bf16 = config.parallel.bf16
-    dtype = "bfloat16" if bf16 else "float32"
-    for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
-        given = dtype_name(value_of(config, name))
-        if given in ("float32", "bfloat16") and given != dtype:
-            message = f"with parallel.bf16={str(bf16).lower()} weights and messages are {dtype}"
-            yield (name, "parallel.bf16"), message, f"parallel.bf16={str(given == 'bfloat16').lower()}"
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:

@@ -78,6 +78,13 @@ RENAMED = {
     "--save-interval": "checkpoint.interval",
     "--load": "checkpoint.resume",
     "--bf16": "parallel.bf16=true",
+    "--fp16": "parallel.fp16=true",
+    "--loss-scale": "optim.loss_scale",
+    "--initial-loss-scale": "optim.initial_loss_scale",
+    "--min-loss-scale": "optim.min_loss_scale",
+    "--loss-scale-window": "optim.loss_scale_window",
+    "--hysteresis": "optim.hysteresis",
+    "--deterministic-mode": "parallel.deterministic_mode=true",
     "--data-path": "data.path",
     "--valid-data-path": "data.validation_path",
     "--eval-iters": "train.eval_steps",
@@ -98,7 +105,6 @@ LATER = frozenset(
         "--overlap-param-gather",
         "--fp8-format",
         "--fp8-recipe",
-        "--fp16",
     }
 )
 """Flags whose work a later release takes up."""

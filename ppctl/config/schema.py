@@ -204,6 +204,16 @@ class OptimConfig:
     """Added to the denominator of an update."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 does not clip."""
+    loss_scale: float | None = None
+    """fp16: a fixed factor on the loss; none moves it by the rule below."""
+    initial_loss_scale: float = 2.0**32
+    """fp16: the factor that a run starts with; the first steps overflow until it fits, and are left out."""
+    min_loss_scale: float = 1.0
+    """fp16: the factor never falls below it."""
+    loss_scale_window: int = 1000
+    """fp16: steps without overflow after which the factor doubles."""
+    hysteresis: int = 2
+    """fp16: overflows before the factor is halved."""
 
 
 @dataclass(kw_only=True, slots=True)

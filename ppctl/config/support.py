@@ -73,6 +73,10 @@ _PARALLEL = {
             "microbatch_group_size_per_vp_stage": "unit/test_plan.py::test_a_group_size_counts_only_when_it_was_given",
             "num_microbatches_with_partial_activation_checkpoints": f"{_RECOMPUTE}::test_recompute_changes_no_bit",
             "bf16": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
+            "fp16": "dist/test_precision_ranks.py::test_float16_follows_float32_under_any_scale_until_one_overflows",
+            "enable_autocast": "dist/test_precision_ranks.py::test_autocast_computes_in_bfloat16_and_keeps_float32",
+            "autocast_dtype": "dist/test_precision_ranks.py::test_autocast_computes_in_bfloat16_and_keeps_float32",
+            "deterministic_mode": "dist/test_precision_ranks.py::test_deterministic_mode_refuses_other_kernels",
             "deallocate_pipeline_outputs": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
             "num_layers_in_first_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
             "num_layers_in_last_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
@@ -89,7 +93,7 @@ _PARALLEL = {
             "params_dtype": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
             "pipeline_dtype": _RULES,
         },
-        (None, "float32", "bfloat16"),
+        (None, "float32", "bfloat16", "float16"),
     ),
     **_works(
         {
@@ -109,7 +113,6 @@ _PARALLEL = {
     **_each("sequence_parallel", PLANS, "tensor parallelism"),
     **_each("hierarchical_context_parallel_sizes", LATER),
     **_each("data_parallel_sharding", PLANS, "sharded data parallelism"),
-    **_each("fp16 enable_autocast autocast_dtype deterministic_mode", LATER),
     **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute", LATER),
     **_each("cross_entropy_loss_fusion cross_entropy_fusion_impl", PLANS, "fused cross entropy"),
     **_each("perform_initialization", LATER),
@@ -145,7 +148,7 @@ _PIPELINE = {
             "pp_seq_len": _RULES,
         }
     ),
-    **_works({"dtype": _RULES}, (None, "float32", "bfloat16")),
+    **_works({"dtype": _RULES}, (None, "float32", "bfloat16", "float16")),
     **_each("patch_inner_model patch_causal_lm_model", LATER, "it belongs to Hugging Face models"),
     **_each("patch_stage_backward_maybe_with_nosync", LATER, "it belongs to Hugging Face models under FSDP"),
 }

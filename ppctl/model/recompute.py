@@ -183,6 +183,7 @@ class _Again:
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
         self.function = function
         self.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        self._cast = _casting(inputs)
         self._count = 0
         self._made: _Made | None = None
 
@@ -195,7 +196,11 @@ class _Again:
         """What the second call made."""
         if self._made is None:
             saved: list[Tensor] = []
-            with torch.enable_grad(), saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never):
+            with (
+                self._cast,
+                torch.enable_grad(),
+                saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never),
+            ):
                 outputs = _as_tuple(self.function(*self.inputs))
             self._made = _Made(saved, tuple(tensor.detach() for tensor in outputs))
         return self._made
@@ -203,6 +208,12 @@ class _Again:
     def _number(self, tensor: Tensor) -> tuple[_Again, int]:
         self._count += 1
         return self, self._count - 1
+
+
+def _casting(inputs: Sequence[Tensor]) -> torch.autocast:
+    """How a forward is cast at this moment, as a context for later."""
+    kind = inputs[0].device.type
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
 def _answer(numbered: tuple[_Again, int]) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.memory import PRECISIONS, Precision
@@ -17,9 +18,8 @@ from ppctl.schedule.action import Placement
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """The precision recipe: bf16 weights where `parallel.bf16` or `params_dtype` says so, else fp32."""
-    parallel = config.parallel
-    return PRECISIONS["bfloat16" if parallel.bf16 else str(parallel.params_dtype or "float32").removeprefix("torch.")]
+    """The precision recipe of the weights' dtype."""
+    return PRECISIONS[weight_dtype(config.parallel)]
 
 
 def stage_specs(

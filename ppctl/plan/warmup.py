@@ -26,7 +26,7 @@ AUTO = "auto"
 ASSUMED_LINK = {"cuda": (25e9, 20e-6), "cpu": (2.1e9, 200e-6)}
 """Bytes per second and seconds per message between ranks: a 200 Gbit/s network card; gloo over loopback, measured."""
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 CLOSE = 1.005
 """A step is as good as the best one where it takes at most this much longer: activations are not spent on less."""

@@ -1,17 +1,22 @@
 """The weights of one rank twice: as the model computes with them, and as the optimizer steps them (float32).
 
 Knows dtypes and accumulation of gradients. Must not know stages, the schedule or the optimizer's rule. In float32 both
-are the same objects and nothing is done twice; in bfloat16 the master's `.grad` is the float32 accumulator (Megatron's
+are the same objects and nothing is done twice; else the master's `.grad` is the float32 accumulator (Megatron's
 main_grad), so that all that follows - replication, ties, norm, clipping, AdamW, checkpoints - reads masters only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from ppctl.comm.buffers import Message
+from ppctl.schedules import StageProgram
+from ppctl.train.loss_scale import LossScale
 
 
 class Weights:
@@ -39,6 +44,32 @@ class Weights:
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated float32 gradients by canonical name, without the parameters that received none."""
         return {name: master.grad for name, master in self.master.items() if master.grad is not None}
+
+
+def in_precision(
+    program: StageProgram, autocast: str | None, device: torch.device, scale: LossScale | None
+) -> StageProgram:
+    """The program, cast to `autocast` where that is a dtype, with its loss (if it has one) times the loss scale."""
+
+    def forward(mb: int, inputs: Message) -> Message:
+        if autocast is None:
+            outputs = program.forward(mb, inputs)
+        else:
+            with torch.autocast(device.type, dtype=getattr(torch, autocast)):
+                outputs = program.forward(mb, inputs)
+        if scale is not None and not program.sends:
+            outputs = tuple(loss * scale.scale for loss in outputs)
+        return outputs
+
+    return program if autocast is None and scale is None else replace(program, forward=forward)
+
+
+@torch.no_grad()
+def unscale(masters: Mapping[str, nn.Parameter], scale: LossScale | None) -> None:
+    """Divide the gradients by the loss scale."""
+    for parameter in masters.values():
+        if scale is not None and parameter.grad is not None:
+            parameter.grad.div_(scale.scale)
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

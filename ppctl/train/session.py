@@ -16,6 +16,7 @@ from ppctl.comm.clock import clock_offset
 from ppctl.comm.groups import make_group
 from ppctl.comm.modes import pipeline_backend
 from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.load import Samples, load_data
@@ -30,6 +31,7 @@ from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.plan import Plan, RankPlan
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm
+from ppctl.train.loss_scale import LossScale
 from ppctl.train.optimizer import build_optimizer
 from ppctl.train.precision import Weights
 
@@ -57,6 +59,8 @@ class Session:
     recompute: dict[int, Switch]
     weights: Weights
     optimizer: torch.optim.AdamW
+    loss_scale: LossScale | None
+    """In float16 only."""
     reducer: GradientReducer
     ties: TiedGradients
     norm: GradientNorm
@@ -112,7 +116,8 @@ def build_session(
     communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
     reads = any({"embedding", "loss"} & set(spec.layers) for spec in own.stages)
     data = load_data(config.data) if reads else None
-    dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
+    dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
+    torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     stages = {
         spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device)
         for spec in own.stages
@@ -136,6 +141,7 @@ def build_session(
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         weights=weights,
         optimizer=build_optimizer(weights.master, config.optim, config.model),
+        loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=GradientReducer(masters, dp_group if plan.sizes.dp > 1 else None),
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(plan.stages, config.model, device=device, group=pp_group if plan.sizes.pp > 1 else None),

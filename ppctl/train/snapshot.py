@@ -43,6 +43,7 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
         "model": asdict(session.config.model),
+        "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
     tensors, keep = named_tensors(session), session.config.checkpoint.keep
     return save(directory, step, tensors, state, writer=session.own.dp_rank == 0, keep=keep)
@@ -58,6 +59,8 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         raise CheckpointError(_with_sizes(error.problems, path, session)) from error
     session.weights.publish()
+    if session.loss_scale is not None and state.get("loss_scale") is not None:
+        session.loss_scale.restore(state["loss_scale"])
     now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}
     if session.corpus is not None:
         now["data_digest"] = session.corpus.digest

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ppctl.comm.buffers import Message
+from ppctl.config.precision import autocast_dtype
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.errors import Problem, TrainingError
 from ppctl.model.loss import microbatch_loss
@@ -27,6 +28,7 @@ from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at, set_lr
+from ppctl.train.precision import in_precision, unscale
 from ppctl.train.report import NOTHING, RankReport, bubble_fraction, check_reports, gather_reports, slowest_stage
 from ppctl.train.session import Session
 
@@ -55,7 +57,9 @@ class Trainer:
         self.first = 0
         """The step's microbatch that is the schedule call's number 0."""
         self.spared = _spared_from_recompute(session)
-        self.programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
+        programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
+        autocast = autocast_dtype(session.config.parallel)
+        self.programs = [in_precision(each, autocast, session.device, session.loss_scale) for each in programs]
         plan = session.plan
         self.pipeline = RankGrid(plan.sizes).group_of("pp", 0)
         self.pipeline_stages = [[spec.stage for spec in plan.for_rank(rank).stages] for rank in self.pipeline]
@@ -71,17 +75,27 @@ class Trainer:
         check_reports(reports, step, s.plan.stages[-1].stage)
         s.reducer.finish()
         s.ties.sum()
+        unscale(s.weights.master, s.loss_scale)
         norm = s.norm.measure(s.weights.master)
         grad_norm = norm.item()
-        if not math.isfinite(grad_norm):
+        overflow = not math.isfinite(grad_norm)
+        if overflow and (s.loss_scale is None or s.loss_scale.exhausted):
             raise _bad_norm(step, norm)
+        if not overflow:
+            self._update(norm, lr)
+        seconds = time.perf_counter() - started
+        record = {"step": step, "loss": sum(r.loss for r in reports), "grad_norm": grad_norm, "lr": lr}
+        if s.loss_scale is not None:
+            record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
+            s.loss_scale.update(overflow=overflow)
+        return StepResult(record | self._figures(reports, seconds), any(r.stop for r in reports))
+
+    def _update(self, norm: GradNorm, lr: float) -> None:
+        s = self.session
         clip_gradients(s.weights.master, norm, s.config.optim.clip_grad)
         set_lr(s.optimizer, lr)
         s.optimizer.step()
         s.weights.publish()
-        seconds = time.perf_counter() - started
-        record = {"step": step, "loss": sum(r.loss for r in reports), "grad_norm": grad_norm, "lr": lr}
-        return StepResult(record | self._figures(reports, seconds), any(r.stop for r in reports))
 
     def _run_pipeline(self, step: int) -> None:
         s = self.session

@@ -64,7 +64,7 @@ def test_every_key_is_explained_with_type_default_and_state(name):
     ("topic", "said"),
     [
         ("pp", "parallel.pipeline_model_parallel_size"),
-        ("parallel.fp16", "comes in a later release"),
+        ("parallel.cpu_offloading", "comes in a later release"),
         ("launch.target", "takes local, env"),
         ("parallel.gradient_accumulation_fusion", "APEX"),
         ("parallel.moe_extended_tp", "ignored upstream too"),

@@ -103,7 +103,7 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--train-iters", "3"], "PP-E107", "train.steps=3"),
         (["--beta1", "0.8"], "PP-E107", "optim.beta1=0.8"),
         (["--deallocate-pipeline-outputs"], "PP-E107", "parallel.deallocate_pipeline_outputs=true"),
-        (["--fp16"], "PP-E108", "later release"),
+        (["--fp16"], "PP-E107", "parallel.fp16=true"),
         (["--use-distributed-optimizer"], "PP-E108", "later release"),
         (["--recompute-modules"], "PP-E107", "needs a value"),
         (["--swiglu"], "PP-E109", "always SwiGLU"),

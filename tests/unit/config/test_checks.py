@@ -69,6 +69,22 @@ MOE = ["model.num_moe_experts=8"]
         (["recompute=selective", "train.recompute_modules=[mlp,attn]"], ["train.recompute_modules"]),
         (["recompute=selective", "train.recompute_modules=[moe,mlp]"], ["train.recompute_modules"]),
         (["recompute=selective", "train.recompute_modules=[]"], ["train.recompute_modules"]),
+        (["parallel.fp16=true", "parallel.bf16=true"], ["parallel.bf16", "parallel.fp16"]),
+        (["parallel.fp16=true", "parallel.params_dtype=bf16"], ["parallel.params_dtype", "parallel.fp16"]),
+        (["parallel.params_dtype=fp16"], ["parallel.params_dtype", "parallel.fp16"]),
+        (["parallel.enable_autocast=true"], ["parallel.enable_autocast", "parallel.autocast_dtype"]),
+        (["parallel.autocast_dtype=bf16"], ["parallel.autocast_dtype", "parallel.enable_autocast"]),
+        (
+            ["parallel.enable_autocast=true", "parallel.autocast_dtype=fp16"],
+            ["parallel.autocast_dtype", "parallel.fp16"],
+        ),
+        (["optim.hysteresis=3"], ["optim.hysteresis", "parallel.fp16"]),
+        (["parallel.fp16=true", "optim.loss_scale=8", "optim.hysteresis=3"], ["optim.hysteresis", "optim.loss_scale"]),
+        (["parallel.fp16=true", "optim.min_loss_scale=0"], ["optim.min_loss_scale"]),
+        (
+            ["parallel.fp16=true", "optim.min_loss_scale=8", "optim.initial_loss_scale=4"],
+            ["optim.initial_loss_scale", "optim.min_loss_scale"],
+        ),
         (["train.compile=true", "recompute=selective"], ["train.compile", "train.recompute_granularity"]),
         (["train.recompute_stages=[1]"], ["train.recompute_stages", "train.recompute_granularity"]),
         (
@@ -115,7 +131,7 @@ def test_checking_changes_nothing():
 
 def test_a_config_without_provenance_is_checked_by_its_values():
     config = RunConfig()
-    config.parallel.fp16 = True
+    config.parallel.cpu_offloading = True
     assert [problem.code for problem in check(config, {})] == ["PP-E110"]
 
 

@@ -1,0 +1,90 @@
+"""Rules on numbers: which dtype weights and messages have, when a forward is cast, and what scales a loss.
+
+Knows the keys that name a dtype and those of the loss scale. Must not know torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppctl.config.keys import text_keys, value_of
+from ppctl.config.model_parallel_config import dtype_name
+from ppctl.config.schema import ParallelConfig, RunConfig
+
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_SWITCH = {"float32": None, "bfloat16": "parallel.bf16", "float16": "parallel.fp16"}
+
+Broken = Iterator[tuple[tuple[str, ...], str, str]]
+
+
+def weight_dtype(parallel: ParallelConfig) -> str:
+    """The dtype of weights and of the messages between stages: `float16`, `bfloat16` or `float32`."""
+    return "float16" if parallel.fp16 else "bfloat16" if parallel.bf16 else "float32"
+
+
+def autocast_dtype(parallel: ParallelConfig) -> str | None:
+    """The dtype that forwards are cast to, or None: of `enable_autocast`, the messages' and the weights' by default."""
+    if not parallel.enable_autocast:
+        return None
+    given = parallel.autocast_dtype or parallel.pipeline_dtype or parallel.params_dtype
+    return dtype_name(given) or weight_dtype(parallel)
+
+
+def broken_rules(config: RunConfig) -> Broken:
+    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+    parallel = config.parallel
+    if parallel.bf16 and parallel.fp16:
+        keys = ("parallel.bf16", "parallel.fp16")
+        yield keys, "weights have one dtype: bfloat16 or float16", "parallel.fp16=false"
+        return
+    yield from _dtypes(config)
+    yield from _autocast(parallel)
+    yield from _loss_scale(config)
+
+
+def _dtypes(config: RunConfig) -> Broken:
+    """bf16 and fp16 decide: the weights' and the messages' dtype may repeat it, not contradict it."""
+    dtype = weight_dtype(config.parallel)
+    for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
+        given = dtype_name(value_of(config, name))
+        if given is not None and given != dtype:
+            switch = _SWITCH[dtype] or _SWITCH[given] or "parallel.bf16"
+            message = f"with {switch}={str(dtype != 'float32').lower()} weights and messages are {dtype}"
+            flipped = f"{switch}={str(dtype == 'float32').lower()}"
+            yield (name, switch), message, flipped if "float32" in (given, dtype) else f"{name}={dtype}"
+
+
+def _autocast(parallel: ParallelConfig) -> Broken:
+    name = "parallel.autocast_dtype"
+    cast = autocast_dtype(parallel)
+    if cast is None:
+        if parallel.autocast_dtype is not None:
+            keys = (name, "parallel.enable_autocast")
+            yield keys, "a dtype to cast to takes effect with parallel.enable_autocast only", f"{name}=null"
+    elif cast == "float32":
+        keys = ("parallel.enable_autocast", name)
+        message = "forwards are cast to float32, which they are computed in anyway"
+        yield keys, message, f"{name}=bfloat16"
+    elif cast == "float16" and not parallel.fp16:
+        keys = (name, "parallel.fp16")
+        yield keys, "gradients in float16 need a scaled loss, which parallel.fp16 brings", f"{name}=bfloat16"
+
+
+def _loss_scale(config: RunConfig) -> Broken:
+    optim = config.optim
+    for field in _LOSS_SCALE:
+        key = f"optim.{field}"
+        if value_of(config, key) == text_keys()[key].default:
+            continue
+        if not config.parallel.fp16:
+            yield (key, "parallel.fp16"), f"{key} scales the loss of parallel.fp16, and that is off", _default(key)
+        elif field != "loss_scale" and optim.loss_scale is not None:
+            yield (key, "optim.loss_scale"), f"{key} moves a scale, and optim.loss_scale fixes it", _default(key)
+    if optim.initial_loss_scale < optim.min_loss_scale:
+        keys = ("optim.initial_loss_scale", "optim.min_loss_scale")
+        yield keys, "the loss scale would start below its minimum", f"optim.initial_loss_scale={optim.min_loss_scale}"
+
+
+def _default(key: str) -> str:
+    default = text_keys()[key].default
+    return f"{key}={'null' if default is None else default}"
