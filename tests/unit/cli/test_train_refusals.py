@@ -154,7 +154,8 @@ def test_a_job_that_its_starter_starts_again_goes_on_in_its_directory() -> None:
     second = new_run(train.prepare(arguments(*QUICK), again), again)
     assert second.path == run.path
     assert second.read_config().checkpoint.resume == str(run.checkpoints / "step-4")
-    assert [record["step"] for record in second.metrics()] == [0, 1, 2, 3], "the others will be done again"
+    # The steps behind the checkpoint will be done again; their records go once the ranks have verified it.
+    assert [record["step"] for record in second.metrics()] == [0, 1, 2, 3, 4, 5]
     assert len(second.commands()) == 2
     assert len(list_runs(Path("runs"))) == 1
 
