@@ -119,6 +119,18 @@ class Sleep:
         return ""
 
 
+class _Single(nn.Module):
+    """A stage that takes and returns one tensor, as torch's schedules want it."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.stage(x)[0]
+        return out
+
+
 class Gpt:
     """W2: 8 layers of width 256, sequences of 128, 1024 words. Checked against one process that runs all stages."""
 
@@ -132,7 +144,7 @@ class Gpt:
 
     def module(self, stage: int) -> nn.Module:
         spec = StageSpec(stage, 0, 0, self.layers[stage], (), (), 0, 0, 0)
-        return build_stage(spec, self.MODEL, seed=7, dtype=torch.float32, device="cpu")
+        return _Single(build_stage(spec, self.MODEL, seed=7, dtype=torch.float32, device="cpu"))
 
     def spec(self) -> TensorSpec:
         return TensorSpec((1, self.SEQ, self.MODEL.hidden_size), "float32")

@@ -58,6 +58,7 @@ def _each(names: str, state: str, note: str = "") -> dict[str, Support]:
 
 
 _LAW = "dist/test_bitwise_law.py"
+_MODELS = "dist/test_bitwise_models.py"
 _SPLIT = "unit/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
 _RECOMPUTE = "dist/test_recompute.py"
@@ -175,8 +176,12 @@ _ELSEWHERE = {
     **_each("model.position_embedding_type", PLANS, "GPT-3's blocks"),
     **_each("model.attention_backend", PLANS, "the choice of an attention kernel"),
     **_each("model.attention_dropout model.hidden_dropout", PLANS, "dropout"),
-    **_each("model.num_moe_experts", PLANS, "mixture of experts"),
-    "model.mtp_num_layers": Support(PLANS, "multi-token prediction", accepts=(None, 0)),
+    **_works(
+        {
+            "model.num_moe_experts": f"{_MODELS}::test_any_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits",
+            "model.mtp_num_layers": f"{_MODELS}::test_any_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits",
+        }
+    ),
 }
 
 

@@ -10,7 +10,7 @@ for LayerNorm, biases, feed-forwards without a gate and learned positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
@@ -143,6 +143,14 @@ def positions(model: ModelConfig) -> Count:
     return Count(whole=model.max_position_embeddings * model.hidden_size if learned else 0)
 
 
+def holds_final_norm(model: ModelConfig, layer_names: Collection[str]) -> bool:
+    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer.
+
+    MTP modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3.
+    """
+    return (f"decoder.{model.num_layers - 1}" if model.mtp_num_layers else "loss") in layer_names
+
+
 def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
     """What a stage builds, replicas included.
 
@@ -151,7 +159,7 @@ def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
     """
     pattern = moe_layer_pattern(model)
     kinds = {moe: decoder(model, moe) for moe in set(pattern)}
-    parts, has_mtp = [], False
+    parts, has_mtp, layer_names = [], False, tuple(layer_names)
     for name in layer_names:
         kind, _, index = name.partition(".")
         if kind == "decoder":
@@ -162,7 +170,9 @@ def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
             parts.append(mtp_module(model))
             has_mtp = True
         elif kind == "loss":
-            parts.append(embedding(model).plus(norm(model, model.hidden_size)))
+            parts.append(embedding(model))
+    if holds_final_norm(model, layer_names):
+        parts.append(norm(model, model.hidden_size))
     return Count().plus(*parts, *([embedding(model)] if has_mtp else []))
 
 

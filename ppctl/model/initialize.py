@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.names import owner_of
+from ppctl.model.names import expert_name, owner_of
 
-RESIDUAL_OUTPUTS = ("attention.wo.weight", "feed_forward.w2.weight")
+RESIDUAL_OUTPUTS = re.compile(r"(attention\.wo|feed_forward\.w2|shared_experts\.w2|experts\.\d+\.w2)\.weight")
 """Projections that write into the residual stream: every layer adds two of them."""
 
 
@@ -46,13 +47,23 @@ def initial_value(name: str, shape: tuple[int, ...], model: ModelConfig, seed: i
     if len(shape) == 1:
         return torch.ones(shape)
     std = model.init_method_std
-    if name.endswith(RESIDUAL_OUTPUTS):
+    if RESIDUAL_OUTPUTS.search(name):
         std /= math.sqrt(2 * model.num_layers)
     return normal(seed, owner_of(name, model), shape, std)
 
 
 @torch.no_grad()
-def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int) -> None:
-    """Fill materialised parameters, keyed by canonical name, with their initial values."""
-    for name, parameter in parameters.items():
-        parameter.copy_(initial_value(name, tuple(parameter.shape), model, seed))
+def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, held: range) -> None:
+    """Fill materialised parameters, keyed by canonical name, with their initial values; `held` are the experts here."""
+    for stack, parameter in parameters.items():
+        for name, tensor in pieces(stack, parameter, held):
+            tensor.copy_(initial_value(name, tuple(tensor.shape), model, seed))
+
+
+def pieces(name: str, tensor: Tensor, held: range) -> Iterator[tuple[str, Tensor]]:
+    """A tensor under its canonical name; a stack of experts expert by expert (views), so that no name knows ranks."""
+    if expert_name(name, 0) is None:
+        yield name, tensor
+        return
+    for expert, part in zip(held, tensor.unbind(), strict=True):
+        yield expert_name(name, expert) or name, part

@@ -6,8 +6,15 @@ schedule: who calls says how many tokens count.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from torch import Tensor
+
+from ppctl.model.mtp import ahead
+
+NO_TOKEN = -100
+"""The label of what counts for nothing, as torch's losses ignore it."""
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -22,3 +29,20 @@ def microbatch_loss(logits: Tensor, labels: Tensor, mask: Tensor, total_tokens: 
     so that the shares of all microbatches and data-parallel ranks add up to the mean over the batch's tokens.
     """
     return (token_losses(logits, labels) * mask).sum() / total_tokens
+
+
+def without(labels: Tensor, mask: Tensor) -> Tensor:
+    """The labels [b, s] with NO_TOKEN where the mask says that a token does not count."""
+    return labels.masked_fill(mask == 0, NO_TOKEN)
+
+
+def mtp_targets(labels: Tensor, mask: Tensor, modules: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What each MTP module is held against: (labels, mask) [b, s], module k's labels k + 1 further on.
+
+    A position counts where all labels up to its own count, so that nothing is predicted beyond the end of a sequence or
+    of a document.
+    """
+    counted = mask
+    for depth in range(1, modules + 1):
+        counted = mask * ahead(counted, 1)
+        yield ahead(labels, depth), counted

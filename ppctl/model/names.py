@@ -14,11 +14,23 @@ from ppctl.plan import StageSpec
 
 EMBEDDING = "tok_embeddings.weight"
 OUTPUT = "output.weight"
+MTP_EMBEDDING = "mtp.tok_embeddings.weight"
+"""The copy of the embedding beside the MTP modules: another use of it."""
 
 
 def owner_of(name: str, model: ModelConfig) -> str:
-    """The name of the parameter that `name` is a use of: itself, or the token embedding for a tied output."""
-    return EMBEDDING if name == OUTPUT and model.share_embeddings_and_output_weights else name
+    """The name of the parameter that `name` is a use of: itself, or the token embedding for MTP's and a tied output."""
+    tied = name == MTP_EMBEDDING or (name == OUTPUT and model.share_embeddings_and_output_weights)
+    return EMBEDDING if tied else name
+
+
+def expert_name(name: str, expert: int) -> str | None:
+    """The canonical name of one expert's matrix in a stack: `layers.3.moe.experts.7.w1.weight` of `...experts.w1`.
+
+    None for a name that is no stack: stacked are the routed experts of a layer, which any rank may hold a part of.
+    """
+    stack, _, matrix = name.rpartition(".")
+    return f"{stack}.{expert}.{matrix}.weight" if stack.endswith(".experts") else None
 
 
 def is_decayed(name: str, dim: int, model: ModelConfig) -> bool:
@@ -35,10 +47,12 @@ class Use(NamedTuple):
 
 
 def tied_uses(stages: Iterable[StageSpec], model: ModelConfig) -> tuple[Use, ...]:
-    """The uses of the token embedding in canonical order (embedding, output), or () if no parameter is tied."""
-    if not model.share_embeddings_and_output_weights:
-        return ()
-    names = {"embedding": EMBEDDING, "loss": OUTPUT}
-    return tuple(
-        Use(spec.stage, spec.pp_rank, names[layer]) for spec in stages for layer in spec.layers if layer in names
-    )
+    """The uses of the token embedding in canonical order (embedding, output, MTP), or () if it has but one."""
+    names = {"embedding": EMBEDDING, "mtp.0": MTP_EMBEDDING}
+    if model.share_embeddings_and_output_weights:
+        names["loss"] = OUTPUT
+    found = {
+        layer: Use(spec.stage, spec.pp_rank, names[layer]) for spec in stages for layer in spec.layers if layer in names
+    }
+    uses = tuple(found[layer] for layer in ("embedding", "loss", "mtp.0") if layer in found)
+    return uses if len(uses) > 1 else ()

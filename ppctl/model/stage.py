@@ -1,4 +1,4 @@
-"""One stage of a decoder, built from its StageSpec: embedding, decoder layers, loss head, or nothing at all.
+"""One stage of a decoder, built from its StageSpec: embedding, decoder layers, MTP, loss head, or nothing.
 
 Knows which modules a stage's layer names stand for and their canonical order. Must not know pp, vpp, ranks' neighbours,
 the schedule or the optimizer: a stage's weights and outputs depend on its layers and the model alone.
@@ -12,92 +12,105 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.parameters import holds_final_norm
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
+from ppctl.model.moe import WHOLE, Share
+from ppctl.model.mtp import MultiTokenPrediction
 from ppctl.model.rotary import Rotary
+from ppctl.model.router import Router
 from ppctl.plan import StageSpec
 
 
 class StageModule(nn.Module):
-    """What one stage computes. `layers` are names in model order: "embedding", "decoder.3", ..., "loss".
+    """What one stage computes. `layers` are names in model order: "embedding", "decoder.3", ..., "mtp.0", "loss".
 
-    The module's own parameter names are the canonical global ones, whatever else is on the stage.
+    The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm stands
+    before the output; in a model with MTP, which reads normalised states, after the last decoder layer.
     """
 
-    def __init__(self, layers: Sequence[str], model: ModelConfig) -> None:
+    def __init__(self, layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(model.vocab_size, model.hidden_size) if "embedding" in layers else None
-        ids = [name.removeprefix("decoder.") for name in layers if name.startswith("decoder.")]
-        self.layers = nn.ModuleDict({id_: DecoderLayer(model) for id_ in ids})
+        h, moe = model.hidden_size, moe_layer_pattern(model)
+        self.held = share.experts(model)
+        self.tok_embeddings = nn.Embedding(model.vocab_size, h) if "embedding" in layers else None
+        decoders = {id_: DecoderLayer(model, moe=moe[int(id_)], share=share) for id_ in _ids("decoder", layers)}
+        self.layers = nn.ModuleDict(decoders)
         self.runs: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = list(self.layers.values())
         """What the layers are called through, in order: themselves, or runs of them that are recomputed."""
-        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon) if "loss" in layers else None
-        self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if "loss" in layers else None
+        self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
+        modules = _ids("mtp", layers)
+        self.mtp = MultiTokenPrediction(model, modules, share) if modules else None
+        self.output = nn.Linear(h, model.vocab_size, bias=False) if "loss" in layers else None
         self.rotary = Rotary(model)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
 
-        Returns logits [b, s, vocab_size] where it owns the loss, else hidden states [b, s, h]: always a new tensor,
-        also from an empty stage, so that input and output are two nodes of the graph (one may be freed without the
-        other).
+        A stage with MTP modules and no embedding needs `tokens` as well. From the first MTP module on there are several
+        hidden states: the decoder's, then one per module. Returns hidden states, or logits [b, s, vocab_size] where the
+        stage owns the loss: always new tensors, also from an empty stage, so that input and output are two nodes of the
+        graph (one may be freed without the other).
         """
-        given = x
+        x, *others = inputs
         if self.tok_embeddings is not None:
-            x = self.tok_embeddings(x)
-        if self.layers:
+            tokens, x = x, self.tok_embeddings(x)
+        if self.layers or self.mtp is not None:
             cos, sin = self.rotary.tables(x)
             for run in self.runs:
                 x = run(x, cos, sin)
-        if self.norm is not None and self.output is not None:
-            x = self.output(self.norm(x))
-        return x.clone() if x is given else x
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.mtp is not None:
+            others.extend(self.mtp(x, tokens, cos, sin))
+        if self.output is not None:
+            return tuple(self.output(state) for state in (x, *others))
+        return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
-        """The stage's parameters by canonical global name, in canonical order; a tied output is one of its own."""
+        """The stage's parameters by canonical global name, in canonical order; every use of a tied one is its own."""
         return dict(self.named_parameters())
+
+    def canonical_buffers(self) -> dict[str, Tensor]:
+        """What is trained without a gradient (the routers' biases) by canonical global name."""
+        return dict(self.named_buffers())
+
+    def routers(self) -> tuple[Router, ...]:
+        """The routers of the stage's layers, in canonical order."""
+        return tuple(module for module in self.modules() if isinstance(module, Router))
+
+
+def _ids(kind: str, layers: Sequence[str]) -> list[str]:
+    return [name.removeprefix(f"{kind}.") for name in layers if name.startswith(f"{kind}.")]
 
 
 def build_stage(
-    spec: StageSpec, model: ModelConfig, *, seed: int, dtype: torch.dtype, device: torch.device | str
+    spec: StageSpec,
+    model: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    share: Share = WHOLE,
 ) -> StageModule:
     """Build a stage without weights, give it memory on `device` in `dtype`, and fill it by canonical name.
 
-    Raises ConfigError (PP-E720) for a model whose blocks ppctl does not build yet.
+    Of the routed experts only those of `share` are built.
     """
-    refuse_missing_blocks(model)
-    module = meta_stage(spec.layers, model).to(dtype).to_empty(device=device)
-    initialize(module.canonical_parameters(), model, seed)
+    module = meta_stage(spec.layers, model, share).to(dtype).to_empty(device=device)
+    initialize(module.canonical_parameters(), model, seed, module.held)
+    for router in module.routers():
+        router.reset_bias(device)
     return module
 
 
-def meta_stage(layers: Sequence[str], model: ModelConfig) -> StageModule:
+def meta_stage(layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) -> StageModule:
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
-        return StageModule(layers, model)
+        return StageModule(layers, model, share)
 
 
 def canonical_names(model: ModelConfig, layers: Sequence[str]) -> tuple[str, ...]:
     """Canonical parameter names of a stage with these layers; with all of the model's layers, the model's order."""
     return tuple(meta_stage(layers, model).canonical_parameters())
-
-
-def refuse_missing_blocks(model: ModelConfig) -> None:
-    """Raise ConfigError naming every block that the model asks for and that is planned only, not built."""
-    missing = {
-        "mixture of experts": ("model.num_moe_experts", model.num_moe_experts is not None),
-        "multi-token prediction": ("model.mtp_num_layers", bool(model.mtp_num_layers)),
-    }
-    problems = [
-        Problem(
-            "PP-E720",
-            f"{block} can be planned but not trained yet: {key} asks for it",
-            remedy="plan it with `ppctl plan`, or train a dense model: `ppctl train +recipe=quickstart`",
-            place=key,
-        )
-        for block, (key, wanted) in missing.items()
-        if wanted
-    ]
-    if problems:
-        raise ConfigError(problems)

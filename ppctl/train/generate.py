@@ -54,10 +54,10 @@ class Generator:
         embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
 
         def forward(mb: int, inputs: Message) -> Message:
-            output = module(self.window if embeds else inputs[0])
+            outputs: Message = module(self.window) if embeds else module(*inputs, tokens=self.window)
             if ends:
-                self.next_token[0] = output[0, self.position].argmax()
-            return (output,)
+                self.next_token[0] = outputs[0][0, self.position].argmax()
+            return outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
 

@@ -38,21 +38,25 @@ class RankReport:
     busy: float = 0.0
     """Seconds in F, B, I and W."""
     memory_bytes: float = 0.0
+    mtp_loss: float = 0.0
+    """This rank's share of the mean over the MTP modules' losses."""
     stage_seconds: list[float] = field(default_factory=list)
     """Busy seconds of each of this rank's stages, in chunk order."""
+    auxiliary: list[float] = field(default_factory=list)
+    """Auxiliary losses of each of this rank's routers, summed over its microbatches; as long on every rank."""
 
     def pack(self) -> torch.Tensor:
         """The report as a float64 vector: exact for whole numbers below 2^53."""
-        *head, stages = astuple(self)
-        return torch.tensor([*head, *stages], dtype=torch.float64)
+        *head, stages, auxiliary = astuple(self)
+        return torch.tensor([*head, *stages, *auxiliary], dtype=torch.float64)
 
-    @classmethod
-    def unpack(cls, row: Sequence[float]) -> RankReport:
-        """The inverse of `pack`."""
-        report, head = cls(), [f.name for f in fields(cls)][:-1]
+    def unpack(self, row: Sequence[float]) -> RankReport:
+        """The report that was packed into `row`, with lists as long as this one's."""
+        report, head = RankReport(), [f.name for f in fields(self)][:-2]
         for name, value in zip(head, row, strict=False):
             setattr(report, name, value)
-        report.stage_seconds = list(row[len(head) :])
+        stages, end = len(head), len(head) + len(self.stage_seconds)
+        report.stage_seconds, report.auxiliary = list(row[stages:end]), list(row[end:])
         return report
 
 
@@ -62,7 +66,7 @@ def gather_reports(own: RankReport, group: dist.ProcessGroup | None = None) -> l
     world = dist.get_world_size(group)
     table = torch.empty(world, row.numel(), dtype=torch.float64)
     dist.all_gather(list(table.unbind()), row, group=group)
-    return [RankReport.unpack(values) for values in table.tolist()]
+    return [own.unpack(values) for values in table.tolist()]
 
 
 def check_reports(reports: Sequence[RankReport], step: int, last_stage: int) -> None:

@@ -65,7 +65,7 @@ class Session:
     ties: TiedGradients
     norm: GradientNorm
     corpus: Samples | None
-    """What is trained on. Only ranks that own an E or an L read data."""
+    """What is trained on. Only ranks that own an E, an m or an L read data."""
     held_out: Samples | None
     """What is evaluated on, where the config names any; on the same ranks."""
     recorder: Recorder
@@ -114,7 +114,7 @@ def build_session(
     pp_group = make_group(grid.groups("pp"))
     dp_group = make_group(grid.groups("dp"))
     communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
-    reads = any({"embedding", "loss"} & set(spec.layers) for spec in own.stages)
+    reads = any({"embedding", "mtp.0", "loss"} & set(spec.layers) for spec in own.stages)
     data = load_data(config.data) if reads else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     torch.use_deterministic_algorithms(config.parallel.deterministic_mode)

@@ -15,20 +15,33 @@ from torch import Tensor
 from ppctl.checkpoint import load, read_state, save
 from ppctl.config.keys import as_typed
 from ppctl.errors import CheckpointError, Problem
+from ppctl.model.initialize import pieces
 from ppctl.model.names import owner_of
 from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
 
 
 def named_tensors(session: Session) -> dict[str, Sequence[Tensor]]:
-    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds; a tied one's uses together."""
+    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds; a tied one's uses together.
+
+    Experts go one by one, whoever holds them together here; a stack's count of optimizer steps is one number.
+    """
     tensors: dict[str, list[Tensor]] = {}
+
+    def add(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> None:
+        owner = owner_of(name, session.config.model)
+        for piece, part in pieces(owner, tensor, held) if tensor.dim() else [(owner, tensor)]:
+            tensors.setdefault(f"{prefix}.{piece}{suffix}", []).append(part)
+
+    held = next((stage.held for stage in session.stages.values()), range(0))
     moments = state_by_name(session.optimizer, session.weights.master)
     for name, parameter in session.weights.master.items():
-        owner = owner_of(name, session.config.model)
-        tensors.setdefault(f"model.{owner}", []).append(parameter.detach())
+        add("model", name, parameter.detach())
         for key, tensor in moments[name].items():
-            tensors.setdefault(f"optim.{owner}.{key}", []).append(tensor)
+            add("optim", name, tensor, f".{key}")
+    for stage in session.stages.values():
+        for name, buffer in stage.canonical_buffers().items():
+            add("model", name, buffer)
     return dict(tensors)
 
 

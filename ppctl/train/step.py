@@ -20,12 +20,13 @@ from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.errors import Problem, TrainingError
-from ppctl.model.loss import microbatch_loss
+from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
 from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.topology import RankGrid
+from ppctl.train.balance import Balance, auxiliary_width
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at, set_lr
 from ppctl.train.precision import in_precision, unscale
@@ -53,6 +54,8 @@ class Trainer:
         self.batch: StepBatch | None = None
         self.losses: dict[int, Tensor] = {}
         """By microbatch of the step; on the rank that owns the loss."""
+        self.mtp_losses: dict[int, Tensor] = {}
+        """The same, of the MTP modules: the mean over them."""
         self.calls = session.plan.gradient_accumulation_steps
         self.first = 0
         """The step's microbatch that is the schedule call's number 0."""
@@ -62,7 +65,15 @@ class Trainer:
         self.programs = [in_precision(each, autocast, session.device, session.loss_scale) for each in programs]
         plan = session.plan
         self.pipeline = RankGrid(plan.sizes).group_of("pp", 0)
-        self.pipeline_stages = [[spec.stage for spec in plan.for_rank(rank).stages] for rank in self.pipeline]
+        stages = [plan.for_rank(rank).stages for rank in self.pipeline]
+        self.pipeline_stages = [[spec.stage for spec in own] for own in stages]
+        self.auxiliary_width = auxiliary_width(stages, session.config.model)
+        self.balance = Balance(
+            [router for module in session.stages.values() for router in module.routers()],
+            session.config.model,
+            weight=1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / self._microbatches_of_all(),
+            group=session.dp_group if plan.sizes.dp > 1 else None,
+        )
 
     def step(self, step: int) -> StepResult:
         """Run step number `step` (from 0). Raises TrainingError, on all ranks alike, where numbers are not finite."""
@@ -88,6 +99,7 @@ class Trainer:
         if s.loss_scale is not None:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)
+        record |= self._further_losses(reports)
         return StepResult(record | self._figures(reports, seconds), any(r.stop for r in reports))
 
     def _update(self, norm: GradNorm, lr: float) -> None:
@@ -96,11 +108,13 @@ class Trainer:
         set_lr(s.optimizer, lr)
         s.optimizer.step()
         s.weights.publish()
+        self.balance.move_biases()
 
     def _run_pipeline(self, step: int) -> None:
         s = self.session
         s.weights.clear_gradients()
-        self.losses = {}
+        self.losses, self.mtp_losses = {}, {}
+        self.balance.begin(1.0 if s.loss_scale is None else s.loss_scale.scale)
         self.batch = None if self.batches is None else self.batches.step(step)
         for call in range(self.calls):
             self.first = call * s.plan.num_microbatches
@@ -144,29 +158,46 @@ class Trainer:
         return self.calls * self.session.plan.num_microbatches * self.session.plan.sizes.dp
 
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
-        """What the engine calls: the module, fed with tokens where it embeds, closed by the loss where it ends."""
-        embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
+        """What the engine calls: the module, fed with tokens where it reads them, closed by the loss where it ends."""
+        embeds, predicts, ends = (name in spec.layers for name in ("embedding", "mtp.0", "loss"))
         recompute = self.session.recompute[spec.stage]
 
         def forward(mb: int, inputs: Message) -> Message:
             recompute.on = (spec.stage, mb) not in self.spared
-            x = self._own(self.batch).tokens[self.first + mb].to(self.session.device) if embeds else inputs[0]
-            output = module(x)
-            return (self._loss(mb, output),) if ends else (output,)
+            tokens = None
+            if embeds or predicts:
+                tokens = self._own(self.batch).tokens[self.first + mb].to(self.session.device)
+            outputs: Message = module(tokens) if embeds else module(*inputs, tokens=tokens)
+            return (self._loss(mb, *outputs),) if ends else outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
 
-    def _loss(self, mb: int, logits: Tensor) -> Tensor:
-        """The loss to start from, and the microbatch's share of the step's.
+    def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
+        """The loss to start from; notes the microbatch's share of the step's, and of its MTP modules'.
 
-        The same tensor, unless the schedule scales: then it starts from the mean over the microbatch's own tokens.
+        The same numbers, unless the schedule scales: then it starts from the mean over the microbatch's own tokens.
         """
-        batch, device, mb = self._own(self.batch), self.session.device, self.first + mb
-        mask = batch.loss_mask[mb]
-        scaled = self.session.config.pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
-        tokens = float(mask.sum().clamp(min=1)) if scaled else batch.total_tokens
-        loss = microbatch_loss(logits, batch.labels[mb].to(device), mask.to(device), tokens)
-        self.losses[mb] = loss.detach() / self._microbatches_of_all() if scaled else loss.detach()
+        pipeline, model, device = self.session.config.pipeline, self.session.config.model, self.session.device
+        batch, mb = self._own(self.batch), self.first + mb
+        labels, mask = batch.labels[mb].to(device), batch.loss_mask[mb].to(device)
+        scaled = pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
+        tokens = float(batch.loss_mask[mb].sum().clamp(min=1)) if scaled else batch.total_tokens
+        shares = self._microbatches_of_all() if scaled else 1
+
+        def against(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+            if pipeline.loss_fn is None:
+                return microbatch_loss(logits, labels, mask, tokens)
+            loss: Tensor = pipeline.loss_fn(logits, without(labels, mask))
+            return loss / (1.0 if scaled else batch.total_tokens)
+
+        loss = against(logits, labels, mask)
+        self.losses[mb] = loss.detach() / shares
+        if of_modules:
+            targets = mtp_targets(labels, mask, len(of_modules))
+            further = [against(each, *target) for each, target in zip(of_modules, targets, strict=True)]
+            mean = torch.stack(further).mean()
+            self.mtp_losses[mb] = mean.detach() / shares
+            loss = loss + model.mtp_loss_scaling_factor * mean
         return loss
 
     def _own(self, batch: StepBatch | None) -> StepBatch:
@@ -190,8 +221,23 @@ class Trainer:
             report.stage_seconds = [
                 s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.stages
             ]
+        report.mtp_loss = sum((self.mtp_losses[mb].item() for mb in sorted(self.mtp_losses)), 0.0)
+        own = self.balance.losses()
+        report.auxiliary = own + [0.0] * (self.auxiliary_width - len(own))
         report.memory_bytes = float(_peak_memory(s.device))
         return report
+
+    def _further_losses(self, reports: list[RankReport]) -> dict[str, float]:
+        """What the objective has beside the loss: MTP's mean loss, and what the auxiliary losses add, over all layers.
+
+        The objective is loss + model.mtp_loss_scaling_factor x mtp_loss + aux_loss.
+        """
+        losses = {}
+        if self.session.config.model.mtp_num_layers:
+            losses["mtp_loss"] = sum(r.mtp_loss for r in reports)
+        if self.auxiliary_width:
+            losses["aux_loss"] = math.fsum(x for r in reports for x in r.auxiliary) / self._microbatches_of_all()
+        return losses
 
     def _figures(self, reports: list[RankReport], seconds: float) -> dict[str, Any]:
         """Throughput and balance, from rank 0's pipeline where a figure belongs to one."""

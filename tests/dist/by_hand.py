@@ -68,7 +68,7 @@ class HandPipeline:
             x = self.move(x, stage.stage - 1, stage.stage, shape)
             if stage.stage in self.stages:
                 given = x if stage.stage == 0 else x.detach().requires_grad_()
-                out = self.stages[stage.stage](given)
+                (out,) = self.stages[stage.stage](given)
                 x = microbatch_loss(out, labels, mask, total) if stage.stage == last else out
                 kept[stage.stage] = given, x
         loss, gradient = x, None

@@ -28,8 +28,8 @@ def test_the_slowest_stage_is_the_one_with_the_most_busy_seconds() -> None:
 
 
 def test_a_report_survives_its_vector() -> None:
-    report = RankReport(1.0, 0.5, 3.0, 4294967295.0, 7.0, 1.0, 2.0, 0.5, 1e9, [1.0, 2.0, 3.0])
-    assert RankReport.unpack(report.pack().tolist()) == report
+    report = RankReport(1.0, 0.5, 3.0, 4294967295.0, 7.0, 1.0, 2.0, 0.5, 1e9, 2.5, [1.0, 2.0, 3.0], [0.1])
+    assert report.unpack(report.pack().tolist()) == report
 
 
 @pytest.mark.parametrize(

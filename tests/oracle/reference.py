@@ -4,6 +4,7 @@ No engine, no schedule, no stages: the answer that every cut is held to, bit by 
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,37 +15,76 @@ from ppctl.plan import StageSpec
 from ppctl.train.optimizer import lr_at
 
 
+class Trained(NamedTuple):
+    losses: list
+    norms: list
+    weights: dict
+    mtp_losses: list
+    aux_losses: list
+
+
+def whole_model(model, seed):
+    """All layers as one module."""
+    layers = ["embedding", *(f"decoder.{i}" for i in range(model.num_layers))]
+    layers += [*(f"mtp.{k}" for k in range(model.mtp_num_layers or 0)), "loss"]
+    spec = StageSpec(0, 0, 0, tuple(layers), (), (), 0, 0, 0)
+    return build_stage(spec, model, seed=seed, dtype=torch.float32, device="cpu")
+
+
+def losses_of(logits, labels, mask, share):
+    """The microbatch's loss, and the mean of its MTP losses or None: each the sum over counted tokens / `share`.
+
+    The first logits are for the next token, the k-th further ones for the token k further on; there a token counts if
+    it and all between are in the sequence and count.
+    """
+    losses = []
+    for ahead, each in enumerate(logits):
+        length = labels.shape[1] - ahead
+        counted = math.prod((mask[:, i : i + length] for i in range(1, 1 + ahead)), start=mask[:, :length])
+        wanted = F.pad(labels[:, ahead:], (0, ahead)).flatten()
+        per_token = F.cross_entropy(each.flatten(0, 1), wanted, reduction="none")
+        losses.append((per_token * F.pad(counted, (0, ahead)).flatten()).sum() / share)
+    return losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
+
+
 def train_reference(model, optim, seed, batches, steps=None, scale_grads=False):
-    """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s]; returns (losses, gradient norms, weights).
+    """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s]; figures per step, and the weights.
 
     With `scale_grads` a microbatch's loss is its own mean, and the sum of gradients is divided by their number.
     """
-    layers = ("embedding", *(f"decoder.{i}" for i in range(model.num_layers)), "loss")
-    whole = build_stage(
-        StageSpec(0, 0, 0, layers, (), (), 0, 0, 0), model, seed=seed, dtype=torch.float32, device="cpu"
-    )
-    weights = dict(whole.named_parameters())
-    tied = model.share_embeddings_and_output_weights
-    once = [p for name, p in weights.items() if not (tied and name == "output.weight")]
-    embeddings = ["tok_embeddings.weight"] + ["output.weight"] * tied
-    spared = [p for name, p in weights.items() if p.dim() == 1 or name in embeddings]
-    decayed = [p for name, p in weights.items() if p.dim() > 1 and name not in embeddings]
+    whole = whole_model(model, seed)
+    weights, routers = dict(whole.named_parameters()), whole.routers()
+    uses = ["tok_embeddings.weight"] + ["output.weight"] * model.share_embeddings_and_output_weights
+    uses += ["mtp.tok_embeddings.weight"] * bool(model.mtp_num_layers)
+    once = [p for name, p in weights.items() if name not in uses[1:]]
+    spared = [p for name, p in weights.items() if p.dim() == 1 or name in uses]
+    decayed = [p for name, p in weights.items() if p.dim() > 1 and name not in uses]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    losses, norms = [], []
+    losses, norms, mtp_losses, aux_losses = [], [], [], []
     for step, microbatches in enumerate(batches):
         total, count = float(sum(mask.sum() for _, _, mask in microbatches)), len(microbatches) if scale_grads else 1
         losses.append(0.0)
+        mtp_losses.append(0.0)
+        for router in routers:
+            router.ledger.clear()
+            router.ledger.scale = 1.0 if scale_grads else 1 / len(microbatches)
         for tokens, labels, mask in microbatches:
-            per_token = F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten(), reduction="none")
-            loss = (per_token * mask.flatten()).sum() / (float(mask.sum()) if scale_grads else total)
-            loss.backward()
+            share = float(mask.sum()) if scale_grads else total
+            loss, mtp_loss = losses_of(whole(tokens), labels, mask, share)
             losses[-1] += (loss.detach() / count).item()
+            if mtp_loss is not None:
+                mtp_losses[-1] += (mtp_loss.detach() / count).item()
+                loss = loss + model.mtp_loss_scaling_factor * mtp_loss
+            loss.backward()
+        aux = [math.fsum(value.item() for value in router.ledger.losses) for router in routers]
+        aux_losses.append(math.fsum(aux) / len(microbatches))
         for parameter in weights.values():
             parameter.grad /= count
-        if tied:  # one accumulator per use, summed once in canonical order of uses
-            shared = weights["tok_embeddings.weight"].grad + weights["output.weight"].grad
-            weights["tok_embeddings.weight"].grad, weights["output.weight"].grad = shared, shared.clone()
+        if len(uses) > 1:  # one accumulator per use, summed once in canonical order of uses
+            shared = sum((weights[name].grad for name in uses[1:]), start=weights[uses[0]].grad)
+            for name in uses:
+                weights[name].grad = shared.clone()
         norm = get_total_norm([p.grad for p in once])
         clip_grads_with_norm_(weights.values(), optim.clip_grad or math.inf, norm)
         norms.append(norm.item())
@@ -52,4 +92,13 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False):
             group["lr"] = lr_at(step, optim, steps or len(batches))
         adamw.step()
         adamw.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in weights.items()}
+        move_biases(model, routers)
+    everything = weights | dict(whole.named_buffers())
+    return Trained(losses, norms, {name: t.detach() for name, t in everything.items()}, mtp_losses, aux_losses)
+
+
+def move_biases(model, routers):
+    """An expert with fewer tokens than the mean is chosen a little more easily from now on."""
+    for router in routers if model.moe_router_enable_expert_bias else ():
+        load = router.ledger.counts.float()
+        router.expert_bias += model.moe_router_bias_update_rate * torch.sign(load.mean() - load)

@@ -19,7 +19,7 @@ def backward(stage, microbatches, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(microbatches):
         tokens, labels = torch.randint(52, (2, 2, 7), generator=generator)
-        microbatch_loss(stage(tokens), labels, torch.ones(2, 7), 14 * microbatches).backward()
+        microbatch_loss(stage(tokens)[0], labels, torch.ones(2, 7), 14 * microbatches).backward()
 
 
 def test_float32_weights_are_their_own_masters():
@@ -104,7 +104,7 @@ def test_bfloat16_training_follows_float32_training():
             weights.publish()
             with torch.no_grad():
                 tokens, labels = torch.randint(52, (2, 2, 7), generator=torch.Generator().manual_seed(0))
-                losses.append(microbatch_loss(stage(tokens), labels, torch.ones(2, 7), 14).item())
+                losses.append(microbatch_loss(stage(tokens)[0], labels, torch.ones(2, 7), 14).item())
         runs[dtype] = losses
     full, half = runs[torch.float32], runs[torch.bfloat16]
     assert full[-1] < full[0] / 2

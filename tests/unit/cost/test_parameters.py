@@ -64,7 +64,8 @@ def test_deepseek_v3_to_the_last_parameter() -> None:
         (("embedding", "decoder.0", "decoder.1", "decoder.2"), 926_679_040 + 3 * 583_483_392, 0),
         (("decoder.3", "decoder.4"), 2 * 11_507_286_272, 0),
         (("mtp.0",), 11_610_068_224 + 926_679_040, 926_679_040),
-        (("loss",), 926_679_040 + 7168, 0),
+        (("decoder.60",), 11_507_286_272 + 7168, 0),  # and the final norm, which MTP reads
+        (("loss",), 926_679_040, 0),
         ((), 0, 0),
     ],
 )

@@ -1,0 +1,24 @@
+"""The dense feed-forward, [b, s, h] -> [b, s, h]. Knows its two sizes, and nothing else.
+
+Attribute names are canonical parameter names: renaming one renames a checkpoint key.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class FeedForward(nn.Module):
+    """SwiGLU [b, s, h] -> [b, s, h]: w2(silu(w1 x) * w3 x) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.w3 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the feed-forward to every position."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out

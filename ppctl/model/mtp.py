@@ -1,0 +1,62 @@
+"""Multi-token prediction: modules that look one token further each, beside the decoder (DeepSeek-V3, arXiv:2412.19437).
+
+Knows the modules and how sequences are read ahead. Must not know the output projection, which the loss stage has, nor
+ranks. Attribute names are canonical parameter names: renaming one renames a checkpoint key.
+
+Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
+norm) and the embedding of token i + k + 1; the output projection makes of it logits for token i + k + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import mtp_is_moe
+from ppctl.model.layer import DecoderLayer
+from ppctl.model.moe import WHOLE, Share
+
+
+def ahead(x: Tensor, count: int) -> Tensor:
+    """`x` [b, s] read `count` positions further on; zeros where a sequence has ended."""
+    return F.pad(x[:, count:], (0, min(count, x.shape[1])))
+
+
+class PredictionModule(nn.Module):
+    """norm(projection of (norm(embedding), norm(hidden)), through a decoder layer): [b, s, h] -> [b, s, h]."""
+
+    def __init__(self, model: ModelConfig, share: Share) -> None:
+        super().__init__()
+        h, eps = model.hidden_size, model.norm_epsilon
+        self.enorm = nn.RMSNorm(h, eps=eps)
+        self.hnorm = nn.RMSNorm(h, eps=eps)
+        self.eh_proj = nn.Linear(2 * h, h, bias=False)
+        self.layer = DecoderLayer(model, moe=mtp_is_moe(model), share=share)
+        self.norm = nn.RMSNorm(h, eps=eps)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The hidden state one token further on; `cos` and `sin` as a decoder layer takes them."""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        out: Tensor = self.norm(self.layer(x, cos, sin))
+        return out
+
+
+class MultiTokenPrediction(nn.ModuleDict):
+    """All modules of the model, which stand on one stage, and the copy of the embedding that they share."""
+
+    def __init__(self, model: ModelConfig, ids: Iterable[str], share: Share = WHOLE) -> None:
+        super().__init__({"tok_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
+        self.ids = list(ids)
+        self.update({id_: PredictionModule(model, share) for id_ in self.ids})
+
+    def forward(self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """One hidden state [b, s, h] per module, from the decoder's and the token ids [b, s] of its inputs."""
+        states = []
+        for depth, id_ in enumerate(self.ids, 1):
+            hidden = self[id_](hidden, self["tok_embeddings"](ahead(tokens, depth)), cos, sin)
+            states.append(hidden)
+        return tuple(states)

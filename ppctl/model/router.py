@@ -1,0 +1,150 @@
+"""The router of a mixture of experts: which experts a token goes to, with which weights, and what keeps them balanced.
+
+Knows ModelConfig's routing rules and scores of shape [b, s, E] (E experts, K of them per token). Must not know the
+experts themselves, ranks or microbatches: what it has to tell beside its output stands in its `Ledger`.
+
+Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor
+E / (K T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3
+report (arXiv:2412.19437, 2.1.2); z-loss as in ST-MoE (arXiv:2202.08906).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ppctl.config.schema import ModelConfig
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    experts: Tensor
+    """[b, s, K] int64, the best first."""
+    weights: Tensor
+    """[b, s, K] float32: factors on the outputs of these experts."""
+    auxiliary: Tensor | None
+    """What this microbatch adds to the objective (scalar, coefficients applied); None where nothing does."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What a router tells in one step beside its output, and what it is told; who runs the step clears it."""
+
+    scale: float = 1.0
+    """Factor on the gradients of auxiliary losses: 1 / microbatches of the global batch, so that they are means."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Auxiliary losses of the microbatches so far."""
+    counts: Tensor | None = None
+    """Tokens per expert so far, int64 [E]."""
+
+    def clear(self) -> None:
+        """Forget what was told."""
+        self.losses, self.counts = [], None
+
+
+class Router(nn.Module):
+    """Scores every expert for every token in float32, and chooses K."""
+
+    expert_bias: Tensor | None
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.num_experts = model.num_moe_experts or 0
+        self.weight = nn.Parameter(torch.empty(self.num_experts, model.hidden_size))
+        self.register_buffer("expert_bias", None)
+        if model.moe_router_enable_expert_bias:
+            self.reset_bias(self.weight.device)
+        self.ledger = Ledger()
+
+    def reset_bias(self, device: torch.device | str) -> None:
+        """Start the bias at zero, in float32 whatever the weights are: a step of it is lost in bfloat16."""
+        if self.model.moe_router_enable_expert_bias:
+            self.expert_bias = torch.zeros(self.num_experts, dtype=torch.float32, device=device)
+
+    def counts_of_step(self) -> Tensor:
+        """Tokens that each expert got since the ledger was cleared, int64 [E]."""
+        counts = self.ledger.counts
+        return self.weight.new_zeros(self.num_experts, dtype=torch.int64) if counts is None else counts
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route the tokens of `x` [b, s, h]."""
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.weight.float())
+        sigmoid = self.model.moe_router_score_function == "sigmoid"
+        scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+        experts = self._choose(scores.detach())
+        routing = Routing(experts, self._weigh(scores.gather(-1, experts), sigmoid), self._auxiliary(logits, scores))
+        self._tell(routing)
+        return routing
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        groups, kept = self.model.moe_router_num_groups, self.model.moe_router_group_topk
+        if groups is not None and kept is not None:
+            scores = within_best_groups(scores, groups, kept)
+        return scores.topk(self.model.moe_router_topk, dim=-1).indices
+
+    def _weigh(self, chosen: Tensor, sigmoid: bool) -> Tensor:
+        """The chosen scores, made to add up to 1 where the model wants that, and scaled.
+
+        A single sigmoid stays as it is: divided by itself it would teach the router nothing.
+        """
+        normalised = self.model.moe_router_topk > 1 if sigmoid else not self.model.moe_router_pre_softmax
+        if normalised:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        return chosen * (self.model.moe_router_topk_scaling_factor or 1.0)
+
+    def _auxiliary(self, logits: Tensor, scores: Tensor) -> Tensor | None:
+        """The balance loss and the z-loss, with their coefficients."""
+        parts = []
+        kind, coefficient = self.model.moe_router_load_balancing_type, self.model.moe_aux_loss_coeff
+        if kind != "none" and coefficient:
+            if self.model.moe_router_score_function == "sigmoid":
+                scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            sequences = scores if kind == "seq_aux_loss" else scores.flatten(0, 1)[None]
+            parts.append(coefficient * balance_loss(sequences, self.model.moe_router_topk))
+        if self.model.moe_z_loss_coeff:
+            parts.append(self.model.moe_z_loss_coeff * logits.logsumexp(-1).square().mean())
+        return torch.stack(parts).sum() if parts else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _tell(self, routing: Routing) -> None:
+        """Enter the microbatch into the ledger: in training, and once, also where its forward is recomputed."""
+        recomputed = torch._C._current_graph_task_id() != -1  # -1: no backward is running
+        if not torch.is_grad_enabled() or recomputed:
+            return
+        counts = routing.experts.flatten().bincount(minlength=self.num_experts)
+        self.ledger.counts = counts if self.ledger.counts is None else self.ledger.counts + counts
+        if routing.auxiliary is not None:
+            self.ledger.losses.append(routing.auxiliary.detach())
+
+
+def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
+    """`scores` [..., E] with -inf outside the `kept` best of `groups` equal groups.
+
+    A group is as good as the sum of its two best experts (DeepSeek-V3).
+    """
+    grouped = scores.unflatten(-1, (groups, -1))
+    strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+    outside = torch.ones_like(strength, dtype=torch.bool).scatter(-1, strength.topk(kept, dim=-1).indices, False)
+    return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+
+
+def balance_loss(scores: Tensor, topk: int) -> Tensor:
+    """E / (K T^2) x sum over experts of (tokens whose K best it is among) x (sum of its scores): 1 where balanced.
+
+    `scores` [n, T, E] add up to 1 over the experts; the mean over n. The K best are those of the scores alone, without
+    bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron.
+    """
+    _, tokens, experts = scores.shape
+    best = scores.detach().topk(topk, dim=-1).indices.flatten(1)
+    counts = torch.zeros_like(scores[:, 0]).scatter_add(1, best, torch.ones_like(best, dtype=scores.dtype))
+    loss: Tensor = (scores.sum(1) * counts).sum(-1).mean() * (experts / (topk * tokens * tokens))
+    return loss

@@ -1,0 +1,73 @@
+"""What routers need once a step: the weight of their auxiliary losses, the sum of these, and a step of their biases.
+
+Knows routers' ledgers and a process group. Must not know stages, the schedule or how a router routes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.parameters import mtp_is_moe
+from ppctl.model.router import Router
+from ppctl.plan import StageSpec
+
+
+class Balance:
+    """Keeps the experts of this rank's layers busy alike.
+
+    `group` are the ranks that route other tokens through the same layers (None: there are none), `weight` what an
+    auxiliary loss counts in the objective.
+    """
+
+    def __init__(
+        self, routers: Sequence[Router], model: ModelConfig, *, weight: float, group: dist.ProcessGroup | None
+    ) -> None:
+        self.routers = tuple(routers)
+        self.rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else 0.0
+        self.weight = weight
+        self.group = group
+
+    def begin(self, loss_scale: float) -> None:
+        """Forget the last step; the objective of the next one is multiplied with `loss_scale`."""
+        for router in self.routers:
+            router.ledger.clear()
+            router.ledger.scale = self.weight * loss_scale
+
+    def losses(self) -> list[float]:
+        """The auxiliary losses of each router's layer, summed over this rank's microbatches; exact, in any order."""
+        return [
+            math.fsum(torch.stack(router.ledger.losses).tolist()) for router in self.routers if router.ledger.losses
+        ]
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
+
+        Tokens are counted over the step's microbatches of all ranks. A collective of the group.
+        """
+        if not (self.rate and self.routers):
+            return
+        counts = torch.stack([router.counts_of_step() for router in self.routers])
+        if self.group is not None:
+            dist.all_reduce(counts, group=self.group)
+        loads = counts.float()
+        for router, step in zip(self.routers, (loads.mean(-1, keepdim=True) - loads).sign(), strict=True):
+            assert router.expert_bias is not None
+            router.expert_bias += self.rate * step
+
+
+def auxiliary_width(stages: Sequence[Sequence[StageSpec]], model: ModelConfig) -> int:
+    """The most routers with auxiliary losses that a rank has; `stages` are the stages of each rank."""
+    balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
+    if not (model.num_moe_experts and (balanced or model.moe_z_loss_coeff)):
+        return 0
+    pattern = moe_layer_pattern(model)
+    moe = {f"decoder.{i}" for i, experts in enumerate(pattern) if experts}
+    moe |= {f"mtp.{i}" for i in range(model.mtp_num_layers or 0) if mtp_is_moe(model)}
+    return max(sum(len(moe.intersection(spec.layers)) for spec in own) for own in stages)

@@ -1,0 +1,154 @@
+"""The bitwise law for what a layer may hold: experts with auxiliary losses and moving biases, and MTP, wherever it is."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from oracle.reference import train_reference
+from ranks import run_ranks
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.data.batches import Batches
+from ppctl.data.corpus import load_corpus
+from ppctl.data.tokenizer import ByteTokenizer
+from ppctl.plan.build import build_plan
+from ppctl.train.session import build_session
+from ppctl.train.step import Trainer
+
+STEPS, SEQ = 4, 12
+
+SIZES = dict(num_layers=5, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, vocab_size=320)
+EXPERTS = dict(num_moe_experts=8, moe_router_topk=3, moe_ffn_hidden_size=12)
+DEEPSEEK = EXPERTS | dict(
+    moe_layer_freq="[0]+[1]*4",
+    moe_shared_expert_intermediate_size=20,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.01,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_aux_loss_coeff=0.01,
+    mtp_loss_scaling_factor=0.3,
+)
+MODELS = {
+    "deepseek": DEEPSEEK | dict(mtp_num_layers=1),
+    "deepseek, tied, two MTP modules": DEEPSEEK | dict(mtp_num_layers=2, share_embeddings_and_output_weights=True),
+    "softmax": EXPERTS | dict(moe_aux_loss_coeff=0.02, moe_z_loss_coeff=0.001),
+    "dense, MTP": dict(mtp_num_layers=1),
+}
+
+
+def config_of(text: Path, kind: str, m: int, layout: str, pp: int, dp: int = 1, ep: int = 1) -> RunConfig:
+    config = RunConfig(model=ModelConfig(**SIZES, **MODELS[kind]))
+    parallel = config.parallel
+    parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout = pp, layout
+    parallel.virtual_pipeline_model_parallel_size = (layout.count("|") + 1) // pp
+    parallel.data_parallel_size, parallel.expert_model_parallel_size = dp, ep
+    parallel.overlap_p2p_comm, parallel.batch_p2p_comm, parallel.batch_p2p_sync = True, False, False
+    parallel.deallocate_pipeline_outputs = True
+    config.data.path, config.data.seq_length = str(text), SEQ
+    config.train.steps, config.train.micro_batch_size, config.train.global_batch_size = STEPS, 2, 2 * m * dp
+    config.optim.lr, config.optim.warmup_steps = 1e-2, 2
+    config.launch.device, config.launch.nodes, config.launch.gpus_per_node = "cpu", 1, pp * dp
+    return config
+
+
+def train_cut(mapping: dict) -> tuple[list[dict], dict]:
+    """Runs in a rank: what each step said, and this rank's weights and biases after STEPS steps."""
+    config = from_mapping(mapping)
+    plan = build_plan(config, {})
+    assert not plan.problems, plan.problems
+    session = build_session(config, plan, torch.distributed.get_rank(), torch.device("cpu"))
+    trainer = Trainer(session, session.batches(), lambda: False)
+    records = [trainer.step(step).record for step in range(STEPS)]
+    tensors = dict(session.weights.master)
+    for stage in session.stages.values():
+        tensors |= stage.canonical_buffers()
+    return records, {name: t.detach().numpy().copy() for name, t in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    words = random.Random(0).choices(["the", "of", "stage", "rank", "bubble", "and", "a", "layer"], k=3000)
+    path.write_text(" ".join(words))
+    return path
+
+
+@cache
+def reference(text: Path, kind: str, m: int):
+    config = config_of(text, kind, m, "", 1)
+    batches = Batches(
+        load_corpus(str(text), ByteTokenizer()),
+        seq_length=SEQ,
+        global_batch_size=2 * m,
+        micro_batch_size=2,
+        dp_rank=0,
+        dp_size=1,
+        seed=config.train.seed,
+        vocab_size=config.model.vocab_size,
+    )
+    data = []
+    for step in range(STEPS):
+        b = batches.step(step)
+        data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)])
+    return train_reference(config.model, config.optim, config.train.seed, data)
+
+
+def layouts(kind: str) -> list[tuple[str, int]]:
+    """Layouts and the pp they run on: E, m and L alone or beside others, empty stages, up to three chunks."""
+    m = "m" * (MODELS[kind].get("mtp_num_layers") or 0)
+    texts = [
+        (f"Et*5{m}L", 1),
+        (f"Et|t*4{m}|L", 1),
+        (f"Et*3|t*2{m}L", 2),
+        (f"Et*5|{m}L", 2),
+        (f"E|t*2|t*3|{m}L", 2),
+        (f"Et|t|t|t|t|{m}L", 2),
+        (f"E|t|t*2|t*2|{m}|L", 3),
+        (f"Et*2|t*3|{m}|L", 4),
+        (f"E|t|t|t|t|t{m}||L", 4),
+    ]
+    return [(layout.replace("||L", "|L") if not m else layout, pp) for layout, pp in texts if m or "m" in layout or True]
+
+
+GRID = [
+    (kind, layout, pp, m)
+    for kind in MODELS
+    for layout, pp in layouts(kind)
+    for m in sorted({1, pp, 2 * pp + 1})
+    if (layout.count("|") + 1) % pp == 0 and (layout.count("|") + 1 == pp or m >= pp)
+]
+
+
+def hold_to_reference(text: Path, kind: str, layout: str, pp: int, m: int) -> None:
+    expected = reference(text, kind, m)
+    seen: set[str] = set()
+    for records, weights in run_ranks(train_cut, pp, to_mapping(config_of(text, kind, m, layout, pp))):
+        assert [r["loss"] for r in records] == expected.losses
+        assert [r["grad_norm"] for r in records] == expected.norms
+        assert [r.get("mtp_loss", 0.0) for r in records] == expected.mtp_losses
+        assert [r.get("aux_loss", 0.0) for r in records] == expected.aux_losses
+        for name, value in weights.items():
+            assert (value == expected.weights[name].numpy()).all(), name
+        seen |= weights.keys()
+    assert seen == expected.weights.keys()
+    assert expected.losses[-1] < expected.losses[0]
+
+
+@pytest.mark.parametrize(("kind", "layout", "pp", "m"), random.Random(3).sample(GRID, 8))
+def test_any_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits(text, kind, layout, pp, m):
+    hold_to_reference(text, kind, layout, pp, m)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("kind", "layout", "pp", "m"), GRID)
+def test_every_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits(text, kind, layout, pp, m):
+    hold_to_reference(text, kind, layout, pp, m)
