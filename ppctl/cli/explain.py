@@ -105,11 +105,15 @@ def _key(key: Key) -> str:
     if short:
         lines.append(f"alias    {short[0]}")
     if state.state == PYTHON:
-        return "\n".join([*lines[:4], "state    " + MEANING[PYTHON]])
-    accepts = f"; takes {', '.join(map(_text, state.accepts))}" if state.accepts else ""
-    reason = f" ({state.note})" if state.note else ""
-    shown = f"; shown by {state.test}" if state.test else ""
-    return "\n".join([*lines, f"state    {MEANING[state.state]}{reason}{accepts}{shown}"])
+        del lines[4:]
+    lines.append(f"state    {MEANING[state.state]}")
+    if state.note:
+        lines.append(f"         {state.note}")
+    if state.accepts:
+        lines.append(f"takes    {', '.join(map(_text, state.accepts))}")
+    if state.test:
+        lines.append(f"test     {state.test}")
+    return "\n".join(lines)
 
 
 def _value(key: Key) -> str:

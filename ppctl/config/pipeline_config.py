@@ -53,7 +53,8 @@ class PipelineConfig:
     """Every microbatch weighs alike: its loss is the mean over its own tokens, and the schedule divides the sum of
     gradients by the number of microbatches (torch's scale_grads). Else every token of the batch weighs alike."""
     loss_fn: Callable[..., Any] | None = None
-    """The loss of the last stage. Python only."""
+    """`loss_fn(logits, labels)` in place of cross entropy: the sum over a microbatch's tokens, or with
+    scale_grads_in_schedule their mean. Labels that do not count are -100. Python only."""
     pp_seq_len: int | None = None
     """Sequence length for which message shapes are computed in advance; none takes the data's."""
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.keys import Key, keys, place_of, text_keys, value_of
+from ppctl.config.keys import Key, place_of, text_keys, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 
@@ -22,7 +22,7 @@ MEANING = {
     LATER: "later: comes in a later release, and is refused until then",
     NEEDS: "needs a library or build that ppctl does not use",
     IGNORED: "ignored upstream too, or nothing to act on here: accepted, with a note",
-    PYTHON: "works from Python: takes an object, which a config cannot set",
+    PYTHON: "works from Python: takes an object, which no text can set",
 }
 """Each state begins with one of four words: works, later, needs, ignored."""
 
@@ -62,6 +62,11 @@ _MODELS = "dist/test_bitwise_models.py"
 _SPLIT = "unit/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
 _RECOMPUTE = "dist/test_recompute.py"
+_API = "on the config of a model that the schedules' functions run"
+_PLAIN = "; the schedules' functions do it in plain torch"
+_STEPS = "torch/test_schedule_steps.py"
+_CALLS = "torch/test_schedule_functions.py"
+_STORES = "test_a_step_stores_finalizes_and_leaves_the_config_alone"
 _TE = "Transformer Engine's userbuffers"
 
 _PARALLEL = {
@@ -119,8 +124,8 @@ _PARALLEL = {
     **_each("perform_initialization", LATER),
     **_each("cpu_offloading cpu_offloading_num_layers cpu_offloading_activations", LATER, "activation offloading"),
     **_each("cpu_offloading_weights cpu_offloading_double_buffering", LATER, "activation offloading"),
-    **_each("gradient_accumulation_fusion", NEEDS, "APEX's fused_weight_gradient_mlp_cuda"),
-    **_each("defer_embedding_wgrad_compute wgrad_deferral_limit", NEEDS, "gradient_accumulation_fusion (APEX)"),
+    **_each("gradient_accumulation_fusion", NEEDS, f"APEX's fused_weight_gradient_mlp_cuda{_PLAIN}"),
+    **_each("defer_embedding_wgrad_compute wgrad_deferral_limit", NEEDS, f"APEX, as its sums{_PLAIN}"),
     **_each("use_te_rng_tracker", NEEDS, "Transformer Engine"),
     **_each("use_ring_exchange_p2p", NEEDS, "a custom build of torch with ring_exchange"),
     **_each("tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs", NEEDS, _TE),
@@ -130,7 +135,8 @@ _PARALLEL = {
     **_each("async_tensor_model_parallel_allreduce", IGNORED, "it is deprecated"),
     **_each("tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs", IGNORED, "it is deprecated"),
     **_each("use_cpu_initialization", IGNORED, "initial weights never depend on the device"),
-    **_each("barrier_with_L1_time", IGNORED, "ppctl has no timers of that kind"),
+    **_each("barrier_with_L1_time", IGNORED, "a run has no timers; those of the schedules' functions obey it"),
+    **_each("_cpu_offloading_context", IGNORED, "it is internal to cpu_offloading"),
 }
 
 _PIPELINE = {
@@ -185,11 +191,25 @@ _ELSEWHERE = {
 }
 
 
+_OBJECTS = {
+    name: Support(PYTHON, note, None, f"tests/{test}")
+    for name, note, test in (
+        ("parallel.timers", _API, "torch/test_schedule_functions.py::test_the_timers_of_a_step"),
+        ("parallel.finalize_model_grads_func", _API, f"{_CALLS}::{_STORES}"),
+        ("parallel.grad_scale_func", _API, f"{_STEPS}::test_auxiliary_losses_are_scaled_as_the_loss_is"),
+        ("parallel.no_sync_func", _API, f"{_CALLS}::test_an_exception_anywhere_leaves_no_sync_and_names_the_action"),
+        ("parallel.grad_sync_func", _API, "dist/test_trace.py::test_a_sample_of_the_traces"),
+        ("parallel.param_sync_func", _API, "dist/test_trace.py::test_a_sample_of_the_traces"),
+        ("pipeline.loss_fn", "", f"{_LAW}::test_a_given_loss_is_a_sum_over_tokens_or_a_mean"),
+    )
+}
+
+
 def _table() -> dict[str, Support]:
     table = {f"parallel.{name}": support for name, support in _PARALLEL.items()}
     table |= {f"pipeline.{name}": support for name, support in _PIPELINE.items()}
     table |= _ELSEWHERE
-    return table | {name: Support(PYTHON) for name, key in keys().items() if key.is_callable}
+    return table | _OBJECTS
 
 
 SUPPORT = _table()

@@ -70,7 +70,7 @@ class Router(nn.Module):
     def counts_of_step(self) -> Tensor:
         """Tokens that each expert got since the ledger was cleared, int64 [E]."""
         counts = self.ledger.counts
-        return self.weight.new_zeros(self.num_experts, dtype=torch.int64) if counts is None else counts
+        return torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device) if counts is None else counts
 
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens of `x` [b, s, h]."""
@@ -89,7 +89,8 @@ class Router(nn.Module):
         groups, kept = self.model.moe_router_num_groups, self.model.moe_router_group_topk
         if groups is not None and kept is not None:
             scores = within_best_groups(scores, groups, kept)
-        return scores.topk(self.model.moe_router_topk, dim=-1).indices
+        best: Tensor = scores.topk(self.model.moe_router_topk, dim=-1).indices
+        return best
 
     def _weigh(self, chosen: Tensor, sigmoid: bool) -> Tensor:
         """The chosen scores, made to add up to 1 where the model wants that, and scaled.

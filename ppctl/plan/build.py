@@ -48,12 +48,18 @@ def build_plan(
     """
     said = Said(config, provenance or {})
     derivation = derive(said)
-    if problems and {finding.code for finding in derivation.findings} == {"PP-E201"}:
-        raise ConfigError(problems)  # the rules on single values have told of these sizes already
     if derivation.findings or not derivation.complete:
-        raise ConfigError([*problems, *told(said, derivation.findings, lambda other: derive(other).findings)])
+        found = told(said, derivation.findings, lambda other: derive(other).findings)
+        raise ConfigError([*problems, *_news(found, problems)])
     plan = _assemble(said, derivation, title or config.recipe or config.log.name)
-    return replace(plan, problems=(*problems, *plan.problems, *memory_problems(said, plan.pp_ranks, _peak)))
+    found = [*plan.problems, *memory_problems(said, plan.pp_ranks, _peak)]
+    return replace(plan, problems=(*problems, *_news(found, problems)))
+
+
+def _news(found: Iterable[Problem], known: Iterable[Problem]) -> list[Problem]:
+    """Those that are not about exactly the values that the rules on single values have told of already."""
+    places = {problem.place for problem in known if problem.place}
+    return [problem for problem in found if problem.place not in places]
 
 
 @dataclass(slots=True)

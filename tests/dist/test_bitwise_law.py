@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle.reference import train_reference
 from ranks import run_ranks
 
@@ -69,9 +71,10 @@ def config_of(
     return config
 
 
-def train_cut(mapping: dict) -> tuple[list[float], list[float], dict[str, bytes]]:
+def train_cut(mapping: dict, loss_fn: Callable | None = None) -> tuple[list[float], list[float], dict[str, bytes]]:
     """Runs in a rank: losses, norms and this rank's weights after STEPS steps."""
     config = from_mapping(mapping)
+    config.pipeline.loss_fn = loss_fn
     given = {} if config.pipeline.pp_batch_size == 1 else {"pipeline.pp_batch_size": "command line"}
     plan = build_plan(config, given)
     assert not plan.problems, plan.problems
@@ -115,7 +118,7 @@ def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bo
 def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
     losses, norms, weights = reference(text, m, tied, scale_grads=bool(cut.get("scale_grads_in_schedule")))
     config = config_of(text, m=m, tied=tied, **cut)  # type: ignore[arg-type]
-    got = run_ranks(train_cut, cut["pp"], to_mapping(config))
+    got = run_ranks(train_cut, cut["pp"], to_mapping(config), config.pipeline.loss_fn)
     seen: set[str] = set()
     for rank, (rank_losses, rank_norms, rank_weights) in enumerate(got):
         assert rank_losses == losses, f"rank {rank}"
@@ -192,6 +195,23 @@ def test_several_schedule_calls_a_step_change_no_bit(text, pp, vpp, m, calls, ho
 def test_scaling_in_the_schedule_weighs_every_microbatch_alike(text, pp, vpp, m, calls):
     how = {"scale_grads_in_schedule": True} | ({"pp_batch_size": 2 * m // calls} if calls > 1 else {})
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, **how)
+
+
+def own_loss(logits, labels):
+    """Cross entropy over the labels that count, as a user would write it."""
+    counts = (labels != -100).float()
+    each = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
+    return (each * counts).sum()
+
+
+def own_mean(logits, labels):
+    return own_loss(logits, labels) / float((labels != -100).sum())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_given_loss_is_a_sum_over_tokens_or_a_mean(text, scaled):
+    how = {"loss_fn": own_mean if scaled else own_loss, "scale_grads_in_schedule": scaled}
+    hold_to_reference(text, pp=2, vpp=1, m=3, **how)
 
 
 FUSED = dict(batch_p2p_comm=True, batch_p2p_sync=True, overlap_p2p_comm=False)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ppctl.cli.plan import planned
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import build_plan, timing
@@ -175,3 +176,17 @@ def test_whatever_disagrees_each_remedy_is_accepted(values: dict[str, object]) -
         for line in problem.remedy.splitlines():
             after = {finding.rule for finding in derive(start.typed(typed(line))).findings}
             assert after < rules, f"{values}: {problem.code} {line}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        (["pipeline.pp_schedule=foo"], ["pipeline.pp_schedule"]),
+        (["launch.device_memory=much"], ["launch.device_memory"]),
+        (["launch.device_memory=much", "pipeline.pp_schedule=foo"], ["launch.device_memory", "pipeline.pp_schedule"]),
+        (["pp=0", "gbs=-1"], ["parallel.pipeline_model_parallel_size", "train.global_batch_size"]),
+    ],
+)
+def test_a_value_that_is_no_value_is_told_once(typed: list[str], keys: list[str]) -> None:
+    _, _, problems = planned(typed)
+    assert [problem.place.partition(" = ")[0] for problem in problems] == keys

@@ -65,17 +65,22 @@ def test_every_key_is_explained_with_type_default_and_state(name):
     [
         ("pp", "parallel.pipeline_model_parallel_size"),
         ("parallel.cpu_offloading", "comes in a later release"),
-        ("launch.target", "takes local, env"),
+        ("launch.target", "takes    local, env"),
         ("parallel.gradient_accumulation_fusion", "APEX"),
         ("parallel.moe_extended_tp", "ignored upstream too"),
         ("parallel.timers", "works from Python"),
         ("model.num_moe_experts", "plan"),
         ("train.steps", "works"),
-        ("pipeline.extra_warmup", "shown by tests/dist/test_bitwise_law.py::test_a_longer_warmup_changes_no_bit"),
+        ("pipeline.extra_warmup", "\ntest     tests/dist/test_bitwise_law.py::test_a_longer_warmup_changes_no_bit"),
     ],
 )
 def test_the_state_is_honest(topic, said):
     assert said in explain(topic)
+
+
+@pytest.mark.parametrize("name", sorted(keys()))
+def test_no_line_about_a_key_is_wider_than_a_terminal(name):
+    assert max(map(len, explain(name).splitlines())) <= 120
 
 
 @pytest.mark.parametrize("alias", ALIASES)

@@ -93,7 +93,8 @@ def test_a_python_object_cannot_be_typed(name):
 
 
 def test_a_python_object_left_in_a_config_is_no_problem_of_text():
-    assert all(SUPPORT[name].state == PYTHON for name in keys() if name not in text_keys())
+    states = {name: SUPPORT[name].state for name in keys() if name not in text_keys()}
+    assert {name for name, state in states.items() if state != PYTHON} == {"parallel._cpu_offloading_context"}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_field_that_works_names_a_test_that_exists(name):
 
 
 def test_only_what_works_names_a_test():
-    assert not [name for name in SUPPORT if SUPPORT[name].test and SUPPORT[name].state != WORKS]
+    assert not [name for name in SUPPORT if SUPPORT[name].test and SUPPORT[name].state not in (WORKS, PYTHON)]
 
 
 def test_every_state_begins_with_one_of_four_words():
@@ -164,7 +165,9 @@ def test_every_state_begins_with_one_of_four_words():
     assert words == {"works", "later", "needs", "ignored"}
 
 
-@pytest.mark.parametrize("name", sorted(name for name, support in SUPPORT.items() if support.state == IGNORED))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in text_keys() if name in SUPPORT and SUPPORT[name].state == IGNORED)
+)
 def test_what_the_original_ignores_is_accepted_with_one_note(name):
     assert compose([]).notes == ()
     (note,) = compose([f"{name}={str(not text_keys()[name].default).lower()}"]).notes
