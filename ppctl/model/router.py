@@ -135,7 +135,8 @@ def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     grouped = scores.unflatten(-1, (groups, -1))
     strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
     outside = torch.ones_like(strength, dtype=torch.bool).scatter(-1, strength.topk(kept, dim=-1).indices, False)
-    return grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    kept_scores: Tensor = grouped.masked_fill(outside[..., None], -torch.inf).flatten(-2)
+    return kept_scores
 
 
 def balance_loss(scores: Tensor, topk: int) -> Tensor:

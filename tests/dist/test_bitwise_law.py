@@ -116,7 +116,7 @@ def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bo
 
 
 def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
-    losses, norms, weights = reference(text, m, tied, scale_grads=bool(cut.get("scale_grads_in_schedule")))
+    losses, norms, weights, *_ = reference(text, m, tied, scale_grads=bool(cut.get("scale_grads_in_schedule")))
     config = config_of(text, m=m, tied=tied, **cut)  # type: ignore[arg-type]
     got = run_ranks(train_cut, cut["pp"], to_mapping(config), config.pipeline.loss_fn)
     seen: set[str] = set()
@@ -266,7 +266,7 @@ def test_two_replicas_agree_with_one_process_to_a_millionth(text):
     eps is 1e-4 on both sides: AdamW divides by sqrt(v) + eps, and at 1e-8 the last bit of a nearly zero gradient can
     decide about a whole step of its weight.
     """
-    losses, norms, weights = reference(text, 4, False, eps=1e-4)
+    losses, norms, weights, *_ = reference(text, 4, False, eps=1e-4)
     config = config_of(text, pp=2, vpp=1, m=2, dp=2)
     config.optim.eps = 1e-4
     for rank_losses, rank_norms, rank_weights in run_ranks(train_cut, 4, to_mapping(config)):

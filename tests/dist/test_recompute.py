@@ -90,7 +90,7 @@ def forward_and_backward(model: ModelConfig, train: TrainConfig) -> tuple[int, l
     recompute(stage, train, 0)
     tokens = torch.arange(64).view(2, 32) % 32
     with LiveBytes() as live:
-        out = stage(tokens)
+        (out,) = stage(tokens)
         held = live.now()
     out.square().sum().backward()
     return held, [p.grad for p in stage.parameters() if p.grad is not None]

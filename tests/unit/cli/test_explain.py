@@ -69,7 +69,7 @@ def test_every_key_is_explained_with_type_default_and_state(name):
         ("parallel.gradient_accumulation_fusion", "APEX"),
         ("parallel.moe_extended_tp", "ignored upstream too"),
         ("parallel.timers", "works from Python"),
-        ("model.num_moe_experts", "plan"),
+        ("parallel.tensor_model_parallel_size", "plan"),
         ("train.steps", "works"),
         ("pipeline.extra_warmup", "\ntest     tests/dist/test_bitwise_law.py::test_a_longer_warmup_changes_no_bit"),
     ],
