@@ -26,8 +26,8 @@ from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_mo
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.timing import CAPACITY, CSV, Choice, check_length, choose_schedule, compute_only, predicted, proved
 from ppctl.plan.types import Derived, RankCost, StageSpec
-from ppctl.plan.warmup import check_warmup, decide_warmup
-from ppctl.schedule.action import Schedule
+from ppctl.plan.warmup import check_warmup, decide_warmup, planned_costs
+from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.trace import bubble_fraction, step_time
 from ppctl.topology import ParallelSizes
 
@@ -147,7 +147,9 @@ def _compute_only(
     def price(schedule: Schedule) -> Sequence[RankCost]:
         return rank_costs(said.config, stages, sizes, schedule, batch.micro_batch_size)
 
-    extra, derived = decide_warmup(said, choice, stages, sizes.tp * sizes.cp, make, price)
+    placement = Placement(choice.placement, said["pp"], len(stages))
+    costs = planned_costs(stages, placement, sizes.tp * sizes.cp, said.config.launch.device)
+    extra, derived = decide_warmup(said, choice, costs, make, price)
     return make(extra), derived
 
 

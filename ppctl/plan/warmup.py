@@ -6,7 +6,8 @@ schedules are made or run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from ppctl.config.checks import memory_bytes
@@ -16,9 +17,9 @@ from ppctl.plan.fit import LIMIT
 from ppctl.plan.said import Said
 from ppctl.plan.timing import Choice, assumed_costs
 from ppctl.plan.types import Derived, RankCost, StageSpec
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Channel, Placement, Schedule
 from ppctl.schedule.policies import WARMED_UP
-from ppctl.schedule.simulate import simulate, step_time
+from ppctl.schedule.simulate import Costs, simulate, step_time
 
 EXTRA = "pipeline.extra_warmup"
 AUTO = "auto"
@@ -52,43 +53,62 @@ def check_warmup(said: Said, choice: Choice, findings: Findings) -> None:
 def decide_warmup(
     said: Said,
     choice: Choice,
-    stages: Sequence[StageSpec],
-    ranks_per_stage: int,
+    costs: Costs,
     make: Callable[[int], Schedule],
     price: Callable[[Schedule], Sequence[RankCost]],
 ) -> tuple[int, tuple[Derived, ...]]:
     """The extra warm-up, and its equation where it was chosen.
 
-    `auto` simulates the step for 0, the powers of two below pp and pp - 1, with the assumed times of compute and of the
-    messages, and takes the smallest that is close to the best among those that fit into launch.device_memory. `make`
-    gives the compute-only schedule of a warm-up, `price` what its ranks hold.
+    `auto` simulates the step at `costs`, messages included, for 0, the powers of two below pp and pp - 1, and takes the
+    smallest that is close to the best among those that fit into launch.device_memory. `costs` may be assumed
+    (`planned_costs`) or measured. `make` gives the compute-only schedule of a warm-up, `price` what its ranks hold.
     """
     if said[EXTRA] != AUTO:
         return said[EXTRA], ()
     if choice.name not in WARMED_UP or said["pp"] == 1:
         return 0, (Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {said['pp']} needs none"),)
-    device = said.config.launch.device
-    message = message_seconds(stages, device)
-    costs = assumed_costs([stage.flops_forward for stage in stages], ranks_per_stage, device, message)
     limit = device_limit(said)
+
+    def fits(schedule: Schedule) -> bool:
+        return limit is None or max(cost.peak_bytes for cost in price(schedule)) <= limit
+
+    times = simulated_steps(said["pp"], costs, make, fits)
+    chosen = least_warmup(times)
+    return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, costs, limit is not None)),)
+
+
+def simulated_steps(
+    pp: int, costs: Costs, make: Callable[[int], Schedule], fits: Callable[[Schedule], bool] = lambda schedule: True
+) -> dict[int, float]:
+    """Seconds of a step by extra warm-up, as far as its memory `fits`: none is always there."""
     times: dict[int, float] = {}
-    for extra in _candidates(said["pp"]):
+    for extra in _candidates(pp):
         schedule = make(extra)
-        if extra and limit is not None and max(cost.peak_bytes for cost in price(schedule)) > limit:
+        if extra and not fits(schedule):
             break
         try:
             times[extra] = step_time(simulate(schedule, costs))
         except ScheduleError:
             break  # a group of microbatches leaves no room for more; nor for more than that
-    chosen = next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
-    return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, message, limit is not None)),)
+    return times
 
 
-def message_seconds(stages: Sequence[StageSpec], device: str) -> float:
-    """What the largest message between stages takes on an assumed link."""
+def least_warmup(times: Mapping[int, float]) -> int:
+    """The smallest warm-up whose step is close to the best."""
+    return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
+
+
+def planned_costs(stages: Sequence[StageSpec], placement: Placement, ranks_per_stage: int, device: str) -> Costs:
+    """Assumed seconds of every stage, and of every channel's largest message on an assumed link."""
     rate, latency = ASSUMED_LINK["cuda" if device == "cuda" else "cpu"]
-    largest = max(sum(prod(spec.shape) * BYTES.get(spec.dtype, 4) for spec in stage.sends) for stage in stages)
-    return latency + largest / rate
+    messages: dict[Channel, float] = {}
+    for stage in stages[:-1]:
+        seconds = latency + sum(prod(spec.shape) * BYTES.get(spec.dtype, 4) for spec in stage.sends) / rate
+        before, after = placement.rank_of(stage.stage), placement.rank_of(stage.stage + 1)
+        for channel in (Channel(before, after, "F"), Channel(after, before, "B")):
+            messages[channel] = max(seconds, messages.get(channel, 0.0))
+    assumed = assumed_costs([stage.flops_forward for stage in stages], ranks_per_stage, device)
+    return replace(assumed, messages=messages)
 
 
 def _candidates(pp: int) -> list[int]:
@@ -103,10 +123,11 @@ def device_limit(said: Said) -> int | None:
         return None  # told where memory is checked
 
 
-def _equation(chosen: int, times: dict[int, float], message: float, limited: bool) -> str:
+def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:
+    message = max(costs.messages.values(), default=costs.message)
     tried = ", ".join(f"{extra}: {seconds:.4g} s" for extra, seconds in times.items())
     within = f" within {LIMIT}" if limited else ""
     return (
         f"extra_warmup {chosen}: the least{within} that is close to the best simulated step ({tried}; "
-        f"a message assumed to take {message * 1e3:.3g} ms)"
+        f"messages of up to {message * 1e3:.3g} ms)"
     )

@@ -29,6 +29,7 @@ from ppctl.model.stage import StageModule, build_stage
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.plan import Plan, RankPlan
+from ppctl.schedule.hops import message_times
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm
 from ppctl.train.loss_scale import LossScale
@@ -163,13 +164,17 @@ def _communicator(
 
 
 def gather_costs(session: Session) -> dict[str, Any] | None:
-    """Measured seconds of one microbatch's forward and backward per stage, on rank 0. A collective over the world."""
+    """What the last step cost, measured, on rank 0: seconds of one microbatch's forward and backward by stage, and of a
+    message by channel (`message_times`). A collective over the world."""
     totals = session.recorder.totals()
     own = {} if totals is None else {s: (totals.forward[s], totals.backward[s]) for s in session.stages}
+    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
     rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, rows)
+    dist.gather_object((own, spans), rows)
     if rows is None:
         return None
-    measured = {stage: seconds for row in rows for stage, seconds in row.items()}
+    measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
     stages = [{"stage": s, "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())]
-    return {"plan": session.plan.digest, "device": session.device.type, "stages": stages}
+    times = message_times([[span for _, spans in rows for span in spans]], session.plan.schedule.placement)
+    messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
+    return {"plan": session.plan.digest, "device": session.device.type, "stages": stages, "messages": messages}

@@ -125,6 +125,9 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
         "profile.json",
     ):
         assert (run / name).is_file(), name
+    profile = json.loads((run / "profile.json").read_text())
+    assert [row["stage"] for row in profile["stages"]] == [0, 1, 2, 3]
+    assert profile["messages"] and all(0 < row["seconds"] < 10 for row in profile["messages"])
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     result = json.loads((run / "result.json").read_text())
     assert (result["state"], result["step"], result["loss"]) == ("finished", 12, losses(run)[-1])
