@@ -38,12 +38,13 @@ COMMANDS = {
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("go on from a run's last checkpoint", overrides=True),
     "ckpt": Command("move weights from Hugging Face's directories to checkpoints and back"),
+    "data": Command("write Megatron's .bin and .idx from text, and look into them"),
     "runs": Command("list runs"),
     "explain": Command("explain an error code or a configuration key"),
 }
 
 LATER = (
-    "submit", "status", "logs", "cancel", "requeue", "doctor", "trace", "parity", "data",
+    "submit", "status", "logs", "cancel", "requeue", "doctor", "trace", "parity",
 )  # fmt: skip
 
 

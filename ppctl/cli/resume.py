@@ -82,8 +82,8 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"note: {line}")
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
-    config = training.settle(composed.config, plan, args.overrides, started)
-    return Launch(config, plan, f"{training.program()} {_typed(args, run)}"), checkpoint
+    config, data = training.settle(composed.config, plan, args.overrides, started)
+    return Launch(config, plan, f"{training.program()} {_typed(args, run)}", data), checkpoint
 
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:

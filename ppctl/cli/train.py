@@ -63,11 +63,11 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     assert composed is not None and plan is not None  # without problems there are both
     for line in composed.notes:
         note(f"note: {line}")
-    config = training.settle(composed.config, plan, args.overrides, started)
+    config, data = training.settle(composed.config, plan, args.overrides, started)
     if config.checkpoint.resume is not None:
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
-    return Launch(config, plan, command_line(args))
+    return Launch(config, plan, command_line(args), data)
 
 
 def command_line(args: argparse.Namespace) -> str:

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,8 +61,12 @@ def told_once(started: Started, as_json: bool) -> Iterator[None]:
         become_worker(started, "--refuse", str(error.exit_code))
 
 
-def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started) -> RunConfig:
-    """`config` with its device settled. Raises ConfigError where this machine cannot run the plan."""
+def settle(
+    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started
+) -> tuple[RunConfig, Mapping[str, Any]]:
+    """`config` with its device settled, and what its data is. Raises ConfigError where it cannot be run here."""
+    from ppctl.data.examine import examine
+
     world, typed = plan.sizes.world, retyped(arguments)
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
     device = choose_device(config.launch.device, ranks_here, os.environ)
@@ -78,8 +82,9 @@ def settle(config: RunConfig, plan: Plan, arguments: Sequence[str], started: Sta
         problems += shortage(device, ranks_here, arguments, os.environ)
     if device == "cuda" and plan.sizes.pp > 1:
         problems += one_queue(os.environ, config.launch.env)
-    refuse(problems)
-    return with_value(config, "launch", device=device)
+    data, wrong = examine(config)
+    refuse([*problems, *wrong])
+    return with_value(config, "launch", device=device), data
 
 
 def _install(package: str) -> str:

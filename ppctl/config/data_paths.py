@@ -86,7 +86,7 @@ def read_sources(value: str | Sequence[Any] | None) -> tuple[Source, ...]:
         text = value.strip()
         if not (text.startswith("[") and text.endswith("]")):
             return (Source(value),)
-        value = [word.strip().strip("'\"") for word in text[1:-1].split(",")]
+        value = _rows(text) if text.startswith("[{") else [w.strip().strip("'\"") for w in text[1:-1].split(",")]
     if not value or any(item in ("", None) for item in value):
         raise ValueError("a blend lists weights and paths, and one of them is empty")
     if any(isinstance(item, Mapping) for item in value):
@@ -125,6 +125,17 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
         least = float(min(weights))
         raise ValueError(f"a weight of {least:g} is less than one sample in {LONGEST_CYCLE}: leave that path out")
     return tuple(found)
+
+
+def _rows(text: str) -> list[Any]:
+    import yaml
+
+    try:
+        found: list[Any] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or error
+        raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {reason}") from None
+    return found
 
 
 def _row(item: Any) -> Source:

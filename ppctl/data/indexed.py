@@ -68,6 +68,13 @@ class Indexed:
         """Documents, empty ones too."""
         return max(len(self.boundaries) - 1, 0)
 
+    def document(self, number: int) -> Tokens:
+        """The tokens of a document, of all its sequences."""
+        ends = np.cumsum(self.lengths[: int(self.boundaries[number + 1])], dtype=np.int64)
+        first = int(self.boundaries[number])
+        begin = int(ends[first - 1]) if first else 0
+        return self.tokens[begin : int(ends[-1]) if len(ends) else 0]
+
     def document_at(self, position: int) -> str:
         """Which document the token at `position` belongs to, for people."""
         sequence = int(np.searchsorted(np.cumsum(self.lengths, dtype=np.int64), position, side="right"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -52,15 +53,20 @@ class IndexedWriter:
         self._stream = open(self._drafts[0], "xb")
         return self
 
-    def add_document(self, tokens: Tokens, place: str = "") -> None:
-        """Append a document: one sequence, or none where it has no token, as Megatron counts."""
-        if len(tokens) > _LONGEST:
-            message = f"a document has {len(tokens):,} tokens, and a .idx can say {_LONGEST:,} at most"
+    def add_document(self, tokens: Tokens, end: Sequence[int] = (), place: str = "") -> None:
+        """Append a document and the marks at its end: one sequence, or none where it has no token.
+
+        `place` names it where it is too long for the format (DataError).
+        """
+        size = len(tokens) + len(end)
+        if size > _LONGEST:
+            message = f"a document has {size:,} tokens, and a .idx can say {_LONGEST:,} at most"
             raise DataError(Problem("PP-E413", message, place=place))
-        if len(tokens):
-            self._stream.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-            self._lengths.append(len(tokens))
-            self.tokens += len(tokens)
+        if size:
+            for piece in (tokens, end):
+                self._stream.write(np.ascontiguousarray(piece, dtype=self.dtype).tobytes())
+            self._lengths.append(size)
+            self.tokens += size
         self._boundaries.append(len(self._lengths))
 
     def __exit__(

@@ -6,7 +6,8 @@ Knows what a run directory must hold before the first rank reads it. Must not kn
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ class Launch:
     plan: Plan
     command: str
     """The command line, ready to paste."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the data is: `{description, digest, samples, held_out}`."""
 
 
 def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
@@ -52,7 +55,8 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
 
 
 def _fill(run: RunDir, launch: Launch) -> None:
-    run.write_environment(environment_record(launch.config.launch.device, launch.config.launch.env))
+    where = environment_record(launch.config.launch.device, launch.config.launch.env)
+    run.write_environment(where | {"data": dict(launch.data)})
     run.write_plan(launch.plan)
     run.add_command(launch.command)
     run.write_status("starting")

@@ -53,6 +53,8 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
         "seed": session.config.train.seed,
         "seq_length": session.config.data.seq_length,
         "data_path": session.config.data.path,
+        "validation_split": session.config.data.validation_split,
+        "tokenizer": session.config.data.tokenizer,
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
         "model": asdict(session.config.model),
@@ -96,9 +98,12 @@ def _back(key: str, state: Mapping[str, Any], session: Session) -> str:
     """What goes back to the position in the data that the checkpoint has."""
     if key != "data_digest":
         return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
-    before = state.get("data_path")
-    if before != session.config.data.path:
-        return as_typed("data.path", before)
+    data = session.config.data
+    said = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
+    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in said.items()}
+    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != said[key]]
+    if changed:
+        return " ".join(changed)
     return "put back the files that the checkpoint was trained on: they have changed"
 
 

@@ -1,0 +1,40 @@
+"""A look at a run's data before any rank starts: what it is, and everything that would stop the run.
+
+Knows what training asks of its data. Must not know torch: the launcher calls this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ppctl.config.schema import RunConfig
+from ppctl.data.load import Samples, load_data
+from ppctl.errors import PpctlError, Problem
+
+
+def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
+    """What env.json says of the data, and its problems.
+
+    Reads all text and maps the rest; looks for tokens beyond the vocabulary as the ranks will (`check_vocabulary`).
+    """
+    try:
+        data = load_data(config.data)
+    except PpctlError as error:
+        return {}, list(error.problems)
+    problems: list[Problem] = []
+    training = _record(data.training, config, problems)
+    held_out = None if data.held_out is None else _record(data.held_out, config, problems)
+    return training | {"held_out": held_out}, list(dict.fromkeys(problems))
+
+
+def _record(samples: Samples, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:
+    number = 0
+    try:
+        number = samples.num_samples(config.data.seq_length)
+    except PpctlError as error:
+        problems += error.problems
+    try:
+        samples.check_vocabulary(config.model.vocab_size)
+    except PpctlError as error:
+        problems += error.problems
+    return {"description": samples.description, "digest": samples.digest, "samples": number}
