@@ -145,9 +145,17 @@ def _row(item: Any) -> Source:
 
 
 def _path(item: Any) -> str:
-    if not isinstance(item, str):
+    if not isinstance(item, str) or _is_number(item):
         raise ValueError(f"a blend is weight, path, weight, path; {item} stands where a path belongs")
     return item
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _weight(item: Any) -> Fraction:

@@ -1,0 +1,105 @@
+"""What data.path may say, and what has to be said for an evaluation."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ppctl.config.compose import compose
+from ppctl.config.data_paths import LONGEST_CYCLE, Source, quotas, read_sources
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.errors import ConfigError
+
+THIRDS = (Source("a", Fraction(3, 10)), Source("b", Fraction(7, 10)))
+
+
+@pytest.mark.parametrize(
+    ("value", "sources"),
+    [
+        (None, ()),
+        ("texts/**/*.txt", (Source("texts/**/*.txt"),)),
+        ("[ab]*.txt", (Source("[ab]*.txt"),)),
+        ("[0.3,a,0.7,b]", THIRDS),
+        ("[ 0.3 , 'a' , 0.7, b ]", THIRDS),
+        ([0.3, "a", 0.7, "b"], THIRDS),
+        (["0.3", "a", "0.7", "b"], THIRDS),
+        ([{"path": "a", "weight": 0.3}, {"path": "b", "weight": 0.7}], THIRDS),
+        ("[{path: a, weight: 0.3}, {path: b, weight: 0.7}]", THIRDS),
+        ("[30,a,70,b]", (Source("a", Fraction(30)), Source("b", Fraction(70)))),
+        ("[a,b]", (Source("a"), Source("b"))),
+        ([{"path": "a"}], (Source("a"),)),
+    ],
+    ids=str,
+)
+def test_every_form_names_paths_and_weights(value, sources):
+    assert read_sources(value) == sources
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[]", "one of them is empty"),
+        ("[0.3,a,0.7,]", "one of them is empty"),
+        ("[0.3,a,0.7]", "0.7 stands where a path belongs"),
+        ("[0.3,a,b]", "b stands alone"),
+        ("[0.3,a,b,c]", "a weight is a number greater than 0, not b"),
+        ("[0,a,1,b]", "a weight is a number greater than 0, not 0"),
+        ("[-1,a,1,b]", "greater than 0, not -1"),
+        ("[nan,a,1,b]", "nan stands where a path belongs"),
+        ([float("inf"), "a", 1, "b"], "inf stands where a path belongs"),
+        ([True, "a"], "True stands where a path belongs"),
+        (["a", 3], "3 stands where a path belongs"),
+        ([{"path": "a", "wieght": 1}], "a row of a blend is"),
+        ([{"path": "a", "weight": 1}, {"path": "b"}], "either every path of a blend has a weight or none has"),
+        ([{"path": "a"}, "b"], "a row of a blend is"),
+        ("[{path: a, weight]", "a blend of rows is"),
+        ("[1,a,1e-9,b]", "less than one sample in 65536: leave that path out"),
+    ],
+    ids=str,
+)
+def test_what_is_no_blend_is_told(value, said):
+    with pytest.raises(ValueError, match=said):
+        read_sources(value)
+
+
+@given(st.lists(st.fractions(min_value=Fraction(1, 50), max_value=50), min_size=1, max_size=6))
+def test_a_cycle_holds_each_source_in_its_proportion(weights):
+    found = quotas(weights)
+    length = sum(found)
+    assert length <= LONGEST_CYCLE
+    for weight, quota in zip(weights, found, strict=True):
+        exact = weight / sum(weights) * length
+        assert abs(quota - exact) < 1
+        assert quota == exact or length == LONGEST_CYCLE
+
+
+def test_tenths_are_tenths():
+    assert quotas([source.weight for source in THIRDS]) == (3, 7)
+
+
+RULES = [
+    (["train.eval_interval=5", "train.eval_steps=2"], "nothing is", "data.validation_split=0.05"),
+    (["train.eval_interval=5", "data.validation_split=0.1"], "no batches", "train.eval_steps=8"),
+    (["train.eval_steps=2"], "nothing is ever evaluated", "train.eval_steps=0"),
+    (["data.validation_path=x"], "nothing is ever evaluated", "data.validation_path=null"),
+    (["data.validation_split=1"], "at least 0 and below 1", "data.validation_split=0.05"),
+    (["data.validation_split=nan"], "at least 0 and below 1", "data.validation_split=0.05"),
+    (["data.path=[0,a]"], "greater than 0", "data.path=null"),
+    (["data.path=[a,1]"], "1 stands where", "data.path=null"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said", "remedy"), RULES, ids=lambda value: " ".join(value))
+def test_a_rule_is_told_with_a_remedy(typed, said, remedy):
+    with pytest.raises(ConfigError) as caught:
+        compose(typed)
+    assert [(p.remedy, said in p.message) for p in caught.value.problems if p.remedy == remedy] == [(remedy, True)]
+
+
+def test_a_blend_comes_through_the_command_line_and_the_run_directory_as_it_is():
+    rows = [{"path": "a,b/*.txt", "weight": 0.25}, {"path": "c"}]
+    for value in ("[0.3,data/*.txt,0.7,/x/b=1]", rows):
+        config = compose([f"data.path={value}"] if isinstance(value, str) else []).config
+        config.data.path = value
+        assert from_mapping(to_mapping(config)).data.path == value
