@@ -64,6 +64,7 @@ def test_a_run_goes_on_in_another_cut(run: RunDir, typed: list[str], sizes: tupl
     ["model.hidden_size=512", "gbs=32", "seq=128", "train.seed=1", "lr=3e-3", "data.path=*.txt", "parallel.bf16=true"],
 )
 def test_what_changes_the_mathematics_is_refused_unless_allowed(run: RunDir, typed: str) -> None:
+    Path("a.txt").write_text("some text " * 100)
     with pytest.raises(ConfigError, match="PP-E617") as caught:
         prepared(run, typed)
     words = shlex.split(caught.value.problems[0].remedy)
