@@ -311,11 +311,11 @@ def _split(text: str) -> list[str]:
 
 
 def retyped(overrides: Sequence[str]) -> str:
-    """Normalised overrides as a person types them in a shell: without Hydra's quotes, a recipe with its plus."""
+    """Normalised overrides as a person types them in a shell: without Hydra's quotes, recipe and scale with a plus."""
     words = []
     for override in overrides:
         key, _, value = override.partition("=")
         plain = f"{key}={value[1:-1]}" if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else override
         word = plain if normalise([plain]).overrides == [override] else override
-        words.append(f"+{word}" if key == "recipe" else word)
+        words.append(f"+{word}" if key in ("recipe", "scale") else word)
     return shlex.join(words)

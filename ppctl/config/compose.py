@@ -7,7 +7,7 @@ Knows the order of strength: defaults, conf/, recipe, command line. Must not kno
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote, retyped
 from ppctl.config.checks import check
 from ppctl.config.draft import DEFAULT, Draft, flat
-from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys
+from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.resources import groups, recipes
+from ppctl.config.scale import SCALES, smoke
 from ppctl.config.schema import RunConfig
 from ppctl.config.support import ignored, later_key
 from ppctl.errors import ConfigError, Problem
@@ -58,13 +59,17 @@ def compose(overrides: Sequence[str], *, for_training: bool = False) -> Composed
     """
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
+    scale = choices.pop("scale", None)
     draft = _files(choices, arguments.problems)
     recipe = choices.get("recipe")
     # A recipe's layout was written for the recipe's own model, not for one that the command line chose.
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
-    draft.set_layout_aside(before, _apply(draft, values))
+    given = _apply(draft, values)
+    draft.set_layout_aside(before, given)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
+    if scale is not None:
+        _scale_down(draft, scale, given)
     composed = _finish(draft, arguments.overrides, for_training)
     return replace(composed, choices=choices, recipe_path=recipes()[recipe].path if recipe else None)
 
@@ -108,6 +113,8 @@ def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str
     for text in arguments.overrides:
         key, _, value = text.partition("=")
         option = value.strip("'\"")
+        if key == "scale":
+            options[key] = SCALES
         if key not in options or (key in sections() and value[:1] == "{"):
             values.append((key, value))
         elif option in options[key]:
@@ -131,6 +138,22 @@ def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
     except ConfigError as error:
         problems += error.problems
     return draft
+
+
+def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
+    """Cover what makes the run large, unless the command line gave it, and tell it as a table."""
+    config, _ = convert(draft.tree, draft.place)
+    rows = []
+    for key, value in smoke(config).items():
+        before = draft.get(key)
+        if key not in given and value != before:
+            draft.put(key, value)
+            draft.provenance[key] = f"scale={scale}"
+            rows.append((key, value_text(before), value_text(value)))
+    draft.tree["scale"], draft.provenance["scale"] = scale, PLACE
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]
+    draft.notes.append("\n".join([f"scale={scale} keeps layout, layers and switches, and makes small:", *table]))
 
 
 def _apply_layer(draft: Draft, layer: Layer) -> None:

@@ -319,6 +319,8 @@ class RunConfig:
 
     recipe: str | None = None
     """The recipe that the config started from."""
+    scale: str | None = None
+    """`smoke`: the recipe as a miniature of the same layout, layers and switches, for a laptop."""
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: RunPipelineConfig = field(default_factory=RunPipelineConfig)

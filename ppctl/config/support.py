@@ -243,7 +243,6 @@ ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti
 """torch's names of kinds of schedules, which name no schedule."""
 
 _LATER_KEYS = {
-    "scale": "sizes scaled down for a smoke run (+scale=smoke)",
     "slurm": "SLURM submission",
 }
 

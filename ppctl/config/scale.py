@@ -1,0 +1,103 @@
+"""`+scale=smoke`: a recipe as a faithful miniature, which trains on a laptop.
+
+Knows which values make a run large. Must not know where they came from, files or Hydra. What makes a run this run
+stays: pp, vpp, layout, schedule, kinds and numbers of layers, MTP, routing rules, precision and every other switch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ppctl.config.schema import ModelConfig, RunConfig
+
+SCALES = ("smoke",)
+
+HIDDEN = 64
+HEADS = 4
+EXPERTS = 8
+EXPERT_WIDTH = 32
+SEQUENCE = 64
+VOCABULARY = 320
+"""257 byte tokens and padding, as the smallest recipe has it."""
+STEPS = 20
+
+
+def smoke(config: RunConfig) -> dict[str, Any]:
+    """The values, by key, that make `config` small.
+
+    One data-parallel replica of unshared layers; as many microbatches as pp; widths of a toy, with numbers of heads,
+    experts, groups and chosen experts in proportion; bytes for tokens; a rate that a model of this size learns at.
+    """
+    parallel, train = config.parallel, config.train
+    values: dict[str, Any] = {f"model.{name}": value for name, value in _model(config.model).items()}
+    for axis in ("tensor_model", "context", "expert_model"):
+        values[f"parallel.{axis}_parallel_size"] = 1
+    values |= {
+        "parallel.data_parallel_size": 1,
+        "parallel.expert_tensor_parallel_size": None if parallel.expert_tensor_parallel_size is None else 1,
+        "parallel.sequence_parallel": False,
+        "parallel.hierarchical_context_parallel_sizes": None,
+        "data.path": None,
+        "data.tokenizer": "byte",
+        "data.seq_length": SEQUENCE,
+        "pipeline.pp_seq_len": None if config.pipeline.pp_seq_len is None else SEQUENCE,
+        "train.global_batch_size": parallel.pipeline_model_parallel_size * train.micro_batch_size,
+        "train.steps": min(train.steps, STEPS),
+        "optim.lr": 2e-3,
+        "optim.min_lr": 2e-4,
+        "optim.warmup_steps": 0,
+        "launch.device": "any",
+        "launch.nodes": None,
+        "launch.gpus_per_node": None,
+        "launch.device_memory": None,
+        "checkpoint.interval": 0,
+        "log.name": f"{config.log.name}_smoke",
+    }
+    return values
+
+
+def _model(model: ModelConfig) -> dict[str, Any]:
+    heads = min(model.num_attention_heads, HEADS)
+    groups = model.num_query_groups
+    values: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": _in_proportion(model.ffn_hidden_size, HIDDEN, model.hidden_size, 8),
+        "num_attention_heads": heads,
+        "num_query_groups": groups and _divisor(heads, _in_proportion(groups, heads, model.num_attention_heads)),
+        "kv_channels": model.kv_channels and HIDDEN // HEADS,
+        "vocab_size": VOCABULARY,
+    }
+    if model.multi_latent_attention:
+        values |= {"q_lora_rank": model.q_lora_rank and 32, "kv_lora_rank": 16}
+        values |= {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    if model.num_moe_experts is not None:
+        values |= _experts(model, model.num_moe_experts)
+    return values
+
+
+def _experts(model: ModelConfig, experts: int) -> dict[str, Any]:
+    """8 experts; groups of at least two, of which the same part is used, and of them at least two where it was more."""
+    count = min(experts, EXPERTS)
+    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
+    shared = model.moe_shared_expert_intermediate_size
+    groups, used = model.moe_router_num_groups, model.moe_router_group_topk
+    kept = groups and _divisor(count, min(groups, count // 2))
+    chosen = max(min(model.moe_router_topk, 2), _in_proportion(model.moe_router_topk, count, experts))
+    return {
+        "num_moe_experts": count,
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": EXPERT_WIDTH,
+        "moe_shared_expert_intermediate_size": shared and _in_proportion(shared, EXPERT_WIDTH, width, 8),
+        "moe_router_num_groups": kept,
+        "moe_router_group_topk": used and kept and groups and _in_proportion(used, kept, groups),
+    }
+
+
+def _in_proportion(value: int, new: int, old: int, multiple: int = 1) -> int:
+    """`value` x new / old, as the nearest multiple above 0."""
+    return max(1, round(value * new / (old * multiple))) * multiple
+
+
+def _divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is at most `at_most`."""
+    return max(d for d in range(1, max(1, at_most) + 1) if number % d == 0)

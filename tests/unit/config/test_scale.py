@@ -1,0 +1,69 @@
+"""`+scale=smoke`: what it keeps, what it changes, and that what is typed is stronger."""
+
+import pytest
+
+from ppctl.config.compose import RefusedError, compose, override
+from ppctl.config.keys import text_keys, value_of
+from ppctl.config.resources import recipes
+from ppctl.plan import build_plan
+
+KEPT = (
+    "parallel.pipeline_model_parallel_size", "parallel.virtual_pipeline_model_parallel_size", "model.num_layers",
+    "parallel.pipeline_model_parallel_layout", "pipeline.pp_schedule", "model.mtp_num_layers", "model.moe_layer_freq",
+    "model.multi_latent_attention", "model.qk_layernorm", "model.share_embeddings_and_output_weights", "parallel.bf16",
+    "model.moe_router_score_function", "model.moe_router_enable_expert_bias", "model.moe_router_load_balancing_type",
+    "model.moe_aux_loss_coeff", "model.mtp_loss_scaling_factor", "model.moe_router_topk_scaling_factor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_miniature_keeps_what_makes_the_run_this_run(recipe):
+    full, small = compose([f"+recipe={recipe}"]).config, compose([f"+recipe={recipe}", "+scale=smoke"]).config
+    for key in KEPT:
+        assert value_of(small, key) == value_of(full, key), key
+    plan, original = build_plan(small), build_plan(full)
+    assert not plan.problems
+    assert plan.layout == original.layout
+    assert [s.layers for s in plan.stages] == [s.layers for s in original.stages]
+    sizes = plan.sizes
+    assert sizes.world == sizes.pp == original.sizes.pp
+    assert plan.num_microbatches == sizes.pp
+    assert (small.model.hidden_size, small.data.seq_length, small.launch.device) == (64, 64, "any")
+    assert plan.params_total < 10e6
+
+
+def test_deepseek_v3_routes_in_proportion():
+    model = compose(["+recipe=deepseek_v3", "+scale=smoke"]).config.model
+    routing = (
+        model.num_moe_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk,
+    )  # fmt: skip
+    assert routing == (8, 2, 4, 2)
+    assert model.moe_shared_expert_intermediate_size == model.moe_ffn_hidden_size
+
+
+def test_every_change_is_in_the_table_with_its_source():
+    full, small = compose(["+recipe=deepseek_v3"]), compose(["+recipe=deepseek_v3", "+scale=smoke"])
+    (table,) = [note for note in small.notes if "scale=smoke" in note]
+    changed = {
+        key for key in text_keys() if key != "scale" and value_of(full.config, key) != value_of(small.config, key)
+    }
+    assert {line.split()[0] for line in table.splitlines()[1:]} == changed
+    assert {small.provenance[key] for key in changed} == {"scale=smoke"}
+    assert "  model.num_moe_experts" in table
+    assert "256 -> 8" in table
+
+
+def test_what_is_typed_is_stronger():
+    composed = compose(["+recipe=deepseek_v3", "+scale=smoke", "seq=128", "pp=4", "vpp=1", "steps=5"])
+    config = composed.config
+    assert (config.data.seq_length, config.train.steps) == (128, 5)
+    assert config.train.global_batch_size == 4, "as many microbatches as there are pp ranks"
+    assert composed.provenance["data.seq_length"] == "command line"
+
+
+def test_an_unknown_scale_and_another_one_on_resume_are_refused():
+    with pytest.raises(RefusedError, match=r"PP-E104.*no scale smok; did you mean smoke"):
+        compose(["+scale=smok"])
+    small = compose(["+scale=smoke"])
+    with pytest.raises(RefusedError, match="a run keeps the scale"):
+        override(small.config, small.provenance, ["scale=smoke"])
