@@ -19,6 +19,11 @@ Broken = Iterator[tuple[tuple[str, ...], str, str]]
 
 def weight_dtype(parallel: ParallelConfig) -> str:
     """The dtype of weights and of the messages between stages: `float16`, `bfloat16` or `float32`."""
+    switched = _switched(parallel)
+    return switched if switched != "float32" else dtype_name(parallel.params_dtype) or switched
+
+
+def _switched(parallel: ParallelConfig) -> str:
     return "float16" if parallel.fp16 else "bfloat16" if parallel.bf16 else "float32"
 
 
@@ -44,7 +49,7 @@ def broken_rules(config: RunConfig) -> Broken:
 
 def _dtypes(config: RunConfig) -> Broken:
     """bf16 and fp16 decide: the weights' and the messages' dtype may repeat it, not contradict it."""
-    dtype = weight_dtype(config.parallel)
+    dtype = _switched(config.parallel)
     for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
         given = dtype_name(value_of(config, name))
         if given is not None and given != dtype:

@@ -196,6 +196,7 @@ def test_stages_say_what_they_hold_and_what_crosses_their_edges() -> None:
     ("values", "shape", "dtype"),
     [
         (dict(parallel__bf16=True), (1, 256, 256), "bfloat16"),
+        (dict(parallel__fp16=True), (1, 256, 256), "float16"),
         (dict(parallel__params_dtype="bfloat16"), (1, 256, 256), "bfloat16"),
         (dict(parallel__bf16=True, parallel__pipeline_dtype="float32"), (1, 256, 256), "float32"),
         (dict(cp=2), (1, 128, 256), "float32"),
