@@ -114,7 +114,7 @@ def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str
         key, _, value = text.partition("=")
         option = value.strip("'\"")
         if key == "scale":
-            options[key] = SCALES
+            options[key] = list(SCALES)
         if key not in options or (key in sections() and value[:1] == "{"):
             values.append((key, value))
         elif option in options[key]:
