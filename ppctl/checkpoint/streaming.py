@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
@@ -69,16 +70,36 @@ def save_streamed(
         raise
 
 
-def read_tensor(path: Path, name: str, record: TensorRecord) -> Tensor:
-    """One tensor of the checkpoint at `path`, compared with its record. Raises CheckpointError (PP-E503)."""
-    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
-    try:
-        without_warning(lambda: load_with_dcp({name: tensor}, storage_reader=FileSystemReader(path), no_dist=True))
-    except CheckpointException as failed:
-        raise CheckpointError(_damaged(path, name, str(_cause(failed)))) from failed
-    if record_tensor(tensor) != record:
-        raise CheckpointError(_damaged(path, name, "its SHA-256 differs"))
-    return tensor
+class CheckpointReader:
+    """Reads tensors of one checkpoint by canonical global name, each compared with its record."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._storage = _Storage(path)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, on the CPU. Raises CheckpointError (PP-E503) where it is not what was saved."""
+        record = self.manifest.tensors[name]
+        tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+        try:
+            without_warning(lambda: load_with_dcp({name: tensor}, storage_reader=self._storage, no_dist=True))
+        except CheckpointException as failed:
+            raise CheckpointError(_damaged(self.path, name, str(_cause(failed)))) from failed
+        if record_tensor(tensor) != record:
+            raise CheckpointError(_damaged(self.path, name, "its SHA-256 differs"))
+        return tensor
+
+
+class _Storage(FileSystemReader):
+    """Reads `.metadata`, which lists all tensors, once and not for each of them."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds, and where."""
+        if self._kept is None:
+            self._kept = super().read_metadata(*args, **kwargs)
+        return self._kept
+
+    _kept: Metadata | None = None
 
 
 def _cause(failed: CheckpointException) -> BaseException:

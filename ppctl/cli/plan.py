@@ -76,11 +76,12 @@ def planned(
     `problems` are those of the command line. All are reported at once, each one time.
     """
     from ppctl.config.compose import RefusedError, compose
+    from ppctl.launch.weights import model_values
 
     composed: Composed | None = None
     found = list(problems)
     try:
-        composed = compose(overrides, for_training=for_training)
+        composed = compose(overrides, for_training=for_training, read_model=model_values)
     except RefusedError as error:
         found += error.problems
         composed = error.composed

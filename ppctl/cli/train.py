@@ -57,6 +57,7 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     from ppctl.cli import training
     from ppctl.cli.plan import planned
     from ppctl.launch.prepare import Launch, find_checkpoint, with_value
+    from ppctl.launch.weights import check_weights, find_weights
 
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
     training.refuse(problems)
@@ -67,6 +68,10 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     if config.checkpoint.resume is not None:
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
+    if config.model.from_ is not None:
+        weights = find_weights(config.model.from_, Path(config.log.dir))
+        check_weights(weights, config.model)
+        config = with_value(config, "model", from_=str(weights))
     return Launch(config, plan, command_line(args), data)
 
 

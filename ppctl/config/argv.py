@@ -71,7 +71,15 @@ SETS_LAYOUT_ASIDE = (
 """The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
 
 PATHS = frozenset(
-    {"data.path", "data.validation_path", "data.tokenizer", "checkpoint.resume", "log.dir", "pipeline.pp_schedule_csv"}
+    {
+        "model.from",
+        "data.path",
+        "data.validation_path",
+        "data.tokenizer",
+        "checkpoint.resume",
+        "log.dir",
+        "pipeline.pp_schedule_csv",
+    }
 )
 """Text keys in which a comma is an ordinary character."""
 

@@ -63,7 +63,15 @@ CHOICES = {
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
-NOT_EMPTY = ("log.name", "log.dir", "data.path", "data.validation_path", "data.tokenizer", "checkpoint.resume")
+NOT_EMPTY = (
+    "model.from",
+    "log.name",
+    "log.dir",
+    "data.path",
+    "data.validation_path",
+    "data.tokenizer",
+    "checkpoint.resume",
+)
 
 _NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)

@@ -7,11 +7,11 @@ Knows the order of strength: defaults, conf/, recipe, command line. Must not kno
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote, retyped
 from ppctl.config.checks import check
@@ -22,7 +22,7 @@ from ppctl.config.resources import groups, recipes
 from ppctl.config.scale import SCALES, smoke
 from ppctl.config.schema import RunConfig
 from ppctl.config.support import ignored, later_key
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, PpctlError, Problem
 
 if TYPE_CHECKING:
     from ppctl.config.hydra_source import Layer
@@ -52,10 +52,15 @@ class Composed:
     """What was decided for the user and should be said."""
 
 
-def compose(overrides: Sequence[str], *, for_training: bool = False) -> Composed:
+ReadModel = Callable[[str], Mapping[str, Any]]
+"""From the value of `model.from` to fields of ModelConfig. Raises PpctlError."""
+
+
+def compose(overrides: Sequence[str], *, for_training: bool = False, read_model: ReadModel | None = None) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
-    `for_training` also refuses what can be planned but not trained yet. Raises RefusedError with all problems.
+    What `read_model` reads of `model.from` is stronger than files and weaker than the command line. `for_training` also
+    refuses what can be planned but not trained yet. Raises RefusedError with all problems.
     """
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
@@ -65,6 +70,8 @@ def compose(overrides: Sequence[str], *, for_training: bool = False) -> Composed
     # A recipe's layout was written for the recipe's own model, not for one that the command line chose.
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
     given = _apply(draft, values)
+    if read_model is not None:
+        _take_model(draft, given, read_model)
     draft.set_layout_aside(before, given)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
@@ -184,6 +191,22 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
         draft.provenance[known] = PLACE
         given.add(known)
     return given
+
+
+def _take_model(draft: Draft, given: set[str], read_model: ReadModel) -> None:
+    """Put the sizes of `model.from` over those of files."""
+    source = draft.get("model.from")
+    if not isinstance(source, str) or not source:
+        return
+    try:
+        values = read_model(source)
+    except PpctlError as error:
+        draft.problems += error.problems
+        return
+    for field_name, value in values.items():
+        if (name := f"model.{field_name}") not in given:
+            draft.put(name, value)
+            draft.provenance[name] = f"model.from={source}"
 
 
 def _known(key: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import keyword
 import shlex
 import textwrap
 import types
@@ -34,6 +35,11 @@ class Key:
     def field(self) -> str:
         """The last part of the name."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def attribute(self) -> str:
+        """The field's name in Python, where `from` is a word of the language."""
+        return f"{self.field}_" if keyword.iskeyword(self.field) else self.field
 
     @property
     def is_dtype(self) -> bool:
@@ -109,7 +115,7 @@ def _keys_of(cls: type, prefix: str) -> list[Key]:
         if default is MISSING:
             default = field.default_factory() if field.default_factory is not MISSING else None
         owner = next(c for c in reversed(cls.__mro__) if field.name in inspect.get_annotations(c))
-        found.append(Key(prefix + field.name, hints[field.name], default, owner))
+        found.append(Key(prefix + field.name.removesuffix("_"), hints[field.name], default, owner))
     return found
 
 
@@ -129,13 +135,14 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 def docstring(key: Key) -> str:
     """What the field means; empty where its name says it all."""
-    return _docstrings(key.owner).get(key.field, "")
+    return _docstrings(key.owner).get(key.attribute, "")
 
 
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of a dotted key."""
     section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field)
+    attribute = keys()[name].attribute if name in keys() else field
+    return getattr(getattr(config, section) if section else config, attribute)
 
 
 def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:

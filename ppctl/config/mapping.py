@@ -25,7 +25,7 @@ def to_mapping(config: RunConfig) -> dict[str, Any]:
         owner, branch = config, tree
         for part in path:
             owner, branch = getattr(owner, part), branch.setdefault(part, {})
-        value = getattr(owner, field)
+        value = getattr(owner, key.attribute)
         branch[field] = dtype_name(value) if key.is_dtype else _plain(value)
     return tree
 
@@ -64,8 +64,8 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
         except ValueError as error:
             problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
             continue
-        section, _, field = name.rpartition(".")
-        setattr(getattr(config, section) if section else config, field, converted)
+        section = name.rpartition(".")[0]
+        setattr(getattr(config, section) if section else config, key.attribute, converted)
     return config, problems
 
 

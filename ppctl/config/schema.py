@@ -17,6 +17,8 @@ from ppctl.config.pipeline_config import PipelineConfig
 class ModelConfig:
     """The decoder, in Megatron's names."""
 
+    from_: str | None = None
+    """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
     num_layers: int = 8
     """Decoder layers, MTP layers not counted."""
     hidden_size: int = 256

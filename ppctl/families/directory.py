@@ -31,20 +31,6 @@ _UNREAD = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where one canonical tensor is: one stored tensor, or one per expert to be stacked."""
-
-    shape: Shape
-    names: tuple[str, ...]
-    stacked: bool
-
-    @property
-    def each(self) -> Shape:
-        """The shape of one stored tensor."""
-        return self.shape[1:] if self.stacked else self.shape
-
-
-@dataclass(frozen=True, slots=True)
 class ModelDirectory:
     """A directory whose headers fit its config.json."""
 
@@ -52,8 +38,8 @@ class ModelDirectory:
     family: Family
     model: ModelConfig
     stored: Mapping[str, Stored]
-    sources: Mapping[str, Source]
-    """Canonical name -> where it is."""
+    names: Mapping[str, str]
+    """Canonical name -> stored name, of every tensor of the model."""
     copies: Mapping[str, str]
     """Stored name of a copy -> canonical name of the original."""
     block: tuple[int, int]
@@ -76,34 +62,32 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     raise ConfigError(Problem("PP-E520", message, f"ls '{directory}'", str(path)))
 
 
-def open_directory(path: Path, *, mtp: bool = True) -> ModelDirectory:
+def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = True) -> ModelDirectory:
     """Read config.json and all headers, and check them against each other; no tensor is read.
 
-    Without `mtp` the model has no multi-token prediction, stored or not. Raises ConfigError as `read_config`,
-    CheckpointError (PP-E523 for damaged files, PP-E524 naming every tensor that is missing, unknown or misshapen).
+    The weights are those of `model` (none: of config.json), or without `mtp` of that model without multi-token
+    prediction, stored or not. Raises ConfigError as `read_config`, CheckpointError (PP-E523 for damaged files, PP-E524
+    naming every tensor that is missing, unknown or misshapen).
     """
     config = read_config_file(path)
-    family, model = read_config(config, str(path / CONFIG))
+    family, told = read_config(config, str(path / CONFIG))
     stored = read_directory(path)
-    known = {*_copies(model), *(name for source in sources(family, model).values() for name in source.names)}
+    model = told if model is None else model
     model = model if mtp else replace(model, mtp_num_layers=None)
+    skipped = told.mtp_num_layers if not model.mtp_num_layers else model.mtp_num_layers
+    whole = replace(model, mtp_num_layers=skipped)
+    known = {*_copies(whole), *stored_names(family, whole).values()}
     copies = {name: of for name, of in _copies(model).items() if name in stored}
     block = (config.get("quantization_config") or {}).get("weight_block_size") or _BLOCK
-    found = ModelDirectory(path, family, model, stored, sources(family, model), copies, (block[0], block[1]))
+    found = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, (block[0], block[1]))
     if problems := list(_misfits(found, known)):
         raise CheckpointError(problems)
     return found
 
 
-def sources(family: Family, model: ModelConfig) -> dict[str, Source]:
-    """Canonical name -> where the family stores it, for the whole model."""
-    found = {}
-    for name, shape in model_tensors(model).items():
-        pattern = stored_name(name, model.num_layers, family.names)
-        stacked = "{expert}" in pattern
-        names = tuple(pattern.format(expert=e) for e in range(shape[0])) if stacked else (pattern,)
-        found[name] = Source(shape, names, stacked)
-    return found
+def stored_names(family: Family, model: ModelConfig) -> dict[str, str]:
+    """Canonical name -> what the family calls it, for the whole model."""
+    return {name: stored_name(name, model.num_layers, family.names) for name in model_tensors(model)}
 
 
 def mtp_tables(model: ModelConfig) -> dict[str, str]:
@@ -121,21 +105,22 @@ def _copies(model: ModelConfig) -> dict[str, str]:
 
 
 def _misfits(found: ModelDirectory, known: Collection[str]) -> Iterator[Problem]:
-    expected = {name: source.each for source in found.sources.values() for name in source.names}
-    expected |= {name: found.sources[of].shape for name, of in found.copies.items()}
+    shapes = model_tensors(found.model)
+    expected = {name: shapes[of] for of, name in found.names.items()}
+    expected |= {name: shapes[of] for name, of in found.copies.items()}
     missing = [name for name in expected if name not in found.stored]
     unknown = [name for name in found.stored if name.removesuffix(SCALE) not in known and not name.endswith(_UNREAD)]
     if missing:
-        yield _misfit(found, "lacks tensors that its config.json asks for", missing)
+        yield _misfit(found, "lacks tensors of the model", missing)
     if unknown:
-        yield _misfit(found, "holds tensors that its config.json does not ask for", unknown)
+        yield _misfit(found, "holds tensors that the model lacks", unknown)
     wrong = [
         f"{name} ({stored.file.name}): {stored.dtype}{list(stored.shape)} stored, {list(shape)} expected"
         for name, shape in expected.items()
         if (stored := found.stored.get(name)) is not None and not _fits(found, name, stored, shape)
     ]
     if wrong:
-        yield _misfit(found, "holds tensors of another shape or dtype than its config.json asks for", wrong)
+        yield _misfit(found, "holds tensors of another shape or dtype than the model's", wrong)
 
 
 def _fits(found: ModelDirectory, name: str, stored: Stored, shape: Shape) -> bool:
@@ -149,6 +134,6 @@ def _fits(found: ModelDirectory, name: str, stored: Stored, shape: Shape) -> boo
 
 
 def _misfit(found: ModelDirectory, fault: str, names: list[str]) -> Problem:
-    remedy = f"compare '{found.path / CONFIG}' with the weights: one of them is from another model"
+    remedy = f"compare the model's sizes with '{found.path / CONFIG}', and that with the weights"
     shown = [*names[:20], f"and {len(names) - 20} more"] if len(names) > 20 else names
     return Problem("PP-E524", f"{found.path} {fault}", remedy, "\n".join(shown))

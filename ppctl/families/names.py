@@ -1,8 +1,7 @@
 """Canonical names and Hugging Face's, as tables: one for all families, and what differs in one of them.
 
-Knows names alone. Must not know shapes, files or torch. In a name, `{layer}` is the index of a decoder layer and
-`{expert}` that of an expert: a stacked tensor of ours is one tensor per expert of theirs. MTP's modules follow the
-decoder's layers there: module K of a model with N layers is `model.layers.{N+K}`.
+Knows names alone. Must not know shapes, files or torch. `{expert}` stands for the index of an expert. MTP's modules
+follow the decoder's layers there: module K of a model with N layers is `model.layers.{N+K}`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ LAYER = {
     "feed_forward.w3": "mlp.up_proj",
     "moe.router": "mlp.gate",
     "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    "moe.experts.w1": "mlp.experts.{expert}.gate_proj.weight",
-    "moe.experts.w2": "mlp.experts.{expert}.down_proj.weight",
-    "moe.experts.w3": "mlp.experts.{expert}.up_proj.weight",
+    "moe.experts.{expert}.w1": "mlp.experts.{expert}.gate_proj",
+    "moe.experts.{expert}.w2": "mlp.experts.{expert}.down_proj",
+    "moe.experts.{expert}.w3": "mlp.experts.{expert}.up_proj",
     "moe.shared_experts.w1": "mlp.shared_experts.gate_proj",
     "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
     "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
@@ -51,9 +50,9 @@ LATENT = {
 
 MIXTRAL = {
     "moe.router": "block_sparse_moe.gate",
-    "moe.experts.w1": "block_sparse_moe.experts.{expert}.w1.weight",
-    "moe.experts.w2": "block_sparse_moe.experts.{expert}.w2.weight",
-    "moe.experts.w3": "block_sparse_moe.experts.{expert}.w3.weight",
+    "moe.experts.{expert}.w1": "block_sparse_moe.experts.{expert}.w1",
+    "moe.experts.{expert}.w2": "block_sparse_moe.experts.{expert}.w2",
+    "moe.experts.{expert}.w3": "block_sparse_moe.experts.{expert}.w3",
 }
 """What Mixtral calls otherwise."""
 
@@ -63,12 +62,13 @@ MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared
 MTP_COPIES = {"embed_tokens.weight": "tok_embeddings.weight", "shared_head.head.weight": "output.weight"}
 """Copies of the model's tables that every MTP module is stored with there: name within it -> what it is a copy of."""
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(layer\.)?(.+)")
 
 
 def stored_name(name: str, num_layers: int, others: Mapping[str, str]) -> str:
-    """Hugging Face's name of a canonical tensor, with `{expert}` in it where there is one for every expert.
+    """Hugging Face's name of a canonical tensor.
 
     `others` is what the family calls otherwise than `LAYER`. Raises KeyError for a name that is not canonical.
     """
@@ -87,7 +87,10 @@ def _within(name: str, table: Mapping[str, str]) -> str:
     if name in table:
         return table[name]
     module, _, kind = name.rpartition(".")
-    return f"{table[module]}.{kind}"
+    expert = _EXPERT.search(module)
+    if expert is not None:
+        module = module.replace(expert[0], ".experts.{expert}.")
+    return f"{table[module]}.{kind}".format(expert=expert and expert[1])
 
 
 def mtp_copies(model_layers: int, depth: int) -> dict[str, str]:

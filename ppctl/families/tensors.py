@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> shape, for the whole model with its multi-token prediction; experts are stacked."""
+    """Canonical name -> shape, for the whole model with its multi-token prediction; every expert is by itself."""
     table, h = (model.vocab_size, model.hidden_size), model.hidden_size
     found: dict[str, Shape] = {"tok_embeddings.weight": table}
     for index, moe in enumerate(moe_layer_pattern(model)):
@@ -81,8 +81,7 @@ def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield "moe.router.weight", (total, h)
     if model.moe_router_enable_expert_bias:
         yield "moe.router.expert_bias", (total,)
-    yield "moe.experts.w1", (total, width, h)
-    yield "moe.experts.w2", (total, h, width)
-    yield "moe.experts.w3", (total, width, h)
+    for expert in range(total):
+        yield from _feed_forward(f"moe.experts.{expert}", h, width)
     if model.moe_shared_expert_intermediate_size:
         yield from _feed_forward("moe.shared_experts", h, model.moe_shared_expert_intermediate_size)

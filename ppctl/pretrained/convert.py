@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
 from ppctl.checkpoint.names import ranges
-from ppctl.checkpoint.streaming import read_tensor, save_streamed
+from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
-from ppctl.families.directory import CONFIG, mtp_tables, open_directory, sources
+from ppctl.families.directory import CONFIG, mtp_tables, open_directory, stored_names
 from ppctl.families.tensors import model_tensors
 from ppctl.pretrained.reading import Reader
 from ppctl.pretrained.writing import SHARD, Spec, write_shards
@@ -53,19 +54,19 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
     found = open_directory(source, mtp=mtp)
     reader = Reader(found)
     reader.check_copies()
-    specs = {f"model.{name}": reader.spec(name) for name in found.sources}
-    order = list(specs)
+    specs = {f"model.{name}": reader.spec(name) for name in found.names}
+    counter = count(1)
 
     def read(name: str) -> Tensor:
-        progress(name, order.index(name) + 1, len(order))
+        progress(name, next(counter), len(specs))
         return reader.tensor(name.removeprefix("model."))
 
     state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(found.model)}
     with _new_directory(out) as temporary:
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
-    count = sum(spec.numel() for spec in specs.values())
+    parameters = sum(spec.numel() for spec in specs.values())
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(out / "checkpoints" / "step-0", found.family.model_type, count, len(specs), size)
+    return Done(out / "checkpoints" / "step-0", found.family.model_type, parameters, len(specs), size)
 
 
 def export_checkpoint(
@@ -79,19 +80,15 @@ def export_checkpoint(
     model = model if mtp else replace(model, mtp_num_layers=None)
     family, config = write_config(model)
     dtypes = _dtypes(checkpoint, manifest, model, dtype)
-    places, copies = sources(family, model), mtp_tables(model)
-    specs = [Spec(name, place.each, dtypes[of]) for of, place in places.items() for name in place.names]
-    specs += [Spec(name, places[of].shape, dtypes[of]) for name, of in copies.items()]
-
-    def read(name: str) -> Tensor:
-        record = manifest.tensors[f"model.{name}"]
-        return read_tensor(checkpoint, f"model.{name}", record).to(dtypes[name])
+    shapes, stored = model_tensors(model), stored_names(family, model)
+    order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(model).items()]
+    specs = [Spec(name, shapes[of], dtypes[of]) for of, name in order]
+    reader = CheckpointReader(checkpoint, manifest)
 
     def tensors() -> Iterator[Tensor]:
-        for done, (name, place) in enumerate(places.items(), 1):
-            progress(name, done, len(places))
-            yield from read(name).unbind() if place.stacked else (read(name),)
-        yield from map(read, copies.values())
+        for done, (of, _) in enumerate(order, 1):
+            progress(of, done, len(order))
+            yield reader.tensor(f"model.{of}").to(dtypes[of])
 
     with _new_directory(out) as temporary:
         total = write_shards(temporary, specs, tensors(), SHARD)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ppctl.errors import CheckpointError, Problem
-from ppctl.families.directory import SCALE, ModelDirectory, Source
+from ppctl.families.directory import SCALE, ModelDirectory
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,18 +34,12 @@ class Reader:
 
     def spec(self, name: str) -> Tensor:
         """Shape and dtype that `tensor` will give, on the meta device."""
-        source = self.directory.sources[name]
-        return torch.empty(source.shape, dtype=self._dtype(source), device="meta")
+        stored = self.directory.stored[self.directory.names[name]]
+        return torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
 
     def tensor(self, name: str) -> Tensor:
-        """One canonical tensor, experts stacked [E, out, in], on the CPU."""
-        source = self.directory.sources[name]
-        if not source.stacked:
-            return self.stored(source.names[0])
-        whole = torch.empty(source.shape, dtype=self._dtype(source))
-        for index, one in enumerate(source.names):
-            whole[index] = self.stored(one)
-        return whole
+        """One canonical tensor, on the CPU."""
+        return self.stored(self.directory.names[name])
 
     def stored(self, name: str) -> Tensor:
         """One tensor by its stored name."""
@@ -65,14 +59,6 @@ class Reader:
             message = f"{found.path} holds copies of the embedding or the output that differ from them"
             remedy = "leave multi-token prediction out: --no-mtp, or model.mtp_num_layers=null"
             raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(unequal)))
-
-    def _dtype(self, source: Source) -> torch.dtype:
-        """Of experts stored in several dtypes, the one that holds all their values."""
-        dtypes = [DTYPES[self.directory.stored[name].dtype] for name in source.names]
-        widest = dtypes[0]
-        for dtype in dtypes[1:]:
-            widest = torch.promote_types(widest, dtype)
-        return widest
 
     def _get(self, name: str) -> Tensor:
         file = self.directory.stored[name].file

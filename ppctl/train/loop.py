@@ -12,7 +12,7 @@ from pathlib import Path
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
 from ppctl.train.step import Trainer
 
 
@@ -50,6 +50,8 @@ def train(
     if resume is not None:
         state = load_checkpoint(session, resume)
         first, consumed = state["step"], state["consumed_samples"]
+    elif config.model.from_ is not None:
+        start_from(session, Path(config.model.from_))
     trainer = Trainer(session, session.batches(first, consumed), stop_requested)
 
     def position(done: int) -> int:

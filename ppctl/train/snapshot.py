@@ -19,6 +19,7 @@ from ppctl.model.initialize import pieces
 from ppctl.model.names import owner_of
 from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
+from ppctl.train.start import fill
 
 
 def named_tensors(session: Session) -> dict[str, Sequence[Tensor]]:
@@ -64,11 +65,20 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
     return save(directory, step, tensors, state, writer=session.own.dp_rank == 0, keep=keep)
 
 
+def start_from(session: Session, path: Path) -> None:
+    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed."""
+    fill(named_tensors(session), path, session.config.model)
+    session.weights.publish()
+
+
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
     Raises CheckpointError where the data is not what the checkpoint was trained on: its position would mean nothing.
     """
+    if read_state(path).get("weights_only"):
+        start_from(session, path)
+        return {"step": 0, "consumed_samples": 0}
     try:
         state = load(path, named_tensors(session))
     except CheckpointError as error:

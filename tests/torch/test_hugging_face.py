@@ -90,11 +90,11 @@ def test_multi_token_prediction_is_stored_with_its_copies_and_read_back(tmp_path
     assert torch.equal(stored["model.layers.2.embed_tokens.weight"], weights["model.tok_embeddings.weight"])
     assert torch.equal(stored["model.layers.2.shared_head.head.weight"], weights["model.output.weight"])
     assert torch.equal(
-        stored["model.layers.2.mlp.experts.3.up_proj.weight"], weights["model.mtp.0.layer.moe.experts.w3"][3]
+        stored["model.layers.2.mlp.experts.3.up_proj.weight"], weights["model.mtp.0.layer.moe.experts.3.w3.weight"]
     )
     reader = Reader(open_directory(tmp_path / "theirs"))
     reader.check_copies()
-    assert_equal({f"model.{name}": reader.tensor(name) for name in reader.directory.sources}, weights)
+    assert_equal({f"model.{name}": reader.tensor(name) for name in reader.directory.names}, weights)
 
 
 def test_multi_token_prediction_is_left_out_where_that_is_asked_for(tmp_path):
@@ -266,7 +266,7 @@ def test_a_checkpoint_of_fewer_tensors_than_its_model_is_not_exported(tmp_path):
     path, _ = checkpoint_of(MTP, tmp_path / "run", said=larger)
     with pytest.raises(CheckpointError, match="PP-E502") as caught:
         export_checkpoint(path, tmp_path / "theirs", silent)
-    assert "layers.2.moe.experts.w1" in caught.value.problems[0].place
+    assert "layers.2.moe.experts.0.w1.weight" in caught.value.problems[0].place
 
 
 # --- the command ---------------------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ def _strategy(key):
 def test_any_value_of_any_key_comes_back(data):
     key = data.draw(st.sampled_from(list(text_keys().values())))
     config = RunConfig()
-    section, _, field = key.name.rpartition(".")
-    setattr(getattr(config, section) if section else config, field, data.draw(_strategy(key)))
+    section = key.name.rpartition(".")[0]
+    setattr(getattr(config, section) if section else config, key.attribute, data.draw(_strategy(key)))
     assert from_mapping(to_mapping(config)) == config
 
 

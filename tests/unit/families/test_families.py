@@ -11,7 +11,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost import parameters as count
 from ppctl.errors import ConfigError
 from ppctl.families.config_json import canonical, known_families, read_config, write_config
-from ppctl.families.directory import mtp_tables, sources
+from ppctl.families.directory import mtp_tables, stored_names
 from ppctl.families.tensors import model_tensors
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
@@ -65,18 +65,17 @@ def test_the_tensors_of_a_model_add_up_to_its_parameters(name):
 def test_what_would_be_stored_is_what_hugging_face_stores(name):
     model = shipped(name)
     family, _ = write_config(model)
-    places = sources(family, model)
-    names = [stored for place in places.values() for stored in place.names] + list(mtp_tables(model))
+    names = [*stored_names(family, model).values(), *mtp_tables(model)]
     assert len(set(names)) == len(names)
-    stored = sum(math.prod(place.each) * len(place.names) for place in places.values())
-    stored += sum(math.prod(places[of].shape) for of in mtp_tables(model).values())
+    shapes = model_tensors(model)
+    stored = sum(math.prod(shapes[of]) for of in (*shapes, *mtp_tables(model).values()))
     assert stored == count.hugging_face_parameters(model)
 
 
 def test_stored_names_are_the_published_ones():
     model = shipped("deepseek_v3")
     family, _ = write_config(model)
-    names = {stored for place in sources(family, model).values() for stored in place.names} | set(mtp_tables(model))
+    names = {*stored_names(family, model).values(), *mtp_tables(model)}
     assert names >= {
         "model.layers.0.mlp.gate_proj.weight",
         "model.layers.60.self_attn.kv_a_proj_with_mqa.weight",

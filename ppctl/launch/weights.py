@@ -1,0 +1,68 @@
+"""Where a run's first weights come from (`model.from`): what the source says of the model, and whether it fits.
+
+Knows model directories, checkpoints and runs, and tells them apart. Must not know how a config is composed, nor torch:
+headers and manifests are read, weights are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.families.config_json import TRAINING, read_config
+from ppctl.families.directory import CONFIG, open_directory, read_config_file
+from ppctl.families.tensors import model_tensors
+from ppctl.launch.prepare import find_checkpoint
+
+KEY = "model.from"
+
+
+def find_weights(text: str, root: Path = Path("runs")) -> Path:
+    """The absolute path that `model.from` means: a directory with a config.json, else a checkpoint.
+
+    Raises ConfigError (PP-E520) where it is neither.
+    """
+    path = Path(text).expanduser().absolute()
+    if (path / CONFIG).is_file():
+        return path
+    try:
+        return find_checkpoint(text, root)
+    except (CheckpointError, ConfigError):
+        message = f"{KEY}={text} is no directory with a {CONFIG}, no checkpoint and no run"
+        raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
+
+
+def model_values(text: str) -> Mapping[str, Any]:
+    """Fields of ModelConfig as the source has them. Raises ConfigError as `read_config`."""
+    path = find_weights(text)
+    if not (path / CONFIG).is_file():
+        known = {field.name for field in fields(ModelConfig)} - {"from_"}
+        saved = json.loads((path / "state.json").read_bytes())["model"]
+        return {name: value for name, value in saved.items() if name in known}
+    family, model = read_config(read_config_file(path), str(path / CONFIG))
+    unsaid = TRAINING - {field.ours for field in family.fields}
+    return {name: value for name, value in asdict(model).items() if name not in unsaid}
+
+
+def check_weights(path: Path, model: ModelConfig) -> None:
+    """Compare what is stored at `path` with what `model` needs. Raises CheckpointError naming all that does not fit."""
+    if (path / CONFIG).is_file():
+        open_directory(path, model=model)
+        return
+    saved = json.loads((path / "manifest.json").read_bytes())["tensors"]
+    shapes = model_tensors(model)
+    stored = {name.removeprefix("model."): tuple(entry["shape"]) for name, entry in saved.items()}
+    wrong = [
+        f"{name}: {list(stored[name]) if name in stored else 'not'} stored, {list(shape)} needed"
+        for name, shape in shapes.items()
+        if stored.get(name) != shape
+    ]
+    if wrong:
+        message = f"the weights at {path} are not those of this model"
+        remedy = f"leave out what changes the model's sizes: {KEY} gives them"
+        raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(wrong[:20])))
