@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rank_server_io import read_message, write_message
 
 
@@ -74,13 +75,24 @@ class _Server:
 _server: _Server | None = None
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Run `fn(*args)` on `world_size` ranks of a fresh gloo world; returns their results in rank order.
+OVER = os.environ.get("PPCTL_TEST_RANKS", "gloo")
+"""What ranks are: `gloo` (forked, on the CPU), `spawn` (the same, started anew), `nccl` (a GPU each), `shared` (all on
+one GPU, over gloo)."""
+GPUS = int(os.environ.get("PPCTL_TEST_GPUS", "0"))
+"""With `nccl`: how many ranks there can be. More are a skip."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, over: str = OVER
+) -> list[Any]:
+    """Run `fn(*args)` on `world_size` ranks of a fresh world; returns their results in rank order.
 
     `fn` is a module-level function; arguments and results are pickled. Raises RanksFailed, first failure first, with
     the traceback; ranks still running after `timeout` seconds (or long after the first failure) are killed.
     """
     global _server
+    if over == "nccl" and world_size > GPUS:
+        pytest.skip(f"{world_size} ranks over NCCL need as many GPUs, and there are {GPUS}")
     if _server is None or _server.process.poll() is not None:
         _server = _Server()
     request = {
@@ -89,6 +101,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         "args": pickle.dumps(args),
         "world_size": world_size,
         "timeout": timeout,
+        "over": over,
         "path": list(sys.path),
     }
     answers = _server.ask(request)

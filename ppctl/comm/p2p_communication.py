@@ -40,8 +40,8 @@ class P2PCommunicator:
     `pp_group` holds the pipeline's ranks in pp order; `config` is a ModelParallelConfig (or anything with its fields).
     All ranks of the group construct it together. `channels` are the ones to make, by default those of a loop; a V
     placement gives its own. `device` is where tensors live, by default a GPU where the group's backend moves its
-    tensors, else the CPU; tensors of a GPU on a gloo group go through pinned host memory. Raises ConfigError for modes
-    that exclude each other or that this machine does not have.
+    tensors, else torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Raises
+    ConfigError for modes that exclude each other or that this machine does not have.
 
     The methods take and give single tensors or lists of them, one shape or a list of shapes. With variable_seq_lengths
     shapes are ignored, except that None is refused: every tensor's own shape, with any number of dims, travels ahead of
@@ -64,7 +64,8 @@ class P2PCommunicator:
         self._rank = pp_group.rank()
         self._size = pp_group.size()
         on_device = moves_on_device(pp_group)
-        self.device = device or torch.device(*(("cuda", torch.cuda.current_device()) if on_device else ("cpu",)))
+        usual = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.get_default_device()
+        self.device = device or usual
         self.pool = BufferPool(self.device)
         staged = self.device.type == "cuda" and not on_device
         self.fused = self.modes.batched and not staged

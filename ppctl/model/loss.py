@@ -22,7 +22,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view_as(labels)
 
 
-def microbatch_loss(logits: Tensor, labels: Tensor, mask: Tensor, total_tokens: float) -> Tensor:
+def microbatch_loss(logits: Tensor, labels: Tensor, mask: Tensor, total_tokens: float | Tensor) -> Tensor:
     """One microbatch's share of the batch's loss: the sum over its unmasked tokens / `total_tokens`.
 
     `mask` [b, s] is 1 where a token counts; `total_tokens` is the number of unmasked tokens of the whole global batch,

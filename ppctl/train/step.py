@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class Trainer:
         s.weights.clear_gradients()
         self.losses, self.mtp_losses = {}, {}
         self.balance.begin(1.0 if s.loss_scale is None else s.loss_scale.scale)
-        self.batch = None if self.batches is None else self.batches.step(step)
+        self.batch = None if self.batches is None else _moved(self.batches.step(step), s.device)
         for call in range(self.calls):
             self.first = call * s.plan.num_microbatches
             run_schedule(
@@ -134,7 +134,7 @@ class Trainer:
         A collective of the pipeline. The stages are in evaluation mode meanwhile.
         """
         s = self.session
-        self.batch, self.losses = batch, {}
+        self.batch, self.losses = None if batch is None else _moved(batch, s.device), {}
         for stage in s.stages.values():
             stage.eval()
         for call in range(self.calls):
@@ -166,7 +166,7 @@ class Trainer:
             recompute.on = (spec.stage, mb) not in self.spared
             tokens = None
             if embeds or predicts:
-                tokens = self._own(self.batch).tokens[self.first + mb].to(self.session.device)
+                tokens = self._own(self.batch).tokens[self.first + mb]
             outputs: Message = module(tokens) if embeds else module(*inputs, tokens=tokens)
             return (self._loss(mb, *outputs),) if ends else outputs
 
@@ -177,11 +177,11 @@ class Trainer:
 
         The same numbers, unless the schedule scales: then it starts from the mean over the microbatch's own tokens.
         """
-        pipeline, model, device = self.session.config.pipeline, self.session.config.model, self.session.device
+        pipeline, model = self.session.config.pipeline, self.session.config.model
         batch, mb = self._own(self.batch), self.first + mb
-        labels, mask = batch.labels[mb].to(device), batch.loss_mask[mb].to(device)
+        labels, mask = batch.labels[mb], batch.loss_mask[mb]
         scaled = pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
-        tokens = float(batch.loss_mask[mb].sum().clamp(min=1)) if scaled else batch.total_tokens
+        tokens = mask.sum().clamp(min=1) if scaled else batch.total_tokens
         shares = self._microbatches_of_all() if scaled else 1
 
         def against(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -267,6 +267,15 @@ def _spared_from_recompute(session: Session) -> frozenset[tuple[int, int]]:
     partial = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
     flags = checkpoint_flags(row, partial, forwards_in_flight(row))
     return frozenset((action.stage, action.mb) for action, recomputed in flags.items() if not recomputed)
+
+
+def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
+    """The batch on the device: one copy ahead of the pipeline, in which nothing then waits for the device."""
+    if device.type != "cuda":
+        return batch
+    names = ("tokens", "labels", "loss_mask")
+    on_device = {name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names}
+    return replace(batch, **on_device)
 
 
 def _peak_memory(device: torch.device) -> int:

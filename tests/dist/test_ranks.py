@@ -53,3 +53,17 @@ def test_a_rank_that_hangs_is_killed_at_the_deadline():
     with pytest.raises(RanksFailed, match="rank 1 failed first: late"):
         run_ranks(hang_on_rank_1, 2, timeout=1)
     assert time.monotonic() - start < 10
+
+
+def where_it_lies(seed):
+    drawn = torch.randn(2, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    return os.getpid(), drawn.requires_grad, drawn.tolist()
+
+
+def test_ranks_may_be_started_anew_as_those_on_a_gpu_are():
+    same = torch.randn(2, generator=torch.Generator().manual_seed(3)).tolist()
+    (first, *one), (second, *other) = run_ranks(where_it_lies, 2, 3, over="spawn")
+    assert one == other == [True, same]
+    assert first != second
+    with pytest.raises(RanksFailed, match="rank 1 failed first: ValueError: boom"):
+        run_ranks(raise_on_rank_1, 2, over="spawn")

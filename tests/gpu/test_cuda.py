@@ -1,46 +1,104 @@
-"""What needs a CUDA device: one rank's training on it, and the recorder's events. `make test-gpu`."""
+"""What needs a CUDA device: training on it, and the recorder's events. `make test-gpu`."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from command import TINY, metrics, only_run, ppctl
+from one_rank import tiny_config, waits_in_a_pipeline
+from ranks import run_ranks
 
+from ppctl.config.mapping import to_mapping
 from ppctl.engine.recorder import make_recorder
 from ppctl.schedule.action import Action, Op
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+DIST = Path(__file__).parents[1] / "dist"
+BETWEEN_RANKS = [str(DIST / name) for name in ("test_p2p.py", "test_engine.py", "test_schedules_api.py")]
+"""The part of the dist tier that computes its references where the ranks compute."""
 
 
-def test_one_rank_trains_on_cuda_as_on_the_cpu(tmp_path: Path):
-    text = tmp_path / "corpus.txt"
-    text.write_text(" ".join(random.Random(0).choices(["the", "of", "stage", "rank", "bubble"], k=5000)))
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.txt"
+    path.write_text(" ".join(random.Random(0).choices(["the", "of", "stage", "rank", "bubble"], k=5000)))
+    return path
+
+
+def test_one_rank_trains_on_cuda_over_nccl_as_on_the_cpu(text: Path, tmp_path: Path):
     losses = {}
     for device in ("cpu", "cuda"):
         cwd = tmp_path / device
         cwd.mkdir()
         tiny = [override for override in TINY if not override.startswith("launch.device")]
-        command = (*tiny, f"data.path={text}", "pp=1", "vpp=1", "steps=5", f"launch.device={device}")
+        command = (*tiny, f"data.path={text}", "pp=1", "vpp=2", "steps=5", f"launch.device={device}")
         done = ppctl("train", "+recipe=quickstart", *command, cwd=cwd)
         assert done.returncode == 0, done.stderr
         losses[device] = [record["loss"] for record in metrics(only_run(cwd))]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
+def test_nothing_waits_for_the_device_while_the_pipeline_runs(text: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ranks.GPUS", 1)
+    mapping = to_mapping(tiny_config(text, "cuda"))
+    ((waits, kernels),) = run_ranks(waits_in_a_pipeline, 1, mapping, over="nccl", timeout=120)
+    assert kernels > 100, "the trace has seen the pipeline"
+    assert waits == []
+
+
 def test_fifty_milliseconds_of_queued_work_are_recorded_as_fifty():
     """Python's clock would see the launch alone."""
     device = torch.device("cuda")
     recorder = make_recorder(0, [Action(Op.F, 0, 0)], device)
-    cycles = 0.050 * torch.cuda.get_device_properties(device).clock_rate * 1e3
+    cycles = int(1e7)
+    once, start, end = 0.0, torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):  # the clock that the cycles are counted on, measured when it has sped up
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        torch.cuda.synchronize()
+        once = start.elapsed_time(end) / 1e3
     for _ in range(3):  # a step is read one step later
         recorder.begin_step()
         recorder.begin(0)
-        torch.cuda._sleep(int(cycles))
+        torch.cuda._sleep(int(cycles * 0.050 / once))
         recorder.end(0)
         recorder.end_step()
         torch.cuda.synchronize()
-    ((_, start, end),) = recorder.stamps()
-    assert end - start == pytest.approx(0.050, abs=0.002)
+    ((_, began, ended),) = recorder.stamps()
+    assert ended - began == pytest.approx(0.050, abs=0.002)
+
+
+def dist_tier(**how: str) -> None:
+    """Run a part of the dist tier, unchanged, with its ranks on GPUs."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not whole", "-p", "no:cacheprovider", *BETWEEN_RANKS]
+    done = subprocess.run(command, env=os.environ | how, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+def test_several_ranks_share_a_device_through_pinned_host_memory():
+    dist_tier(PPCTL_TEST_RANKS="shared")
+
+
+def ranks_over_nccl() -> int:
+    """How many ranks NCCL takes here: one for each device, or many where it may put several on one."""
+    several = torch.cuda.nccl.version() >= (2, 30, 7) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return 8 if several else torch.cuda.device_count()
+
+
+def test_the_dist_tier_runs_over_nccl():
+    count = ranks_over_nccl()
+    if count < 2:
+        pytest.skip("one device, and no NCCL from 2.30.7 on with NCCL_MULTI_RANK_GPU_ENABLE=1")
+    dist_tier(PPCTL_TEST_RANKS="nccl", PPCTL_TEST_GPUS=str(count))
