@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import mtp_is_moe
+from ppctl.model.embedding import Embedding
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.moe import WHOLE, Share
 
@@ -49,7 +50,7 @@ class MultiTokenPrediction(nn.ModuleDict):
     """All modules of the model, which stand on one stage, and the copy of the embedding that they share."""
 
     def __init__(self, model: ModelConfig, ids: Iterable[str], share: Share = WHOLE) -> None:
-        super().__init__({"tok_embeddings": nn.Embedding(model.vocab_size, model.hidden_size)})
+        super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
         self.update({id_: PredictionModule(model, share) for id_ in self.ids})
 

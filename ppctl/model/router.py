@@ -115,7 +115,6 @@ class Router(nn.Module):
             parts.append(self.model.moe_z_loss_coeff * logits.logsumexp(-1).square().mean())
         return torch.stack(parts).sum() if parts else None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _tell(self, routing: Routing) -> None:
         """Enter the microbatch into the ledger: in training, and once, also where its forward is recomputed."""
         recomputed = torch._C._current_graph_task_id() != -1  # -1: no backward is running

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import moe_layer_pattern
 from ppctl.cost.parameters import holds_final_norm
+from ppctl.model.embedding import Embedding
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.moe import WHOLE, Share
@@ -34,7 +35,7 @@ class StageModule(nn.Module):
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
         self.held = share.experts(model)
-        self.tok_embeddings = nn.Embedding(model.vocab_size, h) if "embedding" in layers else None
+        self.tok_embeddings = Embedding(model.vocab_size, h) if "embedding" in layers else None
         decoders = {id_: DecoderLayer(model, moe=moe[int(id_)], share=share) for id_ in _ids("decoder", layers)}
         self.layers = nn.ModuleDict(decoders)
         self.runs: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = list(self.layers.values())

@@ -63,12 +63,14 @@ class Generator:
 
 
 SAMPLE_LENGTH = 200
+SHORT_SAMPLE_LENGTH = 32
+"""Of a miniature: it has the stages of a large model, and every token passes through all of them."""
 _PROMPT_LENGTH = 64
 _NEWLINE = ord("\n")
 
 
 def write_sample(session: Session) -> dict[str, str] | None:
-    """What the model makes of a line in the middle of the corpus: `{prompt, text}` with 200 tokens.
+    """What the model makes of a line in the middle of the corpus: `{prompt, text}` with SAMPLE_LENGTH tokens.
 
     None off rank 0, and where the tokens have no text.
 
@@ -87,7 +89,8 @@ def write_sample(session: Session) -> dict[str, str] | None:
     tokens = prompt.tolist()
     if max(tokens) >= tokenizer.vocab_size:
         return None  # mapped tokens of another tokenizer than the config's: nobody here can write them as text
-    text = tokenizer.decode(Generator(session).continue_prompt(tokens, SAMPLE_LENGTH))
+    length = SAMPLE_LENGTH if session.config.scale is None else SHORT_SAMPLE_LENGTH
+    text = tokenizer.decode(Generator(session).continue_prompt(tokens, length))
     return {"prompt": tokenizer.decode(tokens), "text": text}
 
 
