@@ -188,7 +188,7 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     if outcome.exit_code == STOPPED:
         return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
     cut = None if overrides is None else _another_cut(launch.plan, overrides)
-    lines += ["", "next:", f"  {name} plan {_another_recipe(launch.config)}"]
+    lines += ["", "next:", f"  {name} plan {_full_size(launch.config)}"]
     lines += [f"  {name} train {cut}"] if cut else []
     return [*lines, f"  {name} resume {where} steps={2 * launch.config.train.steps}"]
 
@@ -203,11 +203,9 @@ def _indented(text: str) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _another_recipe(config: RunConfig) -> str:
-    from ppctl.config.resources import recipes
-
-    others = [name for name in recipes() if name != config.recipe] or ["quickstart"]
-    return f"+recipe={'deepseek_v3' if 'deepseek_v3' in others else others[0]}"
+def _full_size(config: RunConfig) -> str:
+    """The recipe at its full size where a miniature ran, else a large one."""
+    return f"+recipe={config.recipe if config.recipe not in (None, 'quickstart') else 'deepseek_v3'}"
 
 
 def _another_cut(plan: Plan, overrides: Sequence[str]) -> str | None:
