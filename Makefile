@@ -16,8 +16,9 @@ test: .venv/ready-test       ## every test file; large grids as a seeded sample
 test-all: .venv/ready-test   ## whole grids and fault soaks; the log belongs under benchmarks/
 	$(PY) -m pytest -m "not gpu" 2>&1 | tee benchmarks/test-all.log
 
-test-gpu: .venv/ready-test   ## what needs a CUDA device
+test-gpu: .venv/ready-test   ## what needs a CUDA device; then a stage's step against a bare loop, measured
 	$(PY) -m pytest -m gpu tests/gpu
+	$(PY) benchmarks/stage.py --device cuda
 
 check: .venv/ready-dev       ## format, lint, types, import contracts
 	$(PY) -m ruff format --check .

@@ -40,7 +40,9 @@ def communicator_of(mode, schedule=None):
 
 
 def schedule_of(mode, name, pp, vpp, m):
-    plain = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
+    policy, _, variant = name.partition(", ")
+    more = {"": {}, "warmed up": {"extra_warmup": pp - 1}, "wide groups": {"microbatch_group_size": pp + 1}}[variant]
+    plain = make_schedule(policy, pp=pp, vpp=vpp, num_microbatches=m, **more)
     schedule = lower(plain, batched=not MODES[mode].get("overlap_p2p_comm", False))
     assert not verify(schedule)
     return schedule
@@ -49,8 +51,8 @@ def schedule_of(mode, name, pp, vpp, m):
 def grid(pp):
     cases = []
     for mode, vpp, m in itertools.product(MODES, (1, 2, 3), sorted({1, 2, pp, pp + 1, 2 * pp + 1})):
-        cases.append((mode, "gpipe", vpp, m))
-        cases.append((mode, "1f1b" if vpp == 1 else "interleaved_1f1b", vpp, m))
+        own = ("1f1b", "1f1b, warmed up") if vpp == 1 else ("interleaved_1f1b", "interleaved_1f1b, wide groups")
+        cases += [(mode, name, vpp, m) for name in ("gpipe", *own)]
     return cases
 
 
