@@ -4,7 +4,8 @@ The only module that knows these names. Must not know what the values mean: a co
 out whole. Both towers use it.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                         profile.json submit.sbatch logs/ heartbeats/ trace/ checkpoints/ errors/
+                         profile.json submit.sbatch job.json requeue.<job>.<life>
+                         logs/ heartbeats/ trace/ checkpoints/ errors/
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
     from ppctl.plan import Plan
 
-STATES = ("starting", "running", "finished", "failed", "stopped", "interrupted")
-"""What status.json may say. `starting` and `running` are of a run that lives, the others of one that has ended."""
+STATES = ("queued", "starting", "running", "finished", "failed", "stopped", "interrupted")
+"""What status.json may say. A scheduler holds a run that is `queued`; `starting` and `running` are of a run that lives,
+the others of one that has ended."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,34 @@ class RunDir:
         """What result.json says; empty while the run goes on."""
         return self._mapping("result.json")
 
+    def begin_life(self) -> None:
+        """Clear the way for another life of a submitted run: the last one's result goes, its errors are kept aside."""
+        (self.path / "result.json").unlink(missing_ok=True)
+        if self.errors():
+            number = 1 + sum(1 for _ in self.path.glob("errors-*"))
+            (self.path / "errors").rename(self.path / f"errors-{number}")
+            (self.path / "errors").mkdir()
+        self.forget_heartbeats()
+
+    def write_job(self, record: Mapping[str, Any]) -> None:
+        """Write job.json: as what the run was submitted (`job`, `cluster`, `time`)."""
+        self._write("job.json", json.dumps(record) + "\n")
+
+    def job(self) -> dict[str, Any]:
+        """What job.json says; empty for a run that was not submitted."""
+        return self._mapping("job.json")
+
+    def write_script(self, text: str) -> None:
+        """Write submit.sbatch."""
+        self._write("submit.sbatch", text)
+
+    def write_requeue_mark(self, job: str, life: int, exclude: Iterable[str] = ()) -> None:
+        """Say that life number `life` of SLURM's job `job` ended so that it can go on, without the nodes `exclude`.
+
+        The batch script requeues on this mark alone.
+        """
+        self._write(f"requeue.{job}.{life}", ",".join(exclude) + "\n")
+
     def write_profile(self, record: Mapping[str, Any]) -> None:
         """Write profile.json: measured costs per stage."""
         self._write("profile.json", json.dumps(record) + "\n")
@@ -256,6 +286,11 @@ class RunDir:
     def submit_script(self) -> Path:
         """The script that SLURM was given."""
         return self.path / "submit.sbatch"
+
+    @property
+    def job_log(self) -> Path:
+        """What the batch script and rank 0 print."""
+        return self.path / "logs" / "job.log"
 
     def latest_checkpoint(self) -> Path | None:
         """The checkpoint that `checkpoints/latest` names, if it is there; before there is such a file, the last one."""

@@ -50,6 +50,7 @@ def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
     rules: tuple[Callable[[RunDir], bool], ...] = (
         lambda run: run.id == reference,
         lambda run: run.id.startswith(f"{reference}.") and reference.isdigit(),
+        lambda run: run.job().get("job") == reference,
         lambda run: run.environment().get("variables", {}).get("SLURM_JOB_ID") == reference,
         lambda run: run.id.startswith(reference),
     )

@@ -1,6 +1,7 @@
 """What one rank does, top to bottom.
 
     python -m ppctl.worker --run DIR      started by ppctl's launcher: the run directory holds config and plan
+    python -m ppctl.worker --submitted DIR  the same, in a job of SLURM's: no launcher of ppctl's watches
     python -m ppctl.worker --publish DIR  rank 0 of ranks that others started: hands config and plan to the others
     python -m ppctl.worker --join         every other such rank
     python -m ppctl.worker --refuse CODE  rank 0 found a mistake and has printed it: all ranks leave with CODE
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
@@ -34,6 +36,7 @@ from ppctl.train.generate import write_sample
 from ppctl.train.interrupt import on_interrupt
 from ppctl.train.loop import Outcome, train
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
+from ppctl.train.phases import Phases, process_age
 from ppctl.train.rendezvous import (
     Job,
     Ranks,
@@ -46,6 +49,7 @@ from ppctl.train.rendezvous import (
     refuse_job,
 )
 from ppctl.train.session import Session, build_session, gather_costs
+from ppctl.train.time_left import TimeLeft, job_end
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,17 +58,20 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; returns its exit code. A failure is told in the run directory before anything else."""
     arguments = _parse(argv)
-    stop = StopRequest()
+    stop, phases = StopRequest(), Phases()
+    phases.add("import", process_age())
     ranks = Ranks.from_environment()
-    run = None if arguments.run is None else RunDir(arguments.run)
+    directory = arguments.run or arguments.submitted
+    run = None if directory is None else RunDir(directory)
     with ExitStack() as to_close:
         try:
-            store = meet(ranks)
+            with phases("groups"):
+                store = meet(ranks)
             job = _find_job(arguments, ranks, store)
             if isinstance(job, int):
                 return job
             run = job.run
-            return _work(job, ranks, store, stop, to_close, by_others=arguments.run is None)
+            return _work(job, ranks, store, stop, phases, to_close, by_others=arguments.run is None)
         except Exception as error:
             return _fail(error, run, ranks, by_others=arguments.run is None)
 
@@ -77,6 +84,8 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a wait in C++
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._ask)
+        # A starter has kept them back until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
 
     def _ask(self, *_: object) -> None:
         self.asked = True
@@ -90,6 +99,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ppctl.worker", description="One rank; started by a launcher.")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--run", type=Path, metavar="DIR")
+    how.add_argument("--submitted", type=Path, metavar="DIR")
     how.add_argument("--publish", type=Path, metavar="DIR")
     how.add_argument("--join", action="store_true")
     how.add_argument("--refuse", type=int, metavar="CODE")
@@ -106,7 +116,7 @@ def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job 
         if isinstance(job, Job):
             _become(job.config.launch.env)
         return job
-    job = read_job(arguments.run or arguments.publish)
+    job = read_job(arguments.run or arguments.submitted or arguments.publish)
     if arguments.publish is not None:
         publish_job(store, job)
     return job
@@ -115,27 +125,38 @@ def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job 
 def _become(environment: Mapping[str, str]) -> None:
     """Start this process anew with `launch.env`, as rank 0 was: some variables count at the start alone."""
     if environment.items() - os.environ.items():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # until the new process hears them
+        # Kept back until the new process hears them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", "--join"], os.environ | dict(environment))
 
 
-def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, to_close: ExitStack, *, by_others: bool) -> int:
+def _work(
+    job: Job, ranks: Ranks, store: Store, stop: StopRequest, phases: Phases, to_close: ExitStack, *, by_others: bool
+) -> int:
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     to_close.callback(heartbeat.close)
     publisher = _publisher(job.run, ranks)
-    join_world(store, ranks, device)
-    compare_digests(job)
-    session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
+    with phases("groups"):
+        join_world(store, ranks, device)
+        compare_digests(job)
+    with phases("build"):
+        session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
     leads = ranks.rank == 0
     if leads and by_others:
         job.run.write_status("running", step=0)
         on_interrupt(lambda: job.run.write_status("interrupted", step=heartbeat.step))
+    time_left = _time_left(job) if leads else TimeLeft()
+    load_began = time.perf_counter()
 
     def enter(state: str, step: int) -> None:
+        if "load" not in phases.seconds:
+            phases.add("load", time.perf_counter() - load_began)
+            if leads:
+                _tell_start(job, phases, by_others=by_others)
         heartbeat.step = step
         heartbeat.set_state(state)
+        time_left.enter(state)
 
     resume = job.config.checkpoint.resume
     outcome = train(
@@ -143,11 +164,13 @@ def _work(job: Job, ranks: Ranks, store: Store, stop: StopRequest, to_close: Exi
         job.run.checkpoints,
         resume=None if resume is None else Path(resume),
         write=_writer(job, to_close) if leads else None,
-        stop_requested=stop,
+        stop_requested=lambda: stop() or time_left.over(),
         enter=enter,
     )
     heartbeat.set_state("generating")
-    _conclude(job, session, outcome, leads=leads, by_others=by_others)
+    _conclude(job, session, outcome, phases, leads=leads, by_others=by_others)
+    # Nobody leaves before the last word is written: a rank that has left may take the others with it.
+    dist.all_reduce(torch.zeros(1))
     heartbeat.set_state("done")
     if publisher is not None:
         publisher.stop()
@@ -203,7 +226,23 @@ def _append_to(run: RunDir) -> Writer:
     return append
 
 
-def _conclude(job: Job, session: Session, outcome: Outcome, *, leads: bool, by_others: bool) -> None:
+def _time_left(job: Job) -> TimeLeft:
+    after = job.config.train.exit_after
+    return TimeLeft(None if after is None else time.time() - process_age() + seconds(after), job_end())
+
+
+def _tell_start(job: Job, phases: Phases, *, by_others: bool) -> None:
+    """Show and record how long the start took, just before the first step."""
+    told = Phases()
+    told.add("compose", float(job.run.environment().get("compose_s", 0.0)))
+    told.seconds |= phases.seconds
+    print(told.line(), flush=True)
+    phases.seconds = told.seconds
+    state = "running" if by_others else str(job.run.status()["state"])
+    job.run.write_status(state, step=0, start_up=told.seconds)
+
+
+def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, leads: bool, by_others: bool) -> None:
     """Write what the run came to: the result, measured costs, and a sample where it ran to its end."""
     state = "stopped" if outcome.stopped else "finished"
     sample = None if outcome.stopped else write_sample(session)
@@ -220,9 +259,13 @@ def _conclude(job: Job, session: Session, outcome: Outcome, *, leads: bool, by_o
             "eval_loss": outcome.eval_loss,
             "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
             "sample": sample,
+            "start_up": phases.seconds,
         }
     )
     job.run.write_status(state, step=outcome.step)
+    slurm_job = os.environ.get("SLURM_JOB_ID")
+    if outcome.stopped and slurm_job:
+        job.run.write_requeue_mark(slurm_job, int(os.environ.get("SLURM_RESTART_COUNT") or 0))
     if by_others:
         print(json.dumps({"run": str(job.run.path), "state": state, "checkpoint": str(outcome.checkpoint)}), flush=True)
 

@@ -40,11 +40,16 @@ COMMANDS = {
     "ckpt": Command("move weights from Hugging Face's directories to checkpoints and back"),
     "data": Command("write Megatron's .bin and .idx from text, and look into them"),
     "runs": Command("list runs"),
+    "submit": Command("hand a run to SLURM", overrides=True),
+    "status": Command("show how a run is doing"),
+    "logs": Command("show what a run has printed"),
+    "cancel": Command("end a submitted run"),
+    "requeue": Command("let a submitted run go on"),
     "explain": Command("explain an error code or a configuration key"),
 }
 
 LATER = (
-    "submit", "status", "logs", "cancel", "requeue", "doctor", "trace", "parity",
+    "doctor", "trace", "parity",
 )  # fmt: skip
 
 

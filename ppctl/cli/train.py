@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from ppctl.cli.console import note
 
 if TYPE_CHECKING:
+    from ppctl.config.schema import RunConfig
     from ppctl.launch.environment import Started
     from ppctl.launch.prepare import Launch
     from ppctl.rundir import RunDir
@@ -56,15 +58,25 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems where it cannot be started."""
     from ppctl.cli import training
     from ppctl.cli.plan import planned
-    from ppctl.launch.prepare import Launch, find_checkpoint, with_value
-    from ppctl.launch.weights import check_weights, find_weights
+    from ppctl.launch.prepare import Launch
 
+    began = time.perf_counter()
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
+    if composed is not None:
+        problems += training.not_for_submit(composed.config, args.overrides)
     training.refuse(problems)
     assert composed is not None and plan is not None  # without problems there are both
     for line in composed.notes:
         note(f"note: {line}")
     config, data = training.settle(composed.config, plan, args.overrides, started)
+    return Launch(with_beginning(config), plan, typed("train", args), data, time.perf_counter() - began)
+
+
+def with_beginning(config: RunConfig) -> RunConfig:
+    """`config` with the checkpoint or the weights that it begins from as paths. Raises PpctlError without them."""
+    from ppctl.launch.prepare import find_checkpoint, with_value
+    from ppctl.launch.weights import check_weights, find_weights
+
     if config.checkpoint.resume is not None:
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
@@ -72,13 +84,13 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
         weights = find_weights(config.model.from_, Path(config.log.dir))
         check_weights(weights, config.model)
         config = with_value(config, "model", from_=str(weights))
-    return Launch(config, plan, command_line(args), data)
+    return config
 
 
-def command_line(args: argparse.Namespace) -> str:
+def typed(command: str, args: argparse.Namespace) -> str:
     """What was typed, with full names, ready to paste."""
     from ppctl.cli.training import program
     from ppctl.config.argv import retyped
 
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return " ".join(filter(None, (program(), "train", shlex.join(recipes), retyped(args.overrides))))
+    return " ".join(filter(None, (program(), command, shlex.join(recipes), retyped(args.overrides))))

@@ -19,6 +19,7 @@ from typing import Any
 from ppctl.cli.console import note
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.config.argv import retyped
+from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.launch.environment import Started
@@ -85,6 +86,16 @@ def settle(
     data, wrong = examine(config)
     refuse([*problems, *wrong])
     return with_value(config, "launch", device=device), data
+
+
+def not_for_submit(config: RunConfig, arguments: Sequence[str]) -> list[Problem]:
+    """What would take effect in a submitted job alone: `train` runs the ranks itself, or is one of them."""
+    keys = only_for_slurm(config.launch)
+    keys = ["launch.target=slurm"] if config.launch.target == "slurm" else keys
+    if not keys:
+        return []
+    message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"
+    return [Problem("PP-E629", message, f"ppctl submit {retyped(arguments)}", "launch")]
 
 
 def _install(package: str) -> str:

@@ -73,6 +73,10 @@ SETS_LAYOUT_ASIDE = (
 PATHS = frozenset(
     {
         "model.from",
+        "launch.partition",
+        "launch.constraint",
+        "launch.health_check",
+        "launch.container_image",
         "data.path",
         "data.validation_path",
         "data.tokenizer",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import data_paths, decoder, messages, precision, recompute
+from ppctl.config import batch_job, data_paths, decoder, messages, precision, recompute
 from ppctl.config.decoder import Finding
 from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import problems as parallel_problems
@@ -39,14 +39,14 @@ POSITIVE = _names(
     "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps optim.loss_scale "
     "optim.initial_loss_scale optim.min_loss_scale optim.loss_scale_window optim.hysteresis "
     "train.steps train.global_batch_size train.micro_batch_size train.recompute_num_layers "
-    "launch.nodes launch.gpus_per_node"
+    "launch.nodes launch.gpus_per_node launch.cpus_per_task launch.signal_lead"
 )
 
 NOT_NEGATIVE = _names(
     "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
     "model.mscale model.mscale_all_dim model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr "
     "optim.warmup_steps optim.weight_decay optim.clip_grad train.seed train.eval_interval train.eval_steps "
-    "checkpoint.interval checkpoint.keep model.attention_dropout model.hidden_dropout"
+    "checkpoint.interval checkpoint.keep launch.max_requeues model.attention_dropout model.hidden_dropout"
 )
 
 CHOICES = {
@@ -59,6 +59,7 @@ CHOICES = {
     "train.nonfinite": ("stop",),
     "launch.target": ("local", "slurm", "env"),
     "launch.device": ("cuda", "cpu", "any"),
+    "launch.code": ("pinned", "live"),
 }
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -125,6 +126,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from messages.broken_rules(config)
     yield from recompute.broken_rules(config)
     yield from data_paths.broken_rules(config)
+    yield from batch_job.broken_rules(config)
     yield from _schedule(config)
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
         keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")

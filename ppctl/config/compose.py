@@ -21,7 +21,7 @@ from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.resources import groups, recipes
 from ppctl.config.scale import SCALES, smoke
 from ppctl.config.schema import RunConfig
-from ppctl.config.support import ignored, later_key
+from ppctl.config.support import ignored
 from ppctl.errors import ConfigError, PpctlError, Problem
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _refuse(key: str, text: str) -> Problem:
     alias = ALIASES.get(key.rpartition(".")[2])
     close = [alias] if alias else nearest(key, [*text_keys(), *ALIASES, *groups()])
     fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
-    return later_key(key, PLACE) or unknown_key(key, PLACE, close, next(iter(fitting), ""))
+    return unknown_key(key, PLACE, close, next(iter(fitting), ""))
 
 
 def _fits(name: str, text: str) -> bool:
@@ -255,9 +255,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     named = {_key_of(p): p for p in wrong}
     problems = [_with_remedy(p, draft) for p in draft.problems]
     # A value that was derived from a wrong one is wrong too, and told once.
-    problems += [
-        later_key(key, p.place) or _with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place
-    ]
+    problems += [_with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place]
     problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
     notes = (*draft.notes, *ignored(config, draft.provenance))
     composed = Composed(config, draft.provenance, tuple(overrides), notes=notes)

@@ -234,6 +234,8 @@ class TrainConfig:
     """Steps between evaluations, of which there is one after the last step too; 0 never evaluates."""
     eval_steps: int = 0
     """Batches of one evaluation, always the same ones; a held-out sample is read once at most."""
+    exit_after: str | None = None
+    """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
     compile: bool = False
     """Compile every layer with torch.compile: losses agree within a millionth, not to the bit."""
     recompute_granularity: str | None = None
@@ -278,6 +280,44 @@ class LaunchConfig:
     """Memory of one device, as "80GiB"; none means that the plan is not held against a limit."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables set for every rank."""
+    account: str | None = None
+    """SLURM: the account that pays (sbatch --account)."""
+    qos: str | None = None
+    """SLURM: the quality of service."""
+    partition: str | None = None
+    """SLURM: the partition, or several with commas."""
+    time: str | None = None
+    """SLURM: the job's time limit, as 30 (minutes), 12:00:00 or 2-00:00:00; none takes the partition's."""
+    constraint: str | None = None
+    """SLURM: features that every node must have."""
+    exclusive: bool = False
+    """SLURM: share no node with other jobs."""
+    cpus_per_task: int | None = None
+    """SLURM: CPUs of one rank."""
+    container_image: str | None = None
+    """SLURM with pyxis: the image that the ranks run in."""
+    container_mounts: list[str] | None = None
+    """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
+    container_workdir: str | None = None
+    """SLURM with pyxis: the directory to start in."""
+    setup: list[str] | None = None
+    """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
+    health_check: str | None = None
+    """SLURM: a command run once on every node first; a node where it fails is left out and the job requeued."""
+    sbatch_args: list[str] | None = None
+    """SLURM: further options of sbatch, as [--mail-type=END]."""
+    srun_args: list[str] | None = None
+    """SLURM: further options of the srun that starts the ranks."""
+    after: str | None = None
+    """SLURM: a run (directory, id, job number) that must have finished first."""
+    python: str | None = None
+    """SLURM: the interpreter that runs the ranks; none takes the one that submits."""
+    code: str = "pinned"
+    """SLURM: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
+    signal_lead: int = 300
+    """SLURM: seconds before the time limit at which the ranks are told to save and leave."""
+    max_requeues: int = 10
+    """SLURM: how often the job may requeue itself."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -182,7 +182,6 @@ _ELSEWHERE = {
     ),
     **_each("log.profile", LATER, "measured costs per stage"),
     **_each("data.reset_position_ids data.reset_attention_mask data.eod_mask_loss", LATER, "documents kept apart"),
-    "launch.target": Support(LATER, "SLURM submission", accepts=("local", "env")),
     **_each("model.gated_linear_unit model.add_bias_linear model.normalization", PLANS, "GPT-3's blocks"),
     **_each("model.position_embedding_type", PLANS, "GPT-3's blocks"),
     **_each("model.attention_backend", PLANS, "the choice of an attention kernel"),
@@ -247,10 +246,6 @@ PLANNED_SCHEDULES = frozenset({"zb_h1", "interleaved_zero_bubble", "zbv_zero_bub
 ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti"})
 """torch's names of kinds of schedules, which name no schedule."""
 
-_LATER_KEYS = {
-    "slurm": "SLURM submission",
-}
-
 
 def support(key: str) -> Support:
     """How far `key` is honoured."""
@@ -260,14 +255,6 @@ def support(key: str) -> Support:
 def schedule_policy(name: str | None) -> str | None:
     """The policy that `pipeline.pp_schedule` names (`1F1B`, `ScheduleInterleaved1F1B`, ...), or None."""
     return SCHEDULES.get((name or "").lower().removeprefix("schedule"))
-
-
-def later_key(key: str, place: str) -> Problem | None:
-    """The problem of a key that does not exist yet but will, or None."""
-    what = _LATER_KEYS.get(key)
-    if what is None:
-        return None
-    return Problem("PP-E110", f"{key} comes in a later release: {what}; leave it out", place=place)
 
 
 def _refusal(key: Key, value: Any, place: str) -> Problem:

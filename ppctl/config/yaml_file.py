@@ -1,6 +1,7 @@
 """One YAML file of the configuration: its values, and the line of every key.
 
-Knows YAML, read as OmegaConf reads it: 1e-5 is a number, a date is text, a key given twice is an error. Must not know
+Knows YAML, read as OmegaConf reads it: 1e-5 is a number, a date and 12:00:00
+are text, a key given twice is an error. Must not know
 Hydra's composition or the schema.
 """
 
@@ -21,7 +22,7 @@ _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at run time: C where PyYAML has it
-    """YAML 1.1 without its two surprises in configs: numbers that are text, text that is a date."""
+    """YAML 1.1 without its surprises in configs: numbers that are text, text that is a date or counts in sixties."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own way of holding them
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -41,6 +42,16 @@ class _Loader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at 
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def _text_with_colons(tag: str) -> None:
+    """Let 12:00:00 be a time limit, where YAML 1.1 reads 43200."""
+    read = _Loader.yaml_constructors[tag]
+    _Loader.add_constructor(tag, lambda loader, node: node.value if ":" in node.value else read(loader, node))
+
+
+for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    _text_with_colons(_tag)
 
 
 @dataclass(frozen=True)

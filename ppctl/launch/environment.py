@@ -80,9 +80,14 @@ _SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_
 
 
 def _by_slurm(environ: Mapping[str, str]) -> Started:
+    """One rank of an srun's; a step of one task is a place to launch from."""
+    started = slurm_rank(environ)
+    return started if started.world_size > 1 else Started("person")
+
+
+def slurm_rank(environ: Mapping[str, str]) -> Started:
+    """The rank that this task of a step is. Raises KeyError or ValueError where SLURM's variables do not say."""
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
-    if tasks == 1:
-        return Started("person")
     job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
     restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(tasks))

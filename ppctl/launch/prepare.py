@@ -30,6 +30,8 @@ class Launch:
     """The command line, ready to paste."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """What the data is: `{description, digest, samples, held_out}`."""
+    compose_s: float = 0.0
+    """Seconds that composing, checking and planning took."""
 
 
 def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
@@ -56,7 +58,7 @@ def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
 
 def _fill(run: RunDir, launch: Launch) -> None:
     where = environment_record(launch.config.launch.device, launch.config.launch.env)
-    run.write_environment(where | {"data": dict(launch.data)})
+    run.write_environment(where | {"data": dict(launch.data), "compose_s": round(launch.compose_s, 3)})
     run.write_plan(launch.plan)
     run.add_command(launch.command)
     run.write_status("starting")

@@ -94,7 +94,7 @@ def test_all_problems_are_told_at_once_each_with_its_source():
     )  # fmt: skip
     codes = [problem.code for problem in found]
     assert sorted(codes) == sorted(
-        ["PP-E104", "PP-E101", "PP-E102", "PP-E103", "PP-E110", "PP-E110", "PP-E104", "PP-E122", "PP-E102", "PP-E105",
+        ["PP-E104", "PP-E101", "PP-E102", "PP-E103", "PP-E101", "PP-E110", "PP-E104", "PP-E122", "PP-E102", "PP-E105",
          "PP-E114", "PP-E103", "PP-E105"]
     )  # fmt: skip
     assert all("command line" in problem.place for problem in found)
@@ -259,7 +259,7 @@ def test_a_users_recipe_hides_a_shipped_one_of_its_name(own_recipe):
         ("train: 3\n", ["PP-E102"]),
         ("defaults: [override /model: nope, _self_]\n", ["PP-E115"]),
         ("defaults: [nope, _self_]\n", ["PP-E115"]),
-        ("slurm: yes\n", ["PP-E110"]),
+        ("slurm: yes\n", ["PP-E101"]),
         ("published: [{what: a}]\n", ["PP-E102"]),
         ("parallel: {timers: 3}\n", ["PP-E113"]),
         ("train: {steps: 0}\n", ["PP-E103"]),

@@ -63,7 +63,7 @@ def test_files_stack_weakest_first(choices, files):
 
 def test_groups_are_the_folders_of_conf_and_the_recipes():
     found = groups()
-    assert set(found) == {"model", "parallel", "recipe"}
+    assert set(found) == {"launch", "model", "parallel", "recipe"}
     assert "quickstart" in found["recipe"]
 
 

@@ -36,7 +36,6 @@ SPECIAL = {
     "parallel.autocast_dtype": "bfloat16",
     "parallel.num_microbatches_with_partial_activation_checkpoints": 1,
     "parallel.expert_tensor_parallel_size": 2,
-    "launch.target": "slurm",
 }
 BESIDE = {"parallel.sequence_parallel": ["tp=2"]}
 """What else has to be typed for a setting to make sense."""

@@ -34,6 +34,8 @@ def read(tmp_path):
         ("Et*3|(tt|)*29,m|L", "Et*3|(tt|)*29,m|L"),
         ("[[E, t], [t, L]]", [["E", "t"], ["t", "L"]]),
         ("${train.steps}", "${train.steps}"),
+        ("12:00:00", "12:00:00"),
+        ("1:30.5", "1:30.5"),
     ],
 )
 def test_a_value_is_what_it_looks_like(read, text, value):

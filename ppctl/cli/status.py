@@ -1,0 +1,83 @@
+"""`ppctl status [RUN]`: how a run is doing, by its directory first and by its scheduler second.
+
+Knows what a person wants to see. Must not change anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from ppctl.cli.jobs import Submitted, add_run, meant, submitted
+from ppctl.cli.runs import facts
+from ppctl.rundir import RunDir
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run; 0 however it is doing."""
+    one = meant(args)
+    told = collect(one, submitted(one))
+    print(json.dumps(told, indent=1) if args.json else "\n".join(_lines(told)))
+    return 0
+
+
+def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
+    """What is known: the run's facts, its job's, its errors (the first comes first), each rank's last heartbeat."""
+    told = facts(one)
+    told["start_up"] = one.result().get("start_up") or one.status().get("start_up")
+    told["errors"] = [{key: error.get(key) for key in ("rank", "type", "message", "place")} for error in one.errors()]
+    told["ranks"] = sorted(
+        ({"host": host["host"], **row} for host in one.heartbeats().values() for row in host.get("ranks", ())),
+        key=lambda row: int(row["rank"]),
+    )
+    if job is not None:
+        told["job"] = {"job": job.job, "state": None, "reason": None, "nodes": None, "starts": None, "never": None}
+        if job.state is not None:
+            told["job"] |= {"state": job.state.state, "reason": job.state.reason, "nodes": job.state.nodes}
+            told["job"] |= {"starts": job.state.start, "never": job.state.never}
+            told["state"] = _together(told["state"], job)
+    return told
+
+
+def _together(said: str, job: Submitted) -> str:
+    """The run's state, where its job says that its directory could not be told how it ended, or that it waits again."""
+    assert job.state is not None
+    lives = said in ("queued", "starting", "running", "lost")
+    if job.state.ended and lives:
+        return "interrupted" if job.state.state == "CANCELLED" else "failed"
+    if job.state.state == "PENDING" and said != "finished":
+        return "queued"
+    return "running" if said == "lost" and job.state.state == "RUNNING" else said
+
+
+def _lines(told: dict[str, Any]) -> list[str]:
+    lines = [f"run {told['id']} ({told['name']}): {told['state']}, step {told['step']}"]
+    job = told.get("job")
+    if job and job["state"] is None:
+        lines.append(f"job {job['job']}: SLURM does not know it (any more)")
+    elif job:
+        more = [f"({job['reason']})"] * bool(job["reason"]) + [f"on {job['nodes']}"] * bool(job["nodes"])
+        lines.append(" ".join([f"job {job['job']}: {job['state']}", *more]))
+        if job["never"]:
+            lines.append(f"error PP-E627: it will never start: {job['never']}; ppctl cancel {told['path']}")
+    if told["message"]:
+        lines.append(told["message"])
+    for error in told["errors"][:8]:
+        lines.append(f"rank {error['rank']}: {error['type']}: {str(error['message']).partition(chr(10))[0]}")
+    if told["start_up"]:
+        lines.append("start-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in told["start_up"].items()))
+    now = time.time()
+    if told["state"] in ("starting", "running"):
+        for row in told["ranks"]:
+            doing = f"step {row['step'] + 1}, {row['state']}, for {max(0.0, now - row['since']):.0f} s"
+            lines.append(f"rank {row['rank']} on {row['host']}: {doing}")
+    lines += [f"checkpoint {told['checkpoint']}"] * bool(told["checkpoint"])
+    return [*lines, f"directory {told['path']}"]

@@ -1,0 +1,62 @@
+"""`python -m ppctl.launch.enter RUN --code DIGEST`: once on every node of a submitted job, before its ranks start.
+
+Knows what must hold on a node, and, on the first one, how a run directory is set to go on. Must not import torch.
+Prints one sentence on stdout and leaves with 1 where this node must not run the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.heartbeat import host_name
+from ppctl.launch.code import package_digest
+from ppctl.launch.prepare import with_value
+from ppctl.rundir import RunDir
+
+LIVE = "live"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check this node; the first one also prepares the run directory for this life of the run."""
+    parser = argparse.ArgumentParser(prog="python -m ppctl.launch.enter")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--code", required=True, help="the digest that was submitted, or live")
+    args = parser.parse_args(argv)
+    problem = wrong_here(RunDir(args.run), args.code)
+    if problem is not None:
+        print(f"error {problem}".replace("\n", "; "))
+        return ConfigError.exit_code
+    if int(os.environ.get("SLURM_NODEID", 0)) == 0:
+        go_on(RunDir(args.run))
+    return 0
+
+
+def wrong_here(run: RunDir, code: str) -> Problem | None:
+    """What keeps this node from running the job, or None."""
+    if not (run.path / "config.yaml").is_file():
+        message = f"node {host_name()} does not see the run directory"
+        return Problem("PP-E623", message, "log.dir=DIR on a file system that all nodes share", str(run.path))
+    found = package_digest()
+    if code not in (LIVE, found):
+        message = f"ppctl's code on {host_name()} is {found}, and {code} was submitted: it has changed since"
+        return Problem("PP-E624", message, "ppctl submit again, or launch.code=live", str(Path(__file__).parent.parent))
+    return None
+
+
+def go_on(run: RunDir) -> None:
+    """Let the run go on from its last checkpoint, if it has one, and forget how its last life ended."""
+    run.begin_life()
+    run.sweep()
+    last, config = run.latest_checkpoint(), run.read_config()
+    if last is not None and config.checkpoint.resume != str(last):
+        run.write_config(with_value(config, "checkpoint", resume=str(last)))
+    run.write_status("starting", job=os.environ.get("SLURM_JOB_ID"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

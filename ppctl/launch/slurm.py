@@ -1,0 +1,130 @@
+"""SLURM's commands: sbatch, squeue, scontrol, scancel. Their text forms only: --json differs between versions.
+
+Knows how each is called and what it answers. Must not know configs, plans or run directories.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppctl.errors import ConfigError, Problem
+
+_PATIENCE = 60.0
+
+ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+    | {"PREEMPTED", "REVOKED", "TIMEOUT"}
+)
+"""States of a job that does not come back."""
+
+NEVER = {
+    "PartitionNodeLimit": "it asks for more nodes than its partition has or allows",
+    "PartitionTimeLimit": "its time limit is longer than its partition's",
+    "PartitionConfig": "it asks for what its partition does not have",
+    "BadConstraints": "no node has what it asks for",
+    "DependencyNeverSatisfied": "the run that it waits for has failed",
+    "InvalidAccount": "there is no such account",
+    "InvalidQOS": "there is no such quality of service",
+    "AccountNotAllowed": "its account may not use this partition",
+    "QOSNotAllowed": "its quality of service may not be used here",
+    "AssocMaxNodePerJobLimit": "it asks for more nodes than its account may use in one job",
+    "AssocMaxWallDurationPerJobLimit": "its time limit is longer than its account allows",
+    "QOSMaxNodePerJobLimit": "it asks for more nodes than its quality of service allows",
+    "QOSMaxWallDurationPerJobLimit": "its time limit is longer than its quality of service allows",
+    "JobHeldAdmin": "an administrator holds it",
+}
+"""Reasons of a pending job that waiting does not clear."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """What SLURM says of a job."""
+
+    state: str
+    """As PENDING, RUNNING, COMPLETED."""
+    reason: str = ""
+    start: str = ""
+    """When it started, or is expected to."""
+    end: str = ""
+    """When its time limit ends it, or when it ended."""
+    nodes: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does not come back."""
+        return self.state in ENDED
+
+    @property
+    def never(self) -> str | None:
+        """Why it will never start, in words, or None."""
+        return NEVER.get(self.reason) if self.state == "PENDING" else None
+
+
+def is_here() -> bool:
+    """Whether this machine has SLURM's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def sbatch(script: Path) -> tuple[str, str]:
+    """Submit; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's words where it refuses."""
+    done = _run("sbatch", "--parsable", str(script), cwd=script.parent)
+    if done.returncode != 0:
+        words = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines() if line.strip())
+        raise ConfigError(Problem("PP-E621", f"SLURM refused the job: {words}", "sinfo", "sbatch"))
+    number, _, cluster = done.stdout.strip().splitlines()[-1].partition(";")
+    return number, cluster
+
+
+def state(job: str, cluster: str = "") -> JobState | None:
+    """What SLURM says of a job; None where it knows nothing (any more), or there is no SLURM here."""
+    done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
+    if done.returncode == 0 and done.stdout.strip():
+        fields = done.stdout.strip().splitlines()[-1].split("|")
+        return JobState(*(field if field not in ("N/A", "None", "") else "" for field in fields[:5]))
+    done = _run("sacct", *_on(cluster), "-X", "-n", "-P", "-j", job, "-o", "State,Reason,Start,End,NodeList")
+    if done.returncode == 0 and done.stdout.strip():
+        word, *rest = done.stdout.strip().splitlines()[-1].split("|")
+        return JobState(word.split()[0], *(field if field != "None" else "" for field in rest[:4]))
+    return None
+
+
+def signal(job: str, name: str, cluster: str = "") -> None:
+    """Send a signal to every process of the job's steps."""
+    _must("scancel", *_on(cluster), f"--signal={name}", job)
+
+
+def cancel(job: str, cluster: str = "") -> None:
+    """End a job: its ranks get TERM, and KillWait seconds later KILL."""
+    _must("scancel", *_on(cluster), job)
+
+
+def _on(cluster: str) -> list[str]:
+    return [f"--clusters={cluster}"] if cluster else []
+
+
+def _must(*command: str) -> None:
+    done = _run(*command)
+    if done.returncode != 0:
+        words = " ".join(done.stderr.split())
+        raise ConfigError(Problem("PP-E621", f"SLURM refused: {words}", "squeue --me", command[0]))
+
+
+def _run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one of SLURM's commands; one that is not here or does not answer has failed."""
+    try:
+        return subprocess.run(
+            command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+def _environment() -> dict[str, str]:
+    """Without what a job around this process has set: it would become part of the new job's request."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return dict(os.environ)
+    return {name: v for name, v in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
