@@ -5,15 +5,18 @@ PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all check bench golden fix test-gpu clean
+.PHONY: train test test-all test-slurm check bench golden fix test-gpu clean
 
 train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 3 minutes
 	$(PY) -m ppctl train +recipe=quickstart
 
 test: .venv/ready-test       ## every test file; large grids as a seeded sample
-	$(PY) -m pytest -m "not whole and not gpu"
+	$(PY) -m pytest -m "not whole and not gpu and not slurm"
 
-test-all: .venv/ready-test   ## whole grids and fault soaks; the log belongs under benchmarks/
+test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
+	$(PY) -m pytest -m slurm -rs tests/slurm
+
+test-all: .venv/ready-test   ## whole grids, fault soaks and SLURM; the log belongs under benchmarks/
 	$(PY) -m pytest -m "not gpu" 2>&1 | tee benchmarks/test-all.log
 
 test-gpu: .venv/ready-test   ## what needs a CUDA device; then a stage's step against a bare loop, measured

@@ -115,7 +115,7 @@ def test_the_status_says_when_and_only_what_is_a_state(run: RunDir) -> None:
     status = run.status()
     assert (status["state"], status["step"]) == ("stopped", 7)
     assert time.time() - status["time"] < 60
-    with pytest.raises(ValueError, match="'done' is not one of starting"):
+    with pytest.raises(ValueError, match="'done' is not one of queued"):
         run.write_status("done")
 
 

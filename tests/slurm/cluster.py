@@ -1,0 +1,123 @@
+"""The tests' own SLURM: why it cannot run here, its commands, and what a test waits for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from command import TINY, environment
+
+T = TypeVar("T")
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PATIENCE = 240.0
+"""Seconds for anything that includes a start of ranks: CI's machines import torch slowly."""
+SMALL = ("+recipe=quickstart", *TINY, "vpp=1")
+
+
+def missing() -> str | None:
+    """Why no cluster can be started here, or None."""
+    if os.getuid() != 0:
+        return "SLURM's daemons and /etc/hosts want root"
+    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+    return f"{', '.join(absent)} not installed: tests/slurm/cluster.sh install" if absent else None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A SLURM that runs, and a directory to submit from."""
+
+    conf: Path
+    cwd: Path
+
+    def command(self, *words: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run one command in the cluster's environment; `more` reaches the ranks of what it submits."""
+        variables = environment(SLURM_CONF=str(self.conf), **more)
+        variables["PYTHONPATH"] = str(HERE / "faults")
+        return subprocess.run(words, cwd=self.cwd, env=variables, capture_output=True, text=True, timeout=timeout)
+
+    def ppctl(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Run ppctl."""
+        return self.command(sys.executable, "-m", "ppctl", *words, **more)
+
+    def submit(self, *overrides: str, **more: str) -> Submitted:
+        """Submit a small run."""
+        done = self.ppctl("submit", *SMALL, *overrides, "--json", **more)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        return Submitted(self, Path(told["run"]), told["job"])
+
+    def job(self, number: str, key: str) -> str:
+        """One value of `scontrol show job`."""
+        text = self.command("scontrol", "-o", "show", "job", number).stdout
+        return next((word.partition("=")[2] for word in text.split() if word.startswith(f"{key}=")), "")
+
+    def wait_for(self, number: str, *states: str) -> str:
+        """Wait until the job is in one of `states`; returns it."""
+        return wait(lambda: (state := self.job(number, "JobState")) in states and state, f"job {number}: {states}")
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run behind sbatch."""
+
+    cluster: Cluster
+    run: Path
+    job: str
+
+    def ends(self) -> str:
+        """Wait for the job's end; its state."""
+        return self.cluster.wait_for(self.job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def trains(self) -> None:
+        """Wait until this life of the run has done a step."""
+        before = len(self.metrics())
+        wait(lambda: len(self.metrics()) > before, f"a step of {self.run}\n{self.log()}")
+
+    def metrics(self) -> list[dict[str, float]]:
+        """What metrics.jsonl says."""
+        file = self.run / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def numbers(self) -> list[tuple[float, ...]]:
+        """Step, loss and gradient norm of every step."""
+        return [(row["step"], row["loss"], row["grad_norm"]) for row in self.metrics()]
+
+    def log(self) -> str:
+        """The job's log."""
+        file = self.run / "logs" / "job.log"
+        return file.read_text() if file.exists() else ""
+
+    def told(self, name: str) -> dict[str, object]:
+        """One of the run's JSON files."""
+        return json.loads((self.run / name).read_text())
+
+    def status(self) -> dict[str, object]:
+        """What `ppctl status --json` says."""
+        return json.loads(self.cluster.ppctl("status", str(self.run), "--json").stdout)
+
+    def restarts(self) -> int:
+        """How often SLURM has started the job again."""
+        return int(self.cluster.job(self.job, "Restarts"))
+
+    def process(self, rank: int) -> int:
+        """The process number of a rank."""
+        rows = [row for file in self.run.glob("heartbeats/*.json") for row in json.loads(file.read_text())["ranks"]]
+        return next(row["pid"] for row in rows if row["rank"] == rank)
+
+
+def wait(found: Callable[[], T], what: str, patience: float = PATIENCE) -> T:
+    """Wait until `found` says something true, and return it."""
+    deadline = time.monotonic() + patience
+    while not (value := found()):
+        assert time.monotonic() < deadline, f"waited {patience} s for {what}"
+        time.sleep(0.25)
+    return value

@@ -1,0 +1,35 @@
+"""Faults for the ranks of a submitted job: this directory is on PYTHONPATH, and python imports this file by itself.
+
+SLOW_STEP is seconds that every step takes at least. SLOW_SAVE is `0.2,1,2,5`: seconds that the ranks take to bring their
+files to the disk. RAISE is `RANK STEP`: that rank raises in that step (counted in its process, from 0).
+"""
+
+import os
+import sys
+import time
+
+
+def _arm() -> None:
+    import ppctl.checkpoint.writing as writing
+    from ppctl.engine.interpreter import Engine
+
+    run, sync, rank = Engine.run, writing._sync, int(os.environ["RANK"])
+    begun = [0]
+
+    def slow_run(self: Engine) -> None:
+        time.sleep(float(os.environ.get("SLOW_STEP", 0)))
+        if os.environ.get("RAISE") == f"{rank} {begun[0]}":
+            raise ValueError("struck by a test")
+        begun[0] += 1
+        run(self)
+
+    def slow_sync(path: object, pattern: str) -> object:
+        if pattern.startswith("__") and "SLOW_SAVE" in os.environ:
+            time.sleep(float(os.environ["SLOW_SAVE"].split(",")[rank]))
+        return sync(path, pattern)
+
+    Engine.run, writing._sync = slow_run, slow_sync
+
+
+if "RANK" in os.environ and "ppctl.worker" in sys.orig_argv:
+    _arm()
