@@ -127,6 +127,7 @@ _HEAD = """\
 # {command}
 # Its run directory: {run}
 # Written by `ppctl submit`. SLURM keeps a copy: to change what runs, edit the config and submit again.
+# shellcheck disable=SC2016 # what stands in single quotes is for an inner shell, or for no shell at all
 
 """
 
@@ -174,7 +175,6 @@ requeue() {
 _HEALTH = """
 # launch.health_check, once on every node; where it fails, the job goes on without that node.
 check={check}
-# shellcheck disable=SC2016 # the inner shell expands it
 sick=$(on_every_node bash -c '(eval "$1") >&2 || echo "$SLURMD_NODENAME"' check "$check" | sort -u | paste -sd, -)
 if [ -n "$sick" ]; then
   echo "error PP-E625: the health check failed on $sick" >&2

@@ -42,7 +42,7 @@ def test_a_run_of_two_nodes_by_two_ranks_is_done(whole: Submitted) -> None:
 def test_one_rank_hears_usr1_and_all_save_requeue_and_finish_with_the_same_losses(
     cluster: Cluster, whole: Submitted
 ) -> None:
-    """Saves take 0.2 to 5 s under --kill-on-bad-exit: a rank that left early or with an error would end the slow ones."""
+    """Saves take 0.2 to 5 s under --kill-on-bad-exit: a rank that left with an error would end the slow ones."""
     run = cluster.submit(*FOUR, SLOW_STEP="0.4", SLOW_SAVE="1,0.2,2,5")
     assert "--kill-on-bad-exit=1" in (run.run / "submit.sbatch").read_text()
     run.trains()
