@@ -51,7 +51,14 @@ def render(batch: Batch) -> str:
     if launch.health_check is not None:
         parts.append(_HEALTH.format(check=_q(launch.health_check)))
     parts.append(_BODY)
-    return "".join(parts)
+    text = "".join(parts)
+    for name, code in _CODES.items():
+        text = text.replace(f"{{{name}}}", code)
+    return text
+
+
+_CODES = {"STARTS": "PP-E622", "SICK": "PP-E625", "OFTEN": "PP-E626"}
+"""What the script itself finds wrong: name in the texts below -> code."""
 
 
 def directives(batch: Batch) -> Iterator[str]:
@@ -156,7 +163,7 @@ on_every_node() {
 # Start the job again, on other nodes than those in $1. Without a slot in `most`, leave with $2.
 requeue() {
   if ((life >= most)); then
-    echo "error PP-E626: the job has requeued itself $life times (launch.max_requeues=$most)" >&2
+    echo "error {OFTEN}: the job has requeued itself $life times (launch.max_requeues=$most)" >&2
     echo "  try: ppctl requeue $SLURM_JOB_ID" >&2
     exit "$2"
   fi
@@ -177,7 +184,7 @@ _HEALTH = """
 check={check}
 sick=$(on_every_node bash -c '(eval "$1") >&2 || echo "$SLURMD_NODENAME"' check "$check" | sort -u | paste -sd, -)
 if [ -n "$sick" ]; then
-  echo "error PP-E625: the health check failed on $sick" >&2
+  echo "error {SICK}: the health check failed on $sick" >&2
   requeue "$sick" 1
 fi
 """
@@ -186,7 +193,7 @@ _BODY = """
 # Once on every node: the interpreter starts, ppctl is what was submitted, the run directory is there.
 if ! wrong=$(on_every_node "${container[@]}" "$python" -m ppctl.launch.enter "$run" --code "$code"); then
   wrong=${wrong%%$'\\n'*}
-  echo "${wrong:-error PP-E622: $python does not start with ppctl on every node; the lines above say why}" >&2
+  echo "${wrong:-error {STARTS}: $python does not start with ppctl on every node; the lines above say why}" >&2
   exit 2
 fi
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -110,8 +111,13 @@ class Submitted:
 
     def process(self, rank: int) -> int:
         """The process number of a rank."""
-        rows = [row for file in self.run.glob("heartbeats/*.json") for row in json.loads(file.read_text())["ranks"]]
-        return next(row["pid"] for row in rows if row["rank"] == rank)
+        mine = {f"RANK={rank}", f"SLURM_JOB_ID={self.job}"}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (process / "environ").read_text(errors="replace").split("\0")
+                if mine <= set(words) and "ppctl.worker" in (process / "cmdline").read_text():
+                    return int(process.name)
+        raise AssertionError(f"rank {rank} of job {self.job} does not run")
 
 
 def wait(found: Callable[[], T], what: str, patience: float = PATIENCE) -> T:

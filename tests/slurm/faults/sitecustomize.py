@@ -1,7 +1,7 @@
 """Faults for the ranks of a submitted job: python imports this file by itself from PYTHONPATH.
 
-SLOW_STEP is seconds that every step takes at least. SLOW_SAVE is `0.2,1,2,5`: seconds that each rank
-takes to bring its files to the disk. RAISE is `RANK STEP`: that rank raises in that step (counted in its process, from 0).
+SLOW_STEP is seconds that every step takes at least. SLOW_SAVE is `0.2,1,2,5`: seconds that each rank takes to bring its
+files to the disk. RAISE is `RANK STEP`: that rank raises in that step (counted in its process, from 0).
 """
 
 import os
