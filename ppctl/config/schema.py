@@ -346,7 +346,7 @@ class CostConfig:
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
     allocator: str = "torch"
     """Who keeps what: `torch` (ppctl's own blocks), `megatron` or `megatron_te_2.11` (Transformer Engine's)."""
-    matmul_dtype: str | None = None
+    matmul: str | None = None
     """Rate of the linear layers' products: `fp8` or `bf16`; none takes the weights' own. A what-if: training has no
     fp8."""
     cublas_workspace_mib: float | None = None

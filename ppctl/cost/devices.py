@@ -40,10 +40,16 @@ class Efficiency(NamedTuple):
 
     matmul: float
     fp8_matmul: float
+    grouped: float
+    """Of a product's rate, what the experts' grouped products reach."""
     attention: float
     attention_backward: float
     memory: float
     link: float
+    tensor_exposed: float
+    """Of tensor parallelism's collectives, what products do not hide."""
+    dispatch: float
+    """Of links, by kernels made for sending tokens to experts."""
     kernel: float
     """Seconds per kernel that cannot be hidden."""
 
@@ -72,5 +78,5 @@ def efficiency_of(device: Device) -> Efficiency:
     return _CPU_EFFICIENCY if device is _CPU else _GPU_EFFICIENCY
 
 
-_GPU_EFFICIENCY = Efficiency(0.75, 0.60, 0.60, 0.45, 0.80, 0.75, 5e-6)
-_CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)
+_GPU_EFFICIENCY = Efficiency(0.75, 0.60, 0.70, 0.60, 0.45, 0.80, 0.75, 0.5, 0.95, 5e-6)
+_CPU_EFFICIENCY = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e-6)

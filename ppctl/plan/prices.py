@@ -1,0 +1,144 @@
+"""What a microbatch costs on every stage: seconds and bytes, from a device preset or from measured costs.
+
+`stage_costs` is the one door: plans, simulations and searches for a layout read the same numbers. Knows which keys of
+the config set prices. Must not know schedules or how closed forms work (`ppctl.cost`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from ppctl.config.schema import RunConfig
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.devices import Device
+from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.parameters import Count, stage_count
+from ppctl.cost.recompute import recomputed_modules, recomputed_runs
+from ppctl.cost.times import Layout, PartSeconds, layer_seconds, message_seconds, rates_of, reduce_seconds
+from ppctl.cost.work import layer_work
+from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.stages import precision_of
+from ppctl.plan.types import StageSpec
+from ppctl.schedule.action import Channel
+from ppctl.schedule.simulate import Costs
+from ppctl.topology import ParallelSizes
+
+
+class StageCost(NamedTuple):
+    """One microbatch on one stage, on one device."""
+
+    forward_s: float
+    input_grad_s: float
+    """Recomputation included."""
+    weight_grad_s: float
+    message_s: float
+    """Of the activation that it sends; 0 for the last stage."""
+    message_bytes: int
+    activation_bytes: int
+    """Kept from its forward to its backward."""
+    reduce_s: float = 0.0
+    """Summing its gradients over data-parallel ranks, once a step."""
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves."""
+        return self.input_grad_s + self.weight_grad_s
+
+
+def layout_of(config: RunConfig, sizes: ParallelSizes) -> Layout:
+    """How the ranks' groups lie on the machine."""
+    model = config.model
+    grouped = model.moe_router_num_groups and model.moe_router_group_topk
+    return Layout(
+        *(sizes.tp, sizes.cp, sizes.ep, sizes.etp, sizes.dp, sizes.edp, sizes.pp),
+        topk=model.moe_router_topk,
+        expert_groups=model.moe_router_group_topk if grouped else None,
+    )
+
+
+def stage_costs(
+    config: RunConfig,
+    layers: Iterable[Sequence[str]],
+    sizes: ParallelSizes,
+    micro_batch_size: int,
+    measured: Mapping[int, StageCost] | None = None,
+) -> tuple[StageCost, ...]:
+    """The cost of every stage, given what each holds (names as in StageSpec.layers), in model order.
+
+    `measured` costs take the place of the preset's, stage by stage.
+    """
+    price = pricer(config, sizes, micro_batch_size)
+    held = [tuple(names) for names in layers]
+    found = [price(stage, names, stage == len(held) - 1) for stage, names in enumerate(held)]
+    return tuple((measured or {}).get(stage, cost) for stage, cost in enumerate(found))
+
+
+def pricer(
+    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int
+) -> Callable[[int, tuple[str, ...], bool], StageCost]:
+    """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
+    model, train = config.model, config.train
+    setting, device, layout = setting_of(config, sizes, micro_batch_size), device_of(config), layout_of(config, sizes)
+    rates = rates_of(device, config.cost.matmul or precision_of(config).dtype)
+    pattern = moe_layer_pattern(model)
+    hidden = setting.shares.tokens * model.hidden_size * setting.element // setting.shares.sp
+
+    @cache
+    def of_kind(kind: str, moe: bool, recomputed: tuple[str, ...] | None) -> PartSeconds:
+        works = layer_work(model, kind, moe, setting.shares, setting.element, sizes.ep)
+        return layer_seconds(works, rates, layout, recomputed)
+
+    def of_stage(stage: int, names: tuple[str, ...], last: bool) -> StageCost:
+        modules = recomputed_modules(train, stage)
+        runs = {name for run in recomputed_runs(train, stage, names) for name in run}
+        seconds = []
+        for name in names:
+            kind, _, index = name.partition(".")
+            moe = pattern[int(index)] if kind == "decoder" else pattern[-1:] == (True,)
+            seconds.append(of_kind(kind, moe, None if name in runs else modules))
+        mtp = sum(name.startswith("mtp") for name in names)
+        size = 0 if last else hidden * (1 + mtp)
+        return StageCost(
+            sum(s.forward for s in seconds),
+            sum(s.input_gradient for s in seconds),
+            sum(s.weight_gradient for s in seconds),
+            0.0 if last else message_seconds(size, device, layout),
+            size,
+            stage_activations(model, names, setting, stage).kept,
+            _reduction(config, stage_count(model, names), sizes, device, layout),
+        )
+
+    return of_stage
+
+
+def _reduction(config: RunConfig, count: Count, sizes: ParallelSizes, device: Device, layout: Layout) -> float:
+    """Summing fp32 gradients: to every rank, or to those that keep a share and then send the new weights back."""
+    precision = precision_of(config)
+    each = 2 * precision.gradient
+    if config.parallel.data_parallel_sharding != "none":
+        each = precision.gradient + precision.weight
+    return reduce_seconds(*count.on_device(sizes.tp, sizes.ep, sizes.etp), each, device, layout)
+
+
+def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
+    """Stage costs as a schedule's simulation takes them.
+
+    Gradients are summed behind the other chunks' work; only what a rank finishes last, its first chunk, is waited for.
+    """
+    messages: dict[Channel, float] = {}
+    for here, there, cost in zip(stages, stages[1:], costs, strict=False):
+        for channel in (
+            Channel(here.pp_rank, there.pp_rank, "F"),
+            Channel(there.pp_rank, here.pp_rank, "B"),
+        ):
+            messages[channel] = max(messages.get(channel, 0.0), cost.message_s)
+    return Costs(
+        [cost.forward_s for cost in costs],
+        [cost.backward_s for cost in costs],
+        [cost.input_grad_s for cost in costs],
+        [cost.weight_grad_s for cost in costs],
+        [cost.reduce_s if stage.vpp_rank == 0 else 0.0 for cost, stage in zip(costs, stages, strict=True)],
+        messages=messages,
+    )
