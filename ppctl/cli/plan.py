@@ -28,7 +28,7 @@ CONFIG, MEMORY = 2, 4
 OVER_MEMORY = "PP-E801"
 
 _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_mtp", "params_active", "params_hf")
-EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, "schedule"))
+EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, "schedule", "timing"))
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "derived")}
 """The JSON's keys where there is no plan, only problems."""
 

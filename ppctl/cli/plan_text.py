@@ -12,7 +12,8 @@ from itertools import groupby
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.text import stage_text
-from ppctl.plan import Plan, RankCost, StageSpec
+from ppctl.plan import Plan, StageSpec
+from ppctl.plan.prices import simulation_costs
 from ppctl.plan.timing import predicted
 from ppctl.schedule.timeline import timeline_text
 
@@ -28,7 +29,7 @@ def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     """The plan in paragraphs: header, table, schedule."""
     head = prose([title(plan), *equations(plan), memory_line(plan)], width)
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
-    return [head, drawn, "\n".join([prose([schedule_line(plan)], width), *timeline(plan, config, width)])]
+    return [head, drawn, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
 
 
 def prose(lines: Iterable[str], width: int) -> str:
@@ -74,7 +75,7 @@ def drawing(plan: Plan) -> str:
 
 def table(plan: Plan, width: int) -> str:
     """Who holds what and what it costs; where numbers differ in a folded row, the first rank's and the last one's."""
-    header = ["pp_rank", "params", "FLOPs", "in flight", "state GiB", "activations", "peak GiB"]
+    header = ["pp_rank", "params", "FLOPs", "idle", "in flight", "state GiB", "activations", "peak GiB"]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
     rows = []
     for ranks in folded(plan):
@@ -85,26 +86,27 @@ def table(plan: Plan, width: int) -> str:
                 span(ranks),
                 billions(costs[0].params),
                 f"{flops / total:.1%}",
+                spread([f"{plan.timing.bubbles[rank]:.0%}" for rank in ranks] if plan.timing.bubbles else ["-"]),
                 spread([str(cost.in_flight) for cost in costs]),
-                spread([gib(_state(cost)) for cost in costs]),
+                spread([gib(cost.state_bytes) for cost in costs]),
                 spread([gib(cost.activation_bytes) for cost in costs]),
                 spread([gib(cost.peak_bytes) for cost in costs]),
             ]
         )
     chunks = [f"chunk {chunk}" for chunk in range(plan.sizes.vpp)]
     layers = [cells(plan, ranks) for ranks in folded(plan)]
-    whole = aligned([[*header, *chunks], *([*row, *cell] for row, cell in zip(rows, layers, strict=True))], right=7)
+    whole = aligned([[*header, *chunks], *([*row, *cell] for row, cell in zip(rows, layers, strict=True))], right=8)
     if max(map(len, whole.splitlines())) <= width:
         return whole
     joined = [
         [*row, " | ".join(cell)]
         for row, cell in zip([header, *rows], [["chunks, first to last"], *layers], strict=True)
     ]
-    whole = aligned(joined, right=7)
+    whole = aligned(joined, right=8)
     if max(map(len, whole.splitlines())) <= width:
         return whole
     # The peak is the sum of the two.
-    return aligned([[*row[:4], *row[6:]] for row in joined], right=5)
+    return aligned([[*row[:3], row[4], *row[7:]] for row in joined], right=5)
 
 
 def folded(plan: Plan) -> list[list[int]]:
@@ -136,20 +138,53 @@ def letters(stage: StageSpec) -> str:
 def memory_line(plan: Plan) -> str:
     """Where memory peaks."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
-    return (
-        f"memory peaks on pp_rank {worst.pp_rank}: {gib(worst.peak_bytes)} GiB per device, estimated without recompute"
-    )
+    parts = {
+        "weights": worst.weight_bytes,
+        "gradients": worst.gradient_bytes,
+        "optimizer": worst.optimizer_bytes,
+        "activations": worst.activation_bytes,
+        "buffers": worst.buffer_bytes + worst.message_bytes,
+    }
+    told = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    return f"memory peaks on pp_rank {worst.pp_rank}: {gib(worst.peak_bytes)} GiB per device = {told}"
+
+
+def times(plan: Plan) -> list[str]:
+    """The schedule and what it takes, in three lines; in one where it hangs."""
+    return [schedule_line(plan), *([rates_line(plan), critical_line(plan)] if plan.timing.critical else [])]
 
 
 def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
-    calibrated = "" if plan.time_calibrated else ", uncalibrated: in proportion to FLOPs"
+    calibrated = f"measured in {plan.timing.priced_by}" if plan.time_calibrated else uncalibrated(plan)
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
-        f"step about {plan.step_time_s:.3g} s{calibrated}"
+        f"step about {plan.step_time_s:.3g} s, {calibrated}"
     )
+
+
+def uncalibrated(plan: Plan) -> str:
+    """How far a time can be trusted that nobody measured."""
+    return f"uncalibrated for {plan.timing.priced_by}"
+
+
+def rates_line(plan: Plan) -> str:
+    """What the step's time comes to."""
+    timing = plan.timing
+    share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
+    return (
+        f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tokens_per_s_per_device:,.0f} per device "
+        f"({timing.tflops_per_device:.3g} TFLOP/s{share})"
+    )
+
+
+def critical_line(plan: Plan) -> str:
+    """What makes the step as long as it is."""
+    chain = ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in plan.timing.critical if seconds)
+    after = f"; then the optimizer {plan.timing.optimizer_s:.3g} s" if plan.timing.optimizer_s else ""
+    return f"critical path of a call: {chain}{after}"
 
 
 def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
@@ -157,8 +192,7 @@ def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
     spans = plan.num_microbatches * plan.sizes.vpp * 3 + 3 * plan.sizes.pp
     if plan.sizes.num_stages > _LONGEST_TIMELINE or spans > width - 20:
         return []
-    flops = [stage.flops_forward for stage in plan.stages]
-    trace = predicted(plan.schedule, flops, plan.sizes.tp * plan.sizes.cp, config.launch.device)
+    trace = predicted(plan.schedule, simulation_costs(plan.timing.stages, plan.stages))
     return ["", timeline_text(trace, width).rstrip()] if trace.spans else []
 
 
@@ -216,7 +250,3 @@ def billions(count: int) -> str:
 def gib(size: int) -> str:
     """Bytes in GiB."""
     return f"{size / GIB:.2f}"
-
-
-def _state(cost: RankCost) -> int:
-    return cost.weight_bytes + cost.gradient_bytes + cost.optimizer_bytes

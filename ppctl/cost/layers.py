@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import shlex
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -57,6 +58,7 @@ def _wrong(what: str, model: ModelConfig) -> ConfigError:
     return ConfigError(Problem("PP-E210", f"model.moe_layer_freq {what}", remedy))
 
 
+@cache
 def _evaluate(text: str) -> Any:
     """The value of an expression of integers, lists, `+` and `*`; None for anything else. Nothing is executed."""
     try:

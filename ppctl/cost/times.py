@@ -154,3 +154,8 @@ def reduce_seconds(dense: float, experts: float, bytes_each: float, device: Devi
         if count and ranks > 1:
             total += device.latency + count * bytes_each * (ranks - 1) / ranks / link(device, efficiency, width)
     return total
+
+
+def optimizer_seconds(weights: float, gradients: float, optimizer: float, device: Device) -> float:
+    """An AdamW step over this much state: gradients are read, moments and masters read and written, weights written."""
+    return (weights + gradients + 2 * optimizer) / (device.memory_bandwidth * efficiency_of(device).memory)

@@ -1,7 +1,7 @@
 """What one device does for one microbatch in one layer: operations, bytes through memory, bytes over links.
 
-Knows the parts of layers and the sizes that divide them. Must not know rates, schedules or stages. Parts go by the names
-that recomputation uses, so that what is done again has a price.
+Knows the parts of layers and the sizes that divide them. Must not know rates, schedules or stages. Parts go by the
+names that recomputation uses, so that what is done again has a price.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Shares
 from ppctl.cost.flops import attention_flops, feed_forward_flops
-from ppctl.cost.parameters import Count, attention, embedding, expert_width, feed_forward_matrices, head_dim, query_groups
+from ppctl.cost.parameters import (
+    Count,
+    attention,
+    expert_width,
+    feed_forward_matrices,
+    head_dim,
+    query_groups,
+)
 
 
 class Work(NamedTuple):
@@ -45,11 +52,13 @@ def layer_work(model: ModelConfig, kind: str, moe: bool, shares: Shares, element
         rows = model.vocab_size / shares.tp
         return [Work("embedding", traffic=tokens * 3 * h * element, weights=rows * h, kernels=4)]
     if kind == "loss":
-        logits = tokens * model.vocab_size / shares.tp * (1 + (model.mtp_num_layers or 0))
+        columns = model.vocab_size / shares.tp
+        logits = tokens * columns * (1 + (model.mtp_num_layers or 0))
         # Logits are written, widened, and read twice for a log-softmax.
         return [
             Work("layernorm", traffic=2 * tokens * h * element / shares.sp, kernels=2),
-            Work("loss", matmul=2 * logits * h, inputs=tokens * h, traffic=12 * logits, weights=embedding(model).tensor / shares.tp, kernels=10),
+            Work("loss", matmul=2 * logits * h, inputs=tokens * h, weights=columns * h),
+            Work("loss", traffic=12 * logits, kernels=10),
         ]
     works = [*_attention(model, shares, element), *_feed_forward(model, moe, shares, element, ep)]
     works.append(Work("layernorm", traffic=10 * tokens * h * element / shares.sp, kernels=4))
@@ -57,7 +66,9 @@ def layer_work(model: ModelConfig, kind: str, moe: bool, shares: Shares, element
         # Before and after each of the two blocks: a gather and a scatter of the residual stream.
         works.append(Work("tensor", tensor=4 * tokens * h * element * (shares.tp - 1) / shares.tp))
     if kind == "mtp":
-        works.append(Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6))
+        works.append(
+            Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6)
+        )
     return works
 
 

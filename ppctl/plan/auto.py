@@ -9,16 +9,15 @@ from dataclasses import replace
 from functools import cache
 
 from ppctl.cost.balance import Balance, Candidate, Found, StagePrice, balance
-from ppctl.cost.flops import stage_flops
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.rules import stages_of
 from ppctl.layout.text import canonical_text
 from ppctl.plan.cut import Cut
 from ppctl.plan.memory import held_bytes, rank_costs
+from ppctl.plan.prices import pricer
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch
 from ppctl.plan.stages import stage_specs
-from ppctl.plan.timing import assumed_costs
 from ppctl.plan.types import Derived
 from ppctl.plan.warmup import device_limit
 from ppctl.schedule.action import Schedule
@@ -43,19 +42,20 @@ def balanced_cut(said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: 
         )
         return priced(layers, stage if per_stage else 0)
 
+    pricing = pricer(config, sizes, batch.micro_batch_size)
+
     @cache
     def priced(layers: tuple[str, ...], stage: int) -> StagePrice:
-        flops = stage_flops(model, layers, batch.micro_batch_size, config.data.seq_length)
-        costs = assumed_costs([flops], sizes.tp * sizes.cp, config.launch.device)
+        cost = pricing(stage, layers, False)
         state, activation = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
-        return StagePrice(costs.forward[0], 0.5 * costs.backward[0], 0.5 * costs.backward[0], state, activation)
+        return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation)
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
     limit = device_limit(said)
     if limit is not None:
         limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    found = balance(model.num_layers, mtp > 0, schedule, price, limit=limit)
+    found = balance(model.num_layers, mtp > 0, schedule, price, message=pricing(0, (), False).message_s, limit=limit)
     layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), said["pp"])
     told = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
     return replace(cut, layout=layout, derived=(told, *(each for each in cut.derived if each.key != "layout")))

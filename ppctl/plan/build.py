@@ -14,21 +14,23 @@ from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem
 from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.auto import AUTO, balanced_cut
+from ppctl.plan.clock import timing
 from ppctl.plan.cut import Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
 from ppctl.plan.given import chunks_wanted, read_given, take_given
-from ppctl.plan.memory import rank_costs
+from ppctl.plan.memory import device_of, rank_costs
 from ppctl.plan.plan import Plan
+from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.timing import CAPACITY, CSV, Choice, check_length, choose_schedule, compute_only, predicted, proved
-from ppctl.plan.types import Derived, RankCost, StageSpec
-from ppctl.plan.warmup import check_warmup, decide_warmup, planned_costs
-from ppctl.schedule.action import Placement, Schedule
-from ppctl.schedule.trace import bubble_fraction, step_time
+from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
+from ppctl.plan.warmup import check_warmup, decide_warmup
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.trace import bubble_fraction
 from ppctl.topology import ParallelSizes
 
 
@@ -147,10 +149,13 @@ def _compute_only(
     def price(schedule: Schedule) -> Sequence[RankCost]:
         return rank_costs(said.config, stages, sizes, schedule, batch.micro_batch_size)
 
-    placement = Placement(choice.placement, said["pp"], len(stages))
-    costs = planned_costs(stages, placement, sizes.tp * sizes.cp, said.config.launch.device)
+    costs = simulation_costs(_priced(said, stages, sizes, batch), stages)
     extra, derived = decide_warmup(said, choice, costs, make, price)
     return make(extra), derived
+
+
+def _priced(said: Said, stages: Sequence[StageSpec], sizes: ParallelSizes, batch: Batch) -> Sequence[StageCost]:
+    return stage_costs(said.config, [stage.layers for stage in stages], sizes, batch.micro_batch_size)
 
 
 def _sizes(said: Said, world: World, cut: Cut) -> ParallelSizes:
@@ -167,19 +172,23 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, choice.placement)
     plain, decided = _compute_only(said, derivation, stages, sizes)
     schedule, wrong = proved(said, plain)
-    flops = [stage.flops_forward for stage in stages]
-    trace = predicted(plain if wrong else schedule, flops, sizes.tp * sizes.cp, config.launch.device)
+    costs = _priced(said, stages, sizes, batch)
+    run = plain if wrong else schedule
+    trace = predicted(run, simulation_costs(costs, stages))
+    ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
+    times = timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, device_of(config).title)
     return Plan(
         name=name,
         sizes=sizes,
         layout=cut.layout.canonical(),
         stages=stages,
-        pp_ranks=rank_costs(config, stages, sizes, schedule, batch.micro_batch_size),
+        pp_ranks=ranks,
         schedule=schedule,
         num_microbatches=batch.num_microbatches,
         bubble_fraction=bubble_fraction(trace),
-        step_time_s=step_time(trace) * batch.accumulation,
+        step_time_s=times.pipeline_s * batch.accumulation + times.optimizer_s,
         time_calibrated=False,
+        timing=times,
         params_total=parameters.total_parameters(model),
         params_mtp=parameters.mtp_parameters(model),
         params_active=parameters.active_parameters(model),

@@ -12,14 +12,14 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from ppctl.errors import Problem
-from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
+from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec, TensorSpec, Timing
 from ppctl.schedule.action import Action, Channel, Placement, Schedule
 from ppctl.topology import ParallelSizes
 
 if TYPE_CHECKING:
     from ppctl.plan.plan import Plan
 
-_NOT_DIGESTED = ("name", "provenance", "derived", "problems")
+_NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing")
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _CALLS = "gradient_accumulation_steps"
@@ -50,6 +50,7 @@ def report(plan: Plan) -> dict[str, Any]:
             "batched": schedule.batched,
             "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
         },
+        "timing": _timing(plan.timing),
         "derived": [_fields(derived) for derived in plan.derived],
         "problems": [problem.to_json() for problem in plan.problems],
     }
@@ -88,6 +89,7 @@ def decode(data: Mapping[str, Any]) -> dict[str, Any]:
         **{name: schedule[name] for name in _TIMES},
         **{name: data[name] for name in _NUMBERS},
         tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),
+        timing=_decode_timing(data["timing"]),
         derived=tuple(Derived(**derived) for derived in data["derived"]),
         provenance=dict(data["provenance"]),
         problems=tuple(Problem(**problem) for problem in data["problems"]),
@@ -115,6 +117,20 @@ def _stage(stage: StageSpec) -> dict[str, Any]:
     for edge in ("receives", "sends"):
         data[edge] = _specs(data[edge])
     return data
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    data = _fields(timing)
+    data["stages"] = [cost._asdict() for cost in timing.stages]
+    data["critical"] = dict(timing.critical)
+    data["bubbles"] = list(timing.bubbles)
+    return data
+
+
+def _decode_timing(data: Mapping[str, Any]) -> Timing:
+    stages = tuple(StageCost(**cost) for cost in data["stages"])
+    critical = tuple(data["critical"].items())
+    return Timing(**{**data, "stages": stages, "critical": critical, "bubbles": tuple(data["bubbles"])})
 
 
 def _specs(specs: Iterable[TensorSpec]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from ppctl.config.checks import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.plan.memory import held_bytes
 from ppctl.plan.plan import Plan
+from ppctl.plan.prices import simulation_costs
 from ppctl.plan.timing import predicted
 from ppctl.plan.types import StageSpec
 from ppctl.schedule.picture import Held, Picture, StageNote
@@ -20,7 +21,7 @@ from ppctl.schedule.picture import Held, Picture, StageNote
 def picture(plan: Plan, config: RunConfig) -> Picture:
     """What `--timeline` draws."""
     flops = [stage.flops_forward for stage in plan.stages]
-    trace = predicted(plan.schedule, flops, plan.sizes.tp * plan.sizes.cp, config.launch.device)
+    trace = predicted(plan.schedule, simulation_costs(plan.timing.stages, plan.stages))
     sizes, calls = plan.sizes, plan.num_microbatches * plan.gradient_accumulation_steps
     micro_batch_size = config.train.global_batch_size // (sizes.dp * calls)
     title = f"{plan.name}: {plan.schedule.name}, pp {sizes.pp} x vpp {sizes.vpp}, {plan.num_microbatches} microbatches"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ppctl.errors import Problem
 from ppctl.plan import encode as encoding
-from ppctl.plan.types import Derived, RankCost, StageSpec
+from ppctl.plan.types import Derived, RankCost, StageSpec, Timing
 from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
@@ -41,6 +41,7 @@ class Plan:
     params_mtp: int
     params_active: int
     params_hf: int
+    timing: Timing = field(default_factory=Timing)
     gradient_accumulation_steps: int = 1
     """Schedule calls per optimizer step."""
     tie_groups: tuple[tuple[str, tuple[int, ...]], ...] = ()

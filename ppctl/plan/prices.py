@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
@@ -20,31 +19,10 @@ from ppctl.cost.times import Layout, PartSeconds, layer_seconds, message_seconds
 from ppctl.cost.work import layer_work
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.stages import precision_of
-from ppctl.plan.types import StageSpec
+from ppctl.plan.types import StageCost, StageSpec
 from ppctl.schedule.action import Channel
 from ppctl.schedule.simulate import Costs
 from ppctl.topology import ParallelSizes
-
-
-class StageCost(NamedTuple):
-    """One microbatch on one stage, on one device."""
-
-    forward_s: float
-    input_grad_s: float
-    """Recomputation included."""
-    weight_grad_s: float
-    message_s: float
-    """Of the activation that it sends; 0 for the last stage."""
-    message_bytes: int
-    activation_bytes: int
-    """Kept from its forward to its backward."""
-    reduce_s: float = 0.0
-    """Summing its gradients over data-parallel ranks, once a step."""
-
-    @property
-    def backward_s(self) -> float:
-        """Both halves."""
-        return self.input_grad_s + self.weight_grad_s
 
 
 def layout_of(config: RunConfig, sizes: ParallelSizes) -> Layout:

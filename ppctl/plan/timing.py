@@ -5,7 +5,6 @@ Knows how a schedule is chosen, proved and priced. Must not know how schedules w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,10 +22,6 @@ from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, forwards_alone, make_sc
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
-
-ASSUMED_FLOPS_PER_S = {"cuda": 400e12, "cpu": 50e9}
-"""What one device does per second of the model's operations. A round guess, so predicted times count as uncalibrated;
-shares and bubbles do not depend on it."""
 
 MOST_ACTIONS = 1_000_000
 """Forwards and backwards of one step."""
@@ -147,19 +142,9 @@ def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
     ]
 
 
-def predicted(schedule: Schedule, flops_forward: Sequence[int], ranks_per_stage: int, device: str) -> Trace:
-    """The step as it would run with costs proportional to model FLOPs, a backward twice a forward, messages free.
-
-    Empty for a schedule that hangs.
-    """
+def predicted(schedule: Schedule, costs: Costs) -> Trace:
+    """The step as it would run at these costs. Empty for a schedule that hangs."""
     try:
-        return simulate(schedule, assumed_costs(flops_forward, ranks_per_stage, device))
+        return simulate(schedule, costs)
     except ScheduleError:
         return Trace(schedule.placement.pp, ())
-
-
-def assumed_costs(flops_forward: Sequence[int], ranks_per_stage: int, device: str, message: float = 0.0) -> Costs:
-    """Seconds in proportion to model FLOPs, a backward twice a forward."""
-    rate = ASSUMED_FLOPS_PER_S["cuda" if device == "cuda" else "cpu"] * ranks_per_stage
-    forward = [flops / rate for flops in flops_forward]
-    return Costs(forward, [2 * seconds for seconds in forward], message=message)

@@ -6,7 +6,7 @@ Plain values. Must not know the plan that holds them (`plan`), or how they are d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,49 @@ class RankCost:
     def steady_bytes(self) -> int:
         """What is allocated between two steps."""
         return self.state_bytes + self.buffer_bytes
+
+
+class StageCost(NamedTuple):
+    """One microbatch on one stage, on one device."""
+
+    forward_s: float
+    input_grad_s: float
+    """Recomputation included."""
+    weight_grad_s: float
+    message_s: float
+    """Of the activation that it sends; 0 for the last stage."""
+    message_bytes: int
+    activation_bytes: int
+    """Kept from its forward to its backward."""
+    reduce_s: float = 0.0
+    """Summing its gradients over data-parallel ranks, once a step."""
+
+    @property
+    def backward_s(self) -> float:
+        """Both halves."""
+        return self.input_grad_s + self.weight_grad_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a step takes, priced. Not part of what is run."""
+
+    priced_by: str = ""
+    """The device preset's name, or the profile's file."""
+    pipeline_s: float = 0.0
+    """One schedule call: from the first action's start to the last one's end."""
+    optimizer_s: float = 0.0
+    tokens_per_s: float = 0.0
+    tokens_per_s_per_device: float = 0.0
+    tflops_per_device: float = 0.0
+    """Model FLOPs, as metrics.jsonl counts them."""
+    mfu: float | None = None
+    """Against the preset's dense bf16 peak; none where that is not known."""
+    bubbles: tuple[float, ...] = ()
+    """By pp_rank: the share of the pipeline's time that it does not compute."""
+    critical: tuple[tuple[str, float], ...] = ()
+    """The longest chain of a call, in seconds: forward, backward, messages, gradients."""
+    stages: tuple[StageCost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,27 +7,20 @@ schedules are made or run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from math import prod
 
 from ppctl.config.checks import memory_bytes
 from ppctl.errors import ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.fit import LIMIT
 from ppctl.plan.said import Said
-from ppctl.plan.timing import Choice, assumed_costs
-from ppctl.plan.types import Derived, RankCost, StageSpec
-from ppctl.schedule.action import Channel, Placement, Schedule
+from ppctl.plan.timing import Choice
+from ppctl.plan.types import Derived, RankCost
+from ppctl.schedule.action import Schedule
 from ppctl.schedule.policies import WARMED_UP
 from ppctl.schedule.simulate import Costs, simulate, step_time
 
 EXTRA = "pipeline.extra_warmup"
 AUTO = "auto"
-
-ASSUMED_LINK = {"cuda": (25e9, 20e-6), "cpu": (2.1e9, 200e-6)}
-"""Bytes per second and seconds per message between ranks: a 200 Gbit/s network card; gloo over loopback, measured."""
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 CLOSE = 1.005
 """A step is as good as the best one where it takes at most this much longer: activations are not spent on less."""
@@ -60,8 +53,8 @@ def decide_warmup(
     """The extra warm-up, and its equation where it was chosen.
 
     `auto` simulates the step at `costs`, messages included, for 0, the powers of two below pp and pp - 1, and takes the
-    smallest that is close to the best among those that fit into launch.device_memory. `costs` may be assumed
-    (`planned_costs`) or measured. `make` gives the compute-only schedule of a warm-up, `price` what its ranks hold.
+    smallest that is close to the best among those that fit into launch.device_memory. `costs` are the plan's,
+    or measured. `make` gives the compute-only schedule of a warm-up, `price` what its ranks hold.
     """
     if said[EXTRA] != AUTO:
         return said[EXTRA], ()
@@ -96,19 +89,6 @@ def simulated_steps(
 def least_warmup(times: Mapping[int, float]) -> int:
     """The smallest warm-up whose step is close to the best."""
     return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
-
-
-def planned_costs(stages: Sequence[StageSpec], placement: Placement, ranks_per_stage: int, device: str) -> Costs:
-    """Assumed seconds of every stage, and of every channel's largest message on an assumed link."""
-    rate, latency = ASSUMED_LINK["cuda" if device == "cuda" else "cpu"]
-    messages: dict[Channel, float] = {}
-    for stage in stages[:-1]:
-        seconds = latency + sum(prod(spec.shape) * BYTES.get(spec.dtype, 4) for spec in stage.sends) / rate
-        before, after = placement.rank_of(stage.stage), placement.rank_of(stage.stage + 1)
-        for channel in (Channel(before, after, "F"), Channel(after, before, "B")):
-            messages[channel] = max(seconds, messages.get(channel, 0.0))
-    assumed = assumed_costs([stage.flops_forward for stage in stages], ranks_per_stage, device)
-    return replace(assumed, messages=messages)
 
 
 def _candidates(pp: int) -> list[int]:

@@ -78,7 +78,8 @@ def test_a_given_pp_batch_size_is_one_schedule_call_of_several(values, calls, mi
     made = plan(**values)
     assert (made.gradient_accumulation_steps, made.num_microbatches) == (calls, microbatches)
     assert equation(made, "num_microbatches") == printed
-    assert made.step_time_s == pytest.approx(calls * plan(**(values | {"gbs": values["gbs"] // calls})).step_time_s)
+    one = plan(**(values | {"gbs": values["gbs"] // calls}))
+    assert made.step_time_s == pytest.approx(calls * one.timing.pipeline_s + one.timing.optimizer_s)
 
 
 def test_overriding_pp_keeps_the_world_and_moves_dp() -> None:
@@ -267,8 +268,8 @@ def test_peak_activations_do_not_grow_with_microbatches_but_do_with_gpipe() -> N
 
 def test_predicted_bubble_is_the_textbooks_for_equal_stages() -> None:
     """E and L weigh next to nothing beside 4 layers each: (p - 1) / (m + p - 1)."""
-    made = plan(pp=4, gbs=12, model__num_layers=16, model__vocab_size=1)
-    assert made.bubble_fraction == pytest.approx(3 / 15, abs=1e-3)
+    made = plan(pp=4, gbs=12, model__num_layers=16, model__vocab_size=1, cost__device="cpu")
+    assert made.bubble_fraction == pytest.approx(3 / 15, abs=5e-3)
     assert made.step_time_s > 0
     assert made.time_calibrated is False
 

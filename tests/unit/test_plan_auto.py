@@ -12,7 +12,8 @@ WILD = json.loads((Path(__file__).parents[1] / "golden" / "layouts_in_the_wild.j
 
 
 def test_the_layers_that_the_loss_weighs_go_elsewhere() -> None:
-    made = plan(layout="auto", pp=4, gbs=32, model__num_layers=16, model__vocab_size=6000)
+    sizes = dict(pp=4, gbs=32, model__num_layers=16, model__vocab_size=6000, cost__device="cpu")
+    made = plan(layout="auto", **sizes)
     counts = [sum(name.startswith("decoder") for name in stage.layers) for stage in made.stages]
     assert sum(counts) == 16
     assert counts[3] < min(counts[:3])

@@ -40,8 +40,15 @@ def test_what_cannot_take_effect_is_refused(values: dict[str, object]) -> None:
     assert refusal(**values) == ["PP-E215"]
 
 
+LONG_MESSAGES = dict(
+    pp=4, gbs=16, seq=32, launch__device="cpu", model__num_attention_heads=2, model__hidden_size=32,
+    model__ffn_hidden_size=32, model__vocab_size=64,
+)  # fmt: skip
+"""A narrow model: a message takes about as long as the layers between."""
+
+
 def test_auto_takes_what_hides_the_messages_and_says_what_it_tried() -> None:
-    made = plan(pp=4, gbs=16, pipeline__extra_warmup="auto")
+    made = plan(**LONG_MESSAGES, pipeline__extra_warmup="auto")
     text = equation(made, "extra_warmup")
     assert "0: " in text and "3: " in text and "messages of up to" in text
     chosen = next(d.value for d in made.derived if d.key == "extra_warmup")
@@ -54,7 +61,7 @@ def test_auto_spends_no_memory_where_messages_are_short_beside_compute() -> None
 
 
 def test_auto_stays_within_the_devices_memory() -> None:
-    sizes = dict(pp=4, gbs=16, pipeline__extra_warmup="auto")
+    sizes = dict(LONG_MESSAGES, pipeline__extra_warmup="auto")
     free = plan(**sizes)
     textbook = plan(**sizes | {"pipeline__extra_warmup": 0})
     limit = textbook.pp_ranks[0].peak_bytes + 1
