@@ -47,18 +47,15 @@ def render(batch: Batch) -> str:
         parts.append("\n# launch.setup\n" + "".join(f"{line}\n" for line in launch.setup))
     parts.append(_array("container", _container(batch), "The ranks' container, if there is one."))
     parts.append(_array("ranks", list(_ranks(batch)), "How srun starts the ranks."))
-    parts.append(_FUNCTIONS)
+    parts.append(_FUNCTIONS.replace("{OFTEN}", OFTEN))
     if launch.health_check is not None:
-        parts.append(_HEALTH.format(check=_q(launch.health_check)))
-    parts.append(_BODY)
-    text = "".join(parts)
-    for name, code in _CODES.items():
-        text = text.replace(f"{{{name}}}", code)
-    return text
+        parts.append(_HEALTH.format(check=_q(launch.health_check), SICK=SICK))
+    parts.append(_BODY.replace("{STARTS}", STARTS))
+    return "".join(parts)
 
 
-_CODES = {"STARTS": "PP-E622", "SICK": "PP-E625", "OFTEN": "PP-E626"}
-"""What the script itself finds wrong: name in the texts below -> code."""
+STARTS, SICK, OFTEN = "PP-E622", "PP-E625", "PP-E626"
+"""What the script itself finds wrong: the interpreter does not start, a node is sick, requeued too often."""
 
 
 def directives(batch: Batch) -> Iterator[str]:
