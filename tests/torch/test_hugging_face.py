@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from hugging_face_models import DENSE, MOE, hugging_face_model
+from cuts import cut
+from hugging_face_models import DENSE, MOE, hugging_face_model, relative
 from safetensors.torch import load_file, save_file
 
 from ppctl.checkpoint.manifest import verify
@@ -16,6 +17,9 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.families.directory import open_directory
 from ppctl.families.tensors import model_tensors
+from ppctl.model.initialize import pieces
+from ppctl.model.names import owner_of
+from ppctl.model.stage import build_stage
 from ppctl.pretrained import convert
 from ppctl.pretrained.convert import export_checkpoint, import_directory
 from ppctl.pretrained.reading import Reader, dequantised
@@ -46,6 +50,31 @@ def test_import_and_export_give_the_same_bits_and_the_same_model(name, tmp_path)
     assert exported.parameters == sum(value.numel() for value in values(tmp_path / "theirs").values())
     tokens = torch.arange(22).view(2, 11)
     assert torch.equal(type(theirs).from_pretrained(tmp_path / "back").eval()(tokens).logits, theirs(tokens).logits)
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MOE])
+def test_logits_equal_those_of_transformers_in_one_stage_and_in_eight(name, tmp_path):
+    theirs = hugging_face_model(name)
+    theirs.save_pretrained(tmp_path)
+    reader = Reader(open_directory(tmp_path))
+    tokens = torch.arange(22).view(2, 11)
+    expected = theirs(tokens).logits
+    for layout in ("EttttL", "E|t|t||t|t||L"):
+        x = tokens
+        for spec in cut(layout, 1):
+            stage = build_stage(spec, reader.directory.model, seed=1, dtype=torch.float32, device="cpu")
+            take(stage, reader)
+            (x,) = stage(x)
+        assert relative(x, expected) <= 1e-5, layout
+
+
+@torch.no_grad()
+def take(stage, reader):
+    """Fill a stage's weights and buffers."""
+    model = reader.directory.model
+    for name, tensor in {**stage.canonical_parameters(), **stage.canonical_buffers()}.items():
+        for piece, part in pieces(owner_of(name, model), tensor, stage.held):
+            part.copy_(reader.tensor(piece))
 
 
 def test_many_files_are_read_and_written_through_their_index(tmp_path, monkeypatch):
