@@ -107,8 +107,7 @@ def _key(key: Key) -> str:
     if state.state == PYTHON:
         del lines[4:]
     lines.append(f"state    {MEANING[state.state]}")
-    if state.note:
-        lines.append(f"         {state.note}")
+    lines += [f"         {line}" for line in (state.note, state.aside) if line]
     if state.accepts:
         lines.append(f"takes    {', '.join(map(_text, state.accepts))}")
     if state.test:

@@ -39,6 +39,8 @@ class Support:
     """The values that take effect; none means all (WORKS) or the default alone (any other state)."""
     test: str = ""
     """Of a field that works: the test that shows it, as pytest names it."""
+    aside: str = ""
+    """What else there is to know; not a part of the refusal."""
 
     def refuses(self, key: Key, value: Any) -> bool:
         """Whether `value` is one that this release does not honour."""
@@ -53,8 +55,8 @@ def _works(tests: dict[str, str], accepts: tuple[Any, ...] | None = None) -> dic
     return {name: Support(WORKS, "", accepts, f"tests/{test}") for name, test in tests.items()}
 
 
-def _each(names: str, state: str, note: str = "") -> dict[str, Support]:
-    return {name: Support(state, note) for name in names.split()}
+def _each(names: str, state: str, note: str = "", aside: str = "") -> dict[str, Support]:
+    return {name: Support(state, note, aside=aside) for name in names.split()}
 
 
 _LAW = "dist/test_bitwise_law.py"
@@ -63,7 +65,7 @@ _SPLIT = "unit/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
 _RECOMPUTE = "dist/test_recompute.py"
 _API = "on the config of a model that the schedules' functions run"
-_PLAIN = "; the schedules' functions do it in plain torch"
+_PLAIN = "from Python: the schedules' functions do it in plain torch"
 _STEPS = "torch/test_schedule_steps.py"
 _CALLS = "torch/test_schedule_functions.py"
 _STORES = "test_a_step_stores_finalizes_and_leaves_the_config_alone"
@@ -129,8 +131,8 @@ _PARALLEL = {
     **_each("perform_initialization", LATER),
     **_each("cpu_offloading cpu_offloading_num_layers cpu_offloading_activations", LATER, "activation offloading"),
     **_each("cpu_offloading_weights cpu_offloading_double_buffering", LATER, "activation offloading"),
-    **_each("gradient_accumulation_fusion", NEEDS, f"APEX's fused_weight_gradient_mlp_cuda{_PLAIN}"),
-    **_each("defer_embedding_wgrad_compute wgrad_deferral_limit", NEEDS, f"APEX, as its sums{_PLAIN}"),
+    **_each("gradient_accumulation_fusion", NEEDS, "APEX's fused_weight_gradient_mlp_cuda", _PLAIN),
+    **_each("defer_embedding_wgrad_compute wgrad_deferral_limit", NEEDS, "gradient_accumulation_fusion (APEX)", _PLAIN),
     **_each("use_te_rng_tracker", NEEDS, "Transformer Engine"),
     **_each("use_ring_exchange_p2p", NEEDS, "a custom build of torch with ring_exchange"),
     **_each("tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs", NEEDS, _TE),
