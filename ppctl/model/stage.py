@@ -17,7 +17,7 @@ from ppctl.cost.parameters import holds_final_norm
 from ppctl.model.embedding import Embedding
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
-from ppctl.model.moe import WHOLE, Share
+from ppctl.model.moe import WHOLE, Exchange, MixtureOfExperts, Share
 from ppctl.model.mtp import MultiTokenPrediction
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router
@@ -76,6 +76,12 @@ class StageModule(nn.Module):
     def canonical_buffers(self) -> dict[str, Tensor]:
         """What is trained without a gradient (the routers' biases) by canonical global name."""
         return dict(self.named_buffers())
+
+    def spread_experts(self, exchange: Exchange) -> None:
+        """Let the stage's experts be reached through `exchange`: it holds a share of them only."""
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.exchange = exchange
 
     def routers(self) -> tuple[Router, ...]:
         """The routers of the stage's layers, in canonical order."""

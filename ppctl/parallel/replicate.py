@@ -17,15 +17,23 @@ BUCKET_ELEMENTS = 32 * 1024 * 1024
 
 
 class GradientReducer:
-    """Sums the gradients of a stage over the data-parallel group, in flat buckets of one dtype.
+    """Sums the gradients of a stage over the ranks that hold it, in flat buckets of one dtype.
 
-    `stages` maps a stage to its parameters (the masters), in an order that is the same on all ranks. With `group` None
-    (dp = 1) nothing happens.
+    `stages` maps a stage to its parameters (the masters), in an order that is the same on all ranks. Those among
+    `experts` are held by fewer ranks, and summed over `expert_group`. A group of None (a single rank) sums nothing.
     """
 
-    def __init__(self, stages: Mapping[int, Iterable[nn.Parameter]], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Iterable[nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        experts: Iterable[nn.Parameter] = (),
+        expert_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.stages = {stage: list(parameters) for stage, parameters in stages.items()}
         self.group = group
+        self.experts = set(experts)
+        self.expert_group = expert_group
         self._running: list[dist.Work] = []
 
     @torch.no_grad()
@@ -34,13 +42,18 @@ class GradientReducer:
 
         Call it once a step, after the stage's last backward. Until `finish`, the gradients' values are undefined.
         """
-        if self.group is None:
+        own = self.stages[stage]
+        self._start([p for p in own if p not in self.experts], self.group)
+        self._start([p for p in own if p in self.experts], self.expert_group)
+
+    def _start(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        if group is None:
             return
-        for bucket in buckets(self.stages[stage], BUCKET_ELEMENTS):
+        for bucket in buckets(parameters, BUCKET_ELEMENTS):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
             for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            work = dist.all_reduce(flat, group=group, async_op=True)
             if work is not None:
                 self._running.append(work)
 

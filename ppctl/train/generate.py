@@ -16,6 +16,7 @@ from ppctl.data.tokenizer import ByteTokenizer, Tokens, load_tokenizer
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
+from ppctl.topology import RankGrid
 from ppctl.train.session import Session
 
 
@@ -74,9 +75,9 @@ def write_sample(session: Session) -> dict[str, str] | None:
 
     None off rank 0, and where the tokens have no text.
 
-    A collective of the first data-parallel replica; the others return at once.
+    A collective of the ranks that hold the first copies of all weights; the others return at once.
     """
-    if session.own.dp_rank != 0:
+    if RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] != 0:
         return None
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)

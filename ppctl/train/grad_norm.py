@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.names import owner_of
+from ppctl.model.names import expert_name, owner_of
 from ppctl.model.stage import canonical_names
 from ppctl.plan import StageSpec
 
@@ -54,7 +54,8 @@ class GradientNorm:
     """Takes the norm over the parameters of all pp_ranks, in one `all_gather` of a flat vector.
 
     `group` holds one rank per pp_rank, in order (None: one rank has all the stages). Every rank of it must call, also
-    one without parameters. A tied parameter counts once, as its owner: all uses hold the summed gradient by then.
+    one without parameters. A tied parameter counts once, as its owner: all uses hold the summed gradient by then. Of a
+    layer's experts each rank of `expert_group` holds a part (None: all of them).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class GradientNorm:
         *,
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
+        expert_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.parameters = tuple(
             Held(name, spec.stage, spec.pp_rank)
@@ -73,11 +75,13 @@ class GradientNorm:
         )
         self.device = torch.device(device)
         self.group = group
+        self.expert_group = expert_group
         own = group.rank() if group is not None else None
         by_rank: dict[int, list[str]] = {}
         for held in self.parameters:
             by_rank.setdefault(held.pp_rank if group is not None else 0, []).append(held.name)
         self.own_names = tuple(by_rank.get(own or 0, ()))
+        self.own_experts = [i for i, name in enumerate(self.own_names) if expert_name(name, 0) is not None]
         self.width = max(len(names) for names in by_rank.values())
         position = {name: rank * self.width + i for rank, names in by_rank.items() for i, name in enumerate(names)}
         # Where each parameter, in canonical order, stands in the gathered ranks' vectors.
@@ -90,6 +94,10 @@ class GradientNorm:
         gradients = [masters[name].grad for name in self.own_names]
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]
         flat = torch.stack(own + [zero] * (self.width - len(own)))
+        if self.expert_group is not None and self.own_experts:
+            squares = flat[self.own_experts].square()
+            dist.all_reduce(squares, group=self.expert_group)
+            flat[self.own_experts] = squares.sqrt()
         if self.group is not None:
             rows = [torch.empty_like(flat) for _ in range(self.group.size())]
             dist.all_gather(rows, flat, group=self.group)

@@ -5,11 +5,13 @@ Knows which parts a rank needs and in which order they are made (groups are coll
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.clock import clock_offset
@@ -23,9 +25,11 @@ from ppctl.data.load import Samples, load_data
 from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.model.compile import compile_stage
-from ppctl.model.names import tied_uses
+from ppctl.model.moe import Share
+from ppctl.model.names import expert_name, tied_uses
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import StageModule, build_stage
+from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.plan import Plan, RankPlan
@@ -119,10 +123,15 @@ def build_session(
     data = load_data(config.data) if reads else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
+    share = Share(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
+    ep_group = make_group(grid.groups("ep")) if plan.sizes.ep > 1 else None
     stages = {
-        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device)
+        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, share=share)
         for spec in own.stages
     }
+    if ep_group is not None:
+        for stage in stages.values():
+            stage.spread_experts(ExpertExchange(ep_group))
     if config.train.compile:
         for stage in stages.values():
             compile_stage(stage, device)
@@ -143,14 +152,32 @@ def build_session(
         weights=weights,
         optimizer=build_optimizer(weights.master, config.optim, config.model),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
-        reducer=GradientReducer(masters, dp_group if plan.sizes.dp > 1 else None),
+        reducer=_reducer(masters, weights, plan, grid, dp_group),
         ties=TiedGradients(uses, weights.master, rank),
-        norm=GradientNorm(plan.stages, config.model, device=device, group=pp_group if plan.sizes.pp > 1 else None),
+        norm=GradientNorm(
+            plan.stages,
+            config.model,
+            device=device,
+            group=pp_group if plan.sizes.pp > 1 else None,
+            expert_group=ep_group,
+        ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         heartbeat=heartbeat,
     )
+
+
+def _reducer(
+    masters: Mapping[int, list[nn.Parameter]], weights: Weights, plan: Plan, grid: RankGrid, dp_group: ProcessGroup
+) -> GradientReducer:
+    """Sums over dp; of experts that are spread over ranks, over those that hold the same ones."""
+    sizes = plan.sizes
+    group = dp_group if sizes.dp > 1 else None
+    if sizes.ep == 1:
+        return GradientReducer(masters, group)
+    experts = [p for name, p in weights.master.items() if expert_name(name, 0) is not None]
+    return GradientReducer(masters, group, experts, make_group(grid.groups("edp")) if sizes.edp > 1 else None)
 
 
 def _communicator(

@@ -17,6 +17,7 @@ from ppctl.config.keys import as_typed
 from ppctl.errors import CheckpointError, Problem
 from ppctl.model.initialize import pieces
 from ppctl.model.names import owner_of
+from ppctl.topology import RankGrid
 from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
 from ppctl.train.start import fill
@@ -62,7 +63,9 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
     tensors, keep = named_tensors(session), session.config.checkpoint.keep
-    return save(directory, step, tensors, state, writer=session.own.dp_rank == 0, keep=keep)
+    # The first replica of every parameter writes: spread experts are not all on the first data-parallel rank.
+    writer = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
+    return save(directory, step, tensors, state, writer=writer, keep=keep)
 
 
 def start_from(session: Session, path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 from functools import cache
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from oracle.reference import train_reference
@@ -160,3 +161,41 @@ def test_several_schedule_calls_a_step_change_no_bit(text, kind, layout, pp):
 @pytest.mark.parametrize(("kind", "layout", "pp", "m"), GRID)
 def test_every_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits(text, kind, layout, pp, m):
     hold_to_reference(text, kind, layout, pp, m)
+
+
+def agree(a, b) -> bool:
+    return abs(a - b).max() <= 1e-6 * abs(b).max()
+
+
+def together(results: list[tuple[list[dict], dict]]) -> dict:
+    """All ranks' tensors by name; experts that are spread over ranks behind each other, in order of ranks."""
+    found: dict[str, list] = {}
+    for _, tensors in results:
+        for name, value in tensors.items():
+            parts = found.setdefault(name, [])
+            if not parts or (".experts." in name and not any((value == part).all() for part in parts)):
+                parts.append(value)
+    return {name: numpy.concatenate(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "pp", "dp", "ep"),
+    [
+        pytest.param("deepseek", "Et*5mL", 1, 4, 4, id="four ranks with two experts each"),
+        pytest.param("softmax", "Et*5L", 1, 4, 2, id="two copies of every expert"),
+        pytest.param("deepseek", "Et*2|t*3|m|L", 2, 2, 2, id="a pipeline with two chunks a rank"),
+    ],
+)
+def test_experts_spread_over_ranks_agree_with_replicas_to_a_millionth(text, kind, layout, pp, dp, ep):
+    """Only the order of sums differs; eps is 1e-4 on both sides, for the reason that the law of replicas gives."""
+    spread, whole = (config_of(text, kind, 2 * pp, layout, pp, dp, size) for size in (ep, 1))
+    for config in (spread, whole):
+        config.optim.eps = 1e-4
+    got, expected = (run_ranks(train_cut, pp * dp, to_mapping(config)) for config in (spread, whole))
+    for (records, _), (wanted, _) in zip(got, expected, strict=True):
+        for key in {"loss", "grad_norm", "mtp_loss", "aux_loss"} & wanted[0].keys():
+            assert [r[key] for r in records] == pytest.approx([r[key] for r in wanted], rel=1e-6), key
+    ours, theirs = together(got), together(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert agree(value, theirs[name]), name

@@ -1,0 +1,61 @@
+"""Expert parallelism: rows travel to the ranks that hold their experts, and their results travel back.
+
+Knows a process group and rows sorted by expert. Must not know routers, experts or the pipeline. Deadlock-free because
+all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange after the same actions.
+A group of its own keeps exchanges apart from reductions that run beside the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ExpertExchange:
+    """Experts in equal runs of neighbours over the ranks of `group`; each rank gets as many rows as there are for it.
+
+    Two exchanges a forward (and two a backward), and one of the counts before them, which are needed on the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Apply `experts(rows, counts of its own experts)` where they are; `rows` [n, h] and `counts` [E] by expert.
+
+        The result is in the order of `rows`. There, rows of one expert are in order of their sender, then as sent.
+        """
+        size = self.group.size()
+        given = counts.view(size, -1)
+        taken = torch.empty_like(given)  # [sender, expert here]
+        dist.all_to_all_single(taken, given, group=self.group)
+        sends, receives = given.sum(1).tolist(), taken.sum(1).tolist()
+        arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
+        expert = torch.arange(taken.shape[1], device=rows.device).repeat(size).repeat_interleave(taken.flatten())
+        order = expert.argsort(stable=True)
+        done = experts(arrived.index_select(0, order), taken.sum(0)).index_select(0, order.argsort())
+        back: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
+        return back
+
+
+class _Exchange(torch.autograd.Function):
+    """`all_to_all_single` of rows; gradients take the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.receives, ctx.sends, ctx.group = receives, sends, group
+        return _exchange(rows, receives, sends, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradients[0], ctx.sends, ctx.receives, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(receives), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=group)
+    return arrived
