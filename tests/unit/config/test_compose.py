@@ -303,16 +303,16 @@ def test_override_refuses_another_recipe():
 
 
 def test_training_what_can_only_be_planned_is_one_sentence():
-    (problem,) = problems_of("+recipe=deepseek_v3", "gbs=64", for_training=True)
+    (problem,) = problems_of("+recipe=deepseek_v3", "tp=2", "model.hidden_dropout=0.1", for_training=True)
     assert problem.code == "PP-E118"
-    for what in ("expert parallelism",):
+    for what in ("tensor parallelism", "dropout"):
         assert problem.message.count(what) == 1
     assert "\n" not in problem.message
     assert problem.remedy == "ppctl plan +recipe=deepseek_v3 train.global_batch_size=64"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "llama3_8b"])
-def test_the_dense_recipes_may_train(name):
+@pytest.mark.parametrize("name", ["quickstart", "llama3_8b", "deepseek_v3"])
+def test_the_recipes_may_train(name):
     compose([f"recipe={name}"], for_training=True)
 
 
