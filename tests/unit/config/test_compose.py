@@ -308,7 +308,10 @@ def test_training_what_can_only_be_planned_is_one_sentence():
     for what in ("tensor parallelism", "dropout ("):
         assert problem.message.count(what) == 1
     assert "\n" not in problem.message
-    assert problem.remedy == "ppctl plan +recipe=deepseek_v3 parallel.tensor_model_parallel_size=2 model.hidden_dropout=0.1"
+    assert (
+        problem.remedy
+        == "ppctl plan +recipe=deepseek_v3 parallel.tensor_model_parallel_size=2 model.hidden_dropout=0.1"
+    )
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama3_8b", "deepseek_v3"])
