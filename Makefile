@@ -5,7 +5,7 @@ PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-all test-slurm check bench golden fix test-gpu clean
+.PHONY: train test test-all test-slurm check bench bench-plan golden fix test-gpu clean
 
 train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 3 minutes
 	$(PY) -m ppctl train +recipe=quickstart
@@ -36,6 +36,9 @@ fix: .venv/ready-dev         ## let ruff format and mend
 bench: .venv/ready-core      ## the engine against its peers, the planner against Hydra
 	$(PY) benchmarks/plan_speed.py
 	$(PY) benchmarks/engine.py
+
+bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles
+	$(PY) benchmarks/plan_accuracy.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
 	PPCTL_GOLDEN=write $(PY) -m pytest -m "not gpu" tests/golden tests/unit

@@ -57,10 +57,17 @@ CHOICES = {
     "model.attention_backend": ("auto", "fused", "flash", "unfused"),
     "parallel.data_parallel_sharding": ("none", "optimizer_gradients", "full"),
     "train.nonfinite": ("stop",),
+    "cost.allocator": ("torch", "megatron", "megatron_te_2.11"),
     "launch.target": ("local", "slurm", "env"),
     "launch.device": ("cuda", "cpu", "any"),
     "launch.code": ("pinned", "live"),
 }
+
+OPTIONAL_CHOICES = {
+    "cost.device": ("a100", "h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "cpu"),
+    "cost.matmul": ("fp8", "bf16"),
+}
+"""Or none. Those who price hold the same names: a test compares."""
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -163,7 +170,8 @@ def _back(key: str, usual: Mapping[str, Any], otherwise: Any) -> str:
 
 
 def _words(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    for key, choices in CHOICES.items():
+    optional = {key: choices for key, choices in OPTIONAL_CHOICES.items() if value_of(config, key) is not None}
+    for key, choices in (CHOICES | optional).items():
         value = value_of(config, key)
         if value not in choices:
             hint = did_you_mean(str(value), choices)

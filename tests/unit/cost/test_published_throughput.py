@@ -1,0 +1,19 @@
+"""Planned throughput against published runs. The floors are issue 4's; every constant is the same for all rows."""
+
+from published_runs import kendall_tau, throughput_rows
+
+from ppctl.config.checks import CHOICES, OPTIONAL_CHOICES
+from ppctl.cost.allocator import ALLOCATORS
+from ppctl.cost.devices import DEVICES
+
+
+def test_published_throughput_is_planned_within_30_percent_and_in_order() -> None:
+    counted = throughput_rows()
+    assert len(counted) >= 8
+    assert {row.name: round(row.error, 3) for row in counted if abs(row.error) > 0.30} == {}
+    assert kendall_tau(counted) >= 0.7
+
+
+def test_the_names_that_a_config_may_say_are_those_that_are_priced() -> None:
+    assert set(OPTIONAL_CHOICES["cost.device"]) == set(DEVICES)
+    assert set(CHOICES["cost.allocator"]) == set(ALLOCATORS)
