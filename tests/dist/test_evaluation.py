@@ -106,12 +106,27 @@ def test_two_replicas_agree_to_a_millionth(text: Path, tmp_path: Path) -> None:
     assert two[3]["eval_samples"] == one[3]["eval_samples"]
 
 
-def test_training_does_not_notice(text: Path, tmp_path: Path) -> None:
-    sizes = {"pp": 2, "vpp": 2}
-    with_it = evaluated(text, tmp_path / "with", **sizes)
-    without, states = records_of(config_of(text, **sizes), tmp_path / "without")
-    for key in ("loss", "grad_norm", "lr", "consumed_samples"):
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "mtp_num_layers": 1,
+}
+
+
+@pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts and MTP"])
+def test_training_does_not_notice(text: Path, tmp_path: Path, model: dict[str, object]) -> None:
+    configs = [config_of(text, pp=2, vpp=2, **more) for more in ({"eval_interval": 1, "eval_steps": 2}, {})]
+    for config in configs:
+        for key, value in model.items():
+            setattr(config.model, key, value)
+    (with_it, _), (without, states) = (records_of(c, tmp_path / str(i)) for i, c in enumerate(configs))
+    keys = {"loss", "grad_norm", "lr", "consumed_samples"} | {"mtp_loss", "aux_loss"} & set(without[0])
+    for key in keys:
         assert [r[key] for r in with_it] == [r[key] for r in without]
+    assert len(keys) == (6 if model else 4) and all("eval_loss" in r for r in with_it)
     assert "evaluating" not in states and not any("eval_loss" in r for r in without)
 
 
