@@ -104,7 +104,8 @@ class HeldOutBatches:
     def __init__(self, batches: Batches, steps: int) -> None:
         self._batches = batches
         size = batches.global_batch_size
-        ids = np.concatenate([batches.sample_ids(step) for step in range(steps)])
+        steps = min(steps, -(-batches.corpus.span(batches.seq_length) // size))
+        ids = batches.corpus.order(batches.seed, 0, steps * size, batches.seq_length)
         fresh = np.zeros(len(ids), dtype=np.int64)
         fresh[np.unique(ids, return_index=True)[1]] = 1
         self._fresh = fresh.reshape(steps, size)

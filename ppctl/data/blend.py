@@ -65,6 +65,13 @@ class Blend:
             ids[here] = firsts[number] + sampler.draw(sampler.seed_of(seed, number), positions, size)
         return ids
 
+    def span(self, seq_length: int) -> int:
+        """After how many positions every sample of every corpus has come, at the latest."""
+        if self.quotas is None:
+            return self.num_samples(seq_length)
+        sizes = [corpus.num_samples(seq_length) for corpus in self.corpora]
+        return sum(self.quotas) * max(-(-size // quota) for size, quota in zip(sizes, self.quotas, strict=True))
+
     def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
         """The windows of samples `ids` (any shape), shape [*ids.shape, seq_length + 1], int64."""
         windows = np.empty((*ids.shape, seq_length + 1), dtype=np.int64)

@@ -62,6 +62,10 @@ class Corpus:
         """Sample ids at positions first .. first + count - 1 of a run: every epoch visits each sample once."""
         return sampler.order(seed, first, count, self.num_samples(seq_length))
 
+    def span(self, seq_length: int) -> int:
+        """After how many positions every sample has come."""
+        return self.num_samples(seq_length)
+
     def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
         """The windows of samples `ids` (any shape), shape [*ids.shape, seq_length + 1], int64."""
         window = np.arange(seq_length + 1, dtype=np.int64)

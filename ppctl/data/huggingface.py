@@ -75,7 +75,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens; ids beyond the vocabulary have none."""
-        text: str = self._library.decode([int(token) for token in ids], skip_special_tokens=True)
+        known = [int(token) for token in ids if 0 <= token < self.vocab_size]
+        text: str = self._library.decode(known, skip_special_tokens=True)
         return text
 
 

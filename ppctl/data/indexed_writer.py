@@ -40,6 +40,8 @@ class IndexedWriter:
         self._boundaries = array("q", [0])
         if not overwrite:
             _refuse_existing(prefix)
+        self._made: list[Path] = []
+        """Directories that were not there before, the innermost first."""
         draft = prefix.with_name(f".{prefix.name}.{secrets.token_hex(4)}")
         self._drafts = Path(f"{draft}.bin.tmp"), Path(f"{draft}.idx.tmp")
 
@@ -49,7 +51,9 @@ class IndexedWriter:
         return len(self._boundaries) - 1
 
     def __enter__(self) -> IndexedWriter:
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        home = self.prefix.parent
+        self._made = [folder for folder in (home, *home.parents) if not folder.exists()]
+        home.mkdir(parents=True, exist_ok=True)
         self._stream = open(self._drafts[0], "xb")
         return self
 
@@ -76,10 +80,14 @@ class IndexedWriter:
             if kind is None:
                 self._publish()
         finally:
-            self._stream.close()
+            with suppress(OSError):  # a full disk refuses the last bytes once more
+                self._stream.close()
             for draft in self._drafts:
                 with suppress(OSError):
                     draft.unlink(missing_ok=True)
+            for folder in self._made:
+                with suppress(OSError):  # it holds what was published
+                    folder.rmdir()
 
     def _publish(self) -> None:
         _sync(self._stream)
@@ -104,6 +112,9 @@ def _sync(stream: Any) -> None:
 
 
 def _refuse_existing(prefix: Path) -> None:
+    if prefix.is_file():
+        message = f"OUT is the last word, and {prefix} is a file that is there: what is written is OUT.bin and OUT.idx"
+        raise DataError(Problem("PP-E413", message, place="command line"))
     there = [str(path) for path in (bin_path(prefix), idx_path(prefix)) if path.exists()]
     if there:
         message = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already; --overwrite replaces them"

@@ -5,13 +5,18 @@ Knows which keys name which data. Must not know steps, ranks or torch.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from ppctl.config.data_paths import quotas, read_sources
 from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.tokenizer import Tokenizer, load_tokenizer
+from ppctl.errors import DataError, Problem
+
+Item = TypeVar("Item")
+Loaded = TypeVar("Loaded")
 
 Samples = Corpus | Blend
 """What batches are drawn from."""
@@ -28,9 +33,9 @@ class Data(NamedTuple):
 def load_data(data: DataConfig) -> Data:
     """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
     tokenizer = load_tokenizer(data.tokenizer)
-    training = load_samples(data.path, tokenizer)
     if data.validation_path is not None:
-        return Data(training, load_samples(data.validation_path, tokenizer))
+        return Data(*_every((data.path, data.validation_path), lambda path: load_samples(path, tokenizer)))
+    training = load_samples(data.path, tokenizer)
     return (
         Data(*training.split(data.seq_length, data.validation_split)) if data.validation_split else Data(training, None)
     )
@@ -41,6 +46,20 @@ def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Samples:
     sources = read_sources(path)
     if not sources:
         return load_corpus(None, tokenizer)
-    corpora = tuple(load_corpus(source.path, tokenizer) for source in sources)
+    corpora = _every(sources, lambda source: load_corpus(source.path, tokenizer))
     weights = [source.weight for source in sources if source.weight is not None]
     return corpora[0] if len(corpora) == 1 else Blend(corpora, quotas(weights) if weights else None)
+
+
+def _every(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:
+    """Each item loaded; a DataError with what is wrong with all of them."""
+    found: list[Loaded] = []
+    problems: list[Problem] = []
+    for item in items:
+        try:
+            found.append(load(item))
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(dict.fromkeys(problems))
+    return tuple(found)

@@ -66,13 +66,18 @@ def matching(pattern: str, said: str = "data.path={}") -> tuple[list[Path], str]
 def _no_match(pattern: str, expanded: str, others: list[Path], said: str) -> Problem:
     named = said.format(pattern)
     if os.path.isdir(expanded):
-        inside = said.format(f"'{pattern.rstrip('/')}/**/*.txt'")
+        prefixes = sorted(glob.glob(os.path.join(glob.escape(expanded), "*.idx")))
+        inside = said.format(prefixes[0][:-4] if prefixes else f"'{pattern.rstrip('/')}/**/*.txt'")
         return Problem("PP-E401", f"{named} is a directory; it takes files, by name or glob", remedy=inside)
     remedy = READ_LIBRARY if said.startswith("data.") else f"ls {Path(expanded).absolute().parent}"
     if others:
         message = f"{named} matches no .txt or .jsonl file; only these are read"
         return Problem("PP-E401", message, remedy=remedy, place=names(others))
-    missing = "no such file" if not glob.has_magic(pattern) else "no file matches"
+    missing = "no file matches"
+    if not glob.has_magic(pattern):
+        missing = f"no such file, and no {pattern}.bin with an .idx"
+    if "," in pattern and all(map(os.path.exists, pattern.split(","))):
+        remedy = f"'{said.format(f'[{pattern}]')}'"
     where = f"looked in {Path(expanded).absolute().parent}"
     return Problem("PP-E401", f"{named}: {missing}", remedy=remedy, place=where)
 

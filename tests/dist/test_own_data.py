@@ -89,6 +89,7 @@ def test_bad_files_are_refused_before_any_rank_starts_and_nothing_is_written(
         ("data.path=empty.txt", "PP-E404: there is no text in"),
         ("data.path=[1,empty.txt]", "PP-E404: there is no text in"),
         ("data.path=[0,empty.txt]", "PP-E103: a weight is a number greater than 0, not 0"),
+        ("data.path=[1,empty.txt,1,nothing]", "PP-E401: data.path=nothing: no such file"),
         ("data.path=short.txt", "PP-E404: the data is too short"),
         ("data.path=nothing", "PP-E401: data.path=nothing: no such file"),
         ("data.tokenizer=nothing", "PP-E410: data.tokenizer=nothing"),

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from ppctl.data.batches import Batches, check_same_samples
+from ppctl.data.batches import Batches, HeldOutBatches, check_same_samples
+from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus
 from ppctl.errors import DataError, TrainingError
 
@@ -76,3 +77,29 @@ def test_ranks_that_drew_different_samples_are_named():
     with pytest.raises(TrainingError, match=r"PP-E407: .* step 3") as caught:
         check_same_samples(3, {3: 5, 0: 6})
     assert caught.value.problems[0].place == "rank 0: 00000006, rank 3: 00000005"
+
+
+@pytest.mark.parametrize(("steps", "batches_read", "counted"), [(1, 1, 12), (2, 2, 20), (10**9, 2, 20)])
+def test_an_evaluation_counts_each_held_out_sample_once_and_ends(steps, batches_read, counted):
+    held_out = HeldOutBatches(batches(), steps)
+    assert (held_out.num_batches, held_out.num_samples) == (batches_read, counted)
+    read = [held_out.batch(number) for number in range(held_out.num_batches)]
+    tokens = torch.cat([batch.tokens[batch.loss_mask > 0] for batch in read])
+    assert len(tokens) == len(set(tokens.tolist())) == 5 * counted
+    assert {batch.total_tokens for batch in read} == {1}
+
+
+def test_the_ranks_of_an_evaluation_share_its_batches():
+    whole = HeldOutBatches(batches(), 2)
+    shares = [HeldOutBatches(batches(dp_rank=rank, dp_size=3), 2) for rank in range(3)]
+    masks = torch.stack([share.batch(1).loss_mask for share in shares], dim=1).reshape(6, 2, 5)
+    assert torch.equal(masks, whole.batch(1).loss_mask) and masks.sum() == 8 * 5
+    assert {share.checksum for share in shares} == {whole.checksum}
+
+
+def test_a_blend_that_repeats_a_small_corpus_counts_it_once():
+    small = Corpus(np.arange(6, dtype=np.uint16), "small", "one sample")
+    blend = Blend((small, CORPUS), (1, 1))
+    sizes = {"seq_length": 5, "global_batch_size": 4, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
+    held_out = HeldOutBatches(Batches(blend, **sizes, seed=3, vocab_size=320), 100)
+    assert held_out.num_samples == 21 and held_out.num_batches == 10

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import shlex
 import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from command import ppctl, start
+from command import environment, ppctl, start
 
 from ppctl.cli.main import main
 from ppctl.data.indexed import open_indexed
@@ -23,12 +28,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names() -> set[str]:
-    return {str(path) for path in Path().rglob("*") if path.is_file()} - {"a.txt", "b.jsonl"}
+    return {str(path) for path in Path().rglob("*")} - {"a.txt", "b.jsonl"}
 
 
 def test_files_become_documents_in_the_order_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "tokenize", "b.jsonl", "a.txt", "out/x", "--append-eod"]) == 0
-    assert names() == {"out/x.bin", "out/x.idx"}
+    assert names() == {"out", "out/x.bin", "out/x.idx"}
     assert Path("out/x.bin").read_bytes() == struct.pack("<10H", *b"yes", 257, *"é".encode(), 257, *b"hi", 257)
     assert open_indexed("out/x").boundaries.tolist() == [
         0,
@@ -69,6 +74,7 @@ def test_show_counts_and_shows_a_document(capsys: pytest.CaptureFixture[str]) ->
         (["tokenize", ".", "x"], "PP-E401", "is a directory"),
         (["tokenize", "a.txt", "a.txt/x"], "PP-E413", "cannot be written"),
         (["tokenize", "a.txt", "x", "--tokenizer", "nowhere"], "PP-E410", "nowhere"),
+        (["tokenize", "b.jsonl", "a.txt"], "PP-E413", "OUT is the last word, and a.txt is a file that is there"),
         (["show", "nothing"], "PP-E412", "nothing.idx is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -103,6 +109,14 @@ def test_a_document_beyond_the_last_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "has documents 0 to 3, and 4 is none" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_told_and_leaves_nothing() -> None:
+    Path("large.txt").write_text("word " * 20_000)
+    limited = f"ulimit -f 16; exec {shlex.quote(sys.executable)} -m ppctl data tokenize large.txt new/x"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2 and "PP-E413: new/x cannot be written: File too large" in done.stderr
+    assert names() == {"large.txt"}
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interruption_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     with open("large.jsonl", "w") as file:
@@ -118,13 +132,6 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, number: int, code: int) 
 
 
 def test_a_bar_is_drawn_where_somebody_watches(tmp_path: Path) -> None:
-    import os
-    import pty
-    import subprocess
-    import sys
-
-    from command import environment
-
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ppctl", "data", "tokenize", "a.txt", "x"]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(TERM="xterm"), stderr=theirs, stdout=theirs)

@@ -47,6 +47,13 @@ def test_positions_do_not_depend_on_how_they_are_grouped(sizes, data, first, one
     assert whole == [*blend.order(5, first, one, SEQ), *blend.order(5, first + one, two, SEQ)]
 
 
+@given(SIZES, st.data())
+def test_after_its_span_every_sample_has_come(sizes, data):
+    quotas = data.draw(st.none() | st.tuples(*(st.integers(1, 5) for _ in sizes)))
+    blend = Blend(tuple(corpus(size) for size in sizes), quotas)
+    assert len(set(blend.order(2, 0, blend.span(SEQ), SEQ).tolist())) == sum(sizes)
+
+
 def test_every_stretch_of_a_cycle_is_mixed():
     blend = Blend((corpus(500), corpus(500)), (3, 7))
     which = blend.order(1, 0, 1000, SEQ) >= 500

@@ -99,7 +99,7 @@ def test_bad_lines_are_reported_together_up_to_twenty(tmp_path):
 @pytest.mark.parametrize(
     ("path", "said", "remedy"),
     [
-        ("none.txt", "no such file", "data.path=null"),
+        ("none.txt", "no such file, and no ", "data.path=null"),
         ("*.text", "no file matches", "data.path=null"),
         ("", "is a directory", "/**/*.txt'"),
         ("table.csv", "matches no .txt or .jsonl file", "data.path=null"),
@@ -116,6 +116,18 @@ def test_the_remedy_for_a_directory_works(tmp_path):
     write(tmp_path, sub_in_a__txt=b"hello")
     (problem,) = refused(tmp_path)
     assert texts(load(problem.remedy.removeprefix("data.path=").strip("'"))) == ["hello"]
+
+
+def test_a_directory_of_mapped_files_is_told_their_prefix(tmp_path):
+    write(tmp_path, web__bin=b"", web__idx=b"")
+    (problem,) = refused(tmp_path)
+    assert problem.remedy == f"data.path={tmp_path}/web"
+
+
+def test_files_with_commas_between_them_are_told_how_a_blend_is_written(tmp_path):
+    write(tmp_path, a__txt=b"a", b__txt=b"b")
+    (problem,) = refused(f"{tmp_path}/a.txt,{tmp_path}/b.txt")
+    assert problem.remedy == f"'data.path=[{tmp_path}/a.txt,{tmp_path}/b.txt]'"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
