@@ -15,6 +15,7 @@ from ppctl.layout.text import canonical_text
 from ppctl.plan.cut import Cut
 from ppctl.plan.memory import held_bytes, rank_costs
 from ppctl.plan.prices import pricer
+from ppctl.plan.profile import Measured
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch
 from ppctl.plan.stages import stage_specs
@@ -26,7 +27,9 @@ from ppctl.topology import ParallelSizes
 AUTO = "auto"
 
 
-def balanced_cut(said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: ParallelSizes) -> Cut:
+def balanced_cut(
+    said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: ParallelSizes, measured: Measured | None = None
+) -> Cut:
     """The best layout of as many stages as `cut` has, with what it was held against."""
     config, model = said.config, said.config.model
     mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
@@ -42,7 +45,7 @@ def balanced_cut(said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: 
         )
         return priced(layers, stage if per_stage else 0)
 
-    pricing = pricer(config, sizes, batch.micro_batch_size)
+    pricing = pricer(config, sizes, batch.micro_batch_size, measured)
 
     @cache
     def priced(layers: tuple[str, ...], stage: int) -> StagePrice:

@@ -22,6 +22,7 @@ from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.memory import device_of, rank_costs
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
+from ppctl.plan.profile import Measured, read_profile
 from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
@@ -73,6 +74,7 @@ class Derivation:
     cut: Cut | None = None
     batch: Batch | None = None
     choice: Choice | None = None
+    measured: Measured | None = None
 
     @property
     def complete(self) -> bool:
@@ -96,6 +98,7 @@ def derive(said: Said) -> Derivation:
         findings.extend(_layer_kinds(said))
     derivation.world = derive_world(said, findings)
     divide_model(said, findings)
+    derivation.measured = read_profile(said, findings)
     given = read_given(said, findings)
     derivation.cut = derive_cut(said, findings, chunks_wanted(said, given))
     if derivation.world is not None:
@@ -116,7 +119,7 @@ def _balanced(said: Said, derivation: Derivation) -> Cut:
     world, cut, batch, choice = derivation.world, derivation.cut, derivation.batch, derivation.choice
     assert world and cut and batch and choice
     schedule, _ = proved(said, compute_only(said, choice, cut.vpp, batch.num_microbatches))
-    return balanced_cut(said, cut, batch, schedule, _sizes(said, world, cut))
+    return balanced_cut(said, cut, batch, schedule, _sizes(said, world, cut), derivation.measured)
 
 
 def _choice(said: Said, derivation: Derivation, given: Schedule | None, findings: Findings) -> Choice | None:
@@ -149,13 +152,17 @@ def _compute_only(
     def price(schedule: Schedule) -> Sequence[RankCost]:
         return rank_costs(said.config, stages, sizes, schedule, batch.micro_batch_size)
 
-    costs = simulation_costs(_priced(said, stages, sizes, batch), stages)
+    costs = simulation_costs(_priced(said, derivation, stages, sizes), stages)
     extra, derived = decide_warmup(said, choice, costs, make, price)
     return make(extra), derived
 
 
-def _priced(said: Said, stages: Sequence[StageSpec], sizes: ParallelSizes, batch: Batch) -> Sequence[StageCost]:
-    return stage_costs(said.config, [stage.layers for stage in stages], sizes, batch.micro_batch_size)
+def _priced(
+    said: Said, derivation: Derivation, stages: Sequence[StageSpec], sizes: ParallelSizes
+) -> Sequence[StageCost]:
+    assert derivation.batch
+    layers, size = [stage.layers for stage in stages], derivation.batch.micro_batch_size
+    return stage_costs(said.config, layers, sizes, size, derivation.measured)
 
 
 def _sizes(said: Said, world: World, cut: Cut) -> ParallelSizes:
@@ -172,11 +179,13 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, choice.placement)
     plain, decided = _compute_only(said, derivation, stages, sizes)
     schedule, wrong = proved(said, plain)
-    costs = _priced(said, stages, sizes, batch)
+    costs = _priced(said, derivation, stages, sizes)
     run = plain if wrong else schedule
     trace = predicted(run, simulation_costs(costs, stages))
     ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
-    times = timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, device_of(config).title)
+    measured = derivation.measured
+    priced_by = device_of(config).title if measured is None else measured.path
+    times = timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
     return Plan(
         name=name,
         sizes=sizes,
@@ -187,7 +196,7 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
         num_microbatches=batch.num_microbatches,
         bubble_fraction=bubble_fraction(trace),
         step_time_s=times.pipeline_s * batch.accumulation + times.optimizer_s,
-        time_calibrated=False,
+        time_calibrated=measured is not None,
         timing=times,
         params_total=parameters.total_parameters(model),
         params_mtp=parameters.mtp_parameters(model),

@@ -6,7 +6,7 @@ the config set prices. Must not know schedules or how closed forms work (`ppctl.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import RunConfig
@@ -14,10 +14,12 @@ from ppctl.cost.activations import stage_activations
 from ppctl.cost.devices import Device
 from ppctl.cost.layers import moe_layer_pattern
 from ppctl.cost.parameters import Count, stage_count
+from ppctl.cost.profile import Kind, LayerSeconds, fitted, kinds
 from ppctl.cost.recompute import recomputed_modules, recomputed_runs
 from ppctl.cost.times import Layout, PartSeconds, layer_seconds, message_seconds, rates_of, reduce_seconds
 from ppctl.cost.work import layer_work
 from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.profile import Measured
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import StageCost, StageSpec
 from ppctl.schedule.action import Channel
@@ -41,20 +43,19 @@ def stage_costs(
     layers: Iterable[Sequence[str]],
     sizes: ParallelSizes,
     micro_batch_size: int,
-    measured: Mapping[int, StageCost] | None = None,
+    measured: Measured | None = None,
 ) -> tuple[StageCost, ...]:
     """The cost of every stage, given what each holds (names as in StageSpec.layers), in model order.
 
-    `measured` costs take the place of the preset's, stage by stage.
+    `measured` costs take the place of the preset's, kind of layer by kind of layer.
     """
-    price = pricer(config, sizes, micro_batch_size)
+    price = pricer(config, sizes, micro_batch_size, measured)
     held = [tuple(names) for names in layers]
-    found = [price(stage, names, stage == len(held) - 1) for stage, names in enumerate(held)]
-    return tuple((measured or {}).get(stage, cost) for stage, cost in enumerate(found))
+    return tuple(price(stage, names, stage == len(held) - 1) for stage, names in enumerate(held))
 
 
 def pricer(
-    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int
+    config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Measured | None = None
 ) -> Callable[[int, tuple[str, ...], bool], StageCost]:
     """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
     model, train = config.model, config.train
@@ -68,6 +69,8 @@ def pricer(
         works = layer_work(model, kind, moe, setting.shares, setting.element, sizes.ep)
         return layer_seconds(works, rates, layout, recomputed)
 
+    scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
+
     def of_stage(stage: int, names: tuple[str, ...], last: bool) -> StageCost:
         modules = recomputed_modules(train, stage)
         runs = {name for run in recomputed_runs(train, stage, names) for name in run}
@@ -75,20 +78,44 @@ def pricer(
         for name in names:
             kind, _, index = name.partition(".")
             moe = pattern[int(index)] if kind == "decoder" else pattern[-1:] == (True,)
-            seconds.append(of_kind(kind, moe, None if name in runs else modules))
+            forward, inputs, weights = of_kind(kind, moe, None if name in runs else modules)
+            ahead, back = scales.get(Kind(kind, moe), (1.0, 1.0))
+            seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
         mtp = sum(name.startswith("mtp") for name in names)
         size = 0 if last else hidden * (1 + mtp)
         return StageCost(
             sum(s.forward for s in seconds),
             sum(s.input_gradient for s in seconds),
             sum(s.weight_gradient for s in seconds),
-            0.0 if last else message_seconds(size, device, layout),
+            0.0 if last else (sent or message_seconds(size, device, layout)),
             size,
             stage_activations(model, names, setting, stage).kept,
             _reduction(config, stage_count(model, names), sizes, device, layout),
         )
 
     return of_stage
+
+
+def _scales(
+    config: RunConfig,
+    measured: Measured | None,
+    preset: Callable[[str, bool, tuple[str, ...] | None], PartSeconds],
+) -> dict[Kind, tuple[float, float]]:
+    """How many times longer than the preset says a kind of layer takes: forward and backward."""
+    if measured is None:
+        return {}
+    rows = [(kinds(config, layers), seconds) for layers, seconds in measured.stages]
+    modules = recomputed_modules(config.train, 0)
+    whole = None if config.train.recompute_granularity == "full" else modules
+    prior = {}
+    for kind in {kind for counts, _ in rows for kind in counts}:
+        one = preset(*kind, whole)
+        prior[kind] = LayerSeconds(one.forward, one.input_gradient + one.weight_gradient)
+    found = fitted(rows, prior)
+    return {
+        kind: (found[kind].forward / (before.forward or 1.0), found[kind].backward / (before.backward or 1.0))
+        for kind, before in prior.items()
+    }
 
 
 def _reduction(config: RunConfig, count: Count, sizes: ParallelSizes, device: Device, layout: Layout) -> float:

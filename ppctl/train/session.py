@@ -20,6 +20,7 @@ from ppctl.comm.modes import pipeline_backend
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import RunConfig
+from ppctl.cost.profile import subject
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.load import Samples, load_data
 from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
@@ -201,7 +202,16 @@ def gather_costs(session: Session) -> dict[str, Any] | None:
     if rows is None:
         return None
     measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
-    stages = [{"stage": s, "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())]
+    layers = {spec.stage: list(spec.layers) for spec in session.plan.stages}
+    stages = [
+        {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
+    ]
     times = message_times([[span for _, spans in rows for span in spans]], session.plan.schedule.placement)
     messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
-    return {"plan": session.plan.digest, "device": session.device.type, "stages": stages, "messages": messages}
+    return {
+        "plan": session.plan.digest,
+        "device": session.device.type,
+        "subject": subject(session.config),
+        "stages": stages,
+        "messages": messages,
+    }

@@ -1,0 +1,62 @@
+"""Measured costs in place of a preset's: one run's stages price every other cut; another model's are refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from unit_plan import plan, refusal
+
+from ppctl.config.schema import RunConfig
+from ppctl.cost.profile import Kind, LayerSeconds, fitted, subject
+
+E, T, L = Kind("embedding", False), Kind("decoder", False), Kind("loss", False)
+TRUE = {E: (0.01, 0.03), T: (0.1, 0.25), L: (0.4, 0.7)}
+PRIOR = {E: LayerSeconds(0.1, 0.2), T: LayerSeconds(1.0, 2.0), L: LayerSeconds(1.0, 2.0)}
+
+
+def seconds(counts: Counter[Kind]) -> LayerSeconds:
+    return LayerSeconds(*(sum(n * TRUE[kind][i] for kind, n in counts.items()) for i in (0, 1)))
+
+
+def test_the_stages_of_a_run_tell_what_its_layers_take() -> None:
+    stages = [Counter({E: 1, T: 2}), Counter({T: 3}), Counter({T: 2, L: 1})]
+    found = fitted([(counts, seconds(counts)) for counts in stages], PRIOR)
+    for kind, expected in TRUE.items():
+        assert found[kind] == pytest.approx(expected, rel=1e-3)
+
+
+def written(path: Path, **changes: object) -> str:
+    stages = [["embedding", *(f"decoder.{i}" for i in range(4))], [*(f"decoder.{i}" for i in range(4, 8)), "loss"]]
+    rows = [{"stage": i, "layers": layers, "forward_s": 0.4, "backward_s": 0.8} for i, layers in enumerate(stages)]
+    messages = [{"source": 0, "target": 1, "direction": "F", "seconds": 0.002}]
+    data = {"subject": subject(RunConfig()) | changes, "stages": rows, "messages": messages}
+    path.write_text(json.dumps(data))
+    return f"@{path}"
+
+
+def test_a_profile_prices_every_cut_and_the_plan_says_so(tmp_path: Path) -> None:
+    profile = written(tmp_path / "profile.json")
+    made = plan(pp=4, gbs=16, cost__profile=profile)
+    assert made.time_calibrated
+    assert made.timing.priced_by == profile.removeprefix("@")
+    costs = made.timing.stages
+    assert sum(cost.forward_s for cost in costs) == pytest.approx(0.8, rel=1e-3)
+    assert sum(cost.backward_s for cost in costs) == pytest.approx(1.6, rel=1e-3)
+    assert costs[0].message_s == 0.002
+    assert made.digest == plan(pp=4, gbs=16).digest
+
+
+def test_a_profile_of_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
+    other = written(tmp_path / "other.json", **{"model.hidden_size": 64, "data.seq_length": 17})
+    assert refusal(pp=2, cost__profile=other) == ["PP-E821"]
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[1]", '{"stages": [{"layers": 3}], "subject": {}}'])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    assert refusal(pp=2, cost__profile=f"@{path}") == ["PP-E820"]
