@@ -30,6 +30,7 @@ from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
+from ppctl.hang import Limits
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
@@ -50,6 +51,7 @@ from ppctl.train.rendezvous import (
 )
 from ppctl.train.session import Session, build_session, gather_costs
 from ppctl.train.time_left import TimeLeft, job_end
+from ppctl.train.watchdog import Alarm, NodeWatch, write_stacks_on_request
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -136,7 +138,9 @@ def _work(
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     to_close.callback(heartbeat.close)
-    publisher = _publisher(job.run, ranks)
+    write_stacks_on_request()
+    alarm = Alarm(Limits.of(job.config.launch))
+    publisher = _publisher(job, ranks, by_others=by_others)
     with phases("groups"):
         join_world(store, ranks, device)
         compare_digests(job)
@@ -156,6 +160,7 @@ def _work(
                 _tell_start(job, phases, by_others=by_others)
         heartbeat.step = step
         heartbeat.set_state(state)
+        alarm.set(state)
         time_left.enter(state)
 
     resume = job.config.checkpoint.resume
@@ -172,6 +177,7 @@ def _work(
     # Nobody leaves before the last word is written: a rank that has left may take the others with it.
     dist.all_reduce(torch.zeros(1))
     heartbeat.set_state("done")
+    alarm.off()
     if publisher is not None:
         publisher.stop()
     dist.destroy_process_group()
@@ -186,11 +192,13 @@ def _device(name: str, ranks: Ranks) -> torch.device:
     return device
 
 
-def _publisher(run: RunDir, ranks: Ranks) -> Publisher | None:
-    """One rank a node publishes the records of all its ranks."""
+def _publisher(job: Job, ranks: Ranks, *, by_others: bool) -> Publisher | None:
+    """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
     if ranks.local_rank != 0:
         return None
-    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), run.write_heartbeats)
+    run = job.run
+    write = NodeWatch(run, job.plan, Limits.of(job.config.launch)) if by_others else run.write_heartbeats
+    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write)
     publisher.start()
     return publisher
 

@@ -22,6 +22,7 @@ from ppctl.config.argv import retyped
 from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
+from ppctl.hang import Limits
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import choose_device, one_queue, shortage, with_overrides
 from ppctl.launch.others import become_worker
@@ -151,7 +152,7 @@ def conduct(
             become_worker(started, "--publish", str(run.path), environment=launch.config.launch.env)
         if sys.stdout.isatty():  # rank 0 prints into a pipe, and cannot know how wide the terminal is
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
-        outcome = supervise(Job(run, launch.plan.sizes.world, launch.config.launch.env), out)
+        outcome = supervise(_job(run, launch.config, launch.plan.sizes.world), out)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
         note("")  # the terminal has shown ^C
     if outcome.report:
@@ -212,6 +213,10 @@ def _indented(text: str) -> str:
     room = max(shutil.get_terminal_size().columns - 4, 20)
     lines = [line[at : at + room] for line in visible.split("\n") for at in range(0, max(len(line), 1), room)]
     return "\n".join(f"  {line}" for line in lines)
+
+
+def _job(run: RunDir, config: RunConfig, world: int) -> Job:
+    return Job(run, world, config.launch.env, limits=Limits.of(config.launch))
 
 
 def _full_size(config: RunConfig) -> str:

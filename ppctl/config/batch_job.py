@@ -13,7 +13,8 @@ from ppctl.config.decoder import Finding
 from ppctl.config.durations import seconds, slurm_seconds
 from ppctl.config.schema import LaunchConfig, RunConfig
 
-_ANYWHERE = frozenset({"target", "device", "nodes", "gpus_per_node", "device_memory", "env"})
+_LIMITS = ("start_limit", "first_step_limit", "step_limit")
+_ANYWHERE = frozenset({"target", "device", "nodes", "gpus_per_node", "device_memory", "env", *_LIMITS})
 """Fields of `launch` that mean something for ranks on this machine, too."""
 
 TEXTS = (
@@ -77,6 +78,12 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
             seconds(config.train.exit_after)
         except ValueError as error:
             yield ("train.exit_after",), str(error), "train.exit_after=11h50m"
+    for name in _LIMITS:
+        if (limit := getattr(launch, name)) is not None:
+            try:
+                seconds(limit)
+            except ValueError as error:
+                yield (f"launch.{name}",), str(error), f"launch.{name}=30m"
     yield from _time(launch)
     yield from _lines(launch)
     if launch.container_image is None:

@@ -280,6 +280,12 @@ class LaunchConfig:
     """Memory of one device, as "80GiB"; none means that the plan is not held against a limit."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables set for every rank."""
+    start_limit: str = "30m"
+    """How long the ranks may take to start, a checkpoint's loading included; then the job ends, naming the culprit."""
+    first_step_limit: str = "60m"
+    """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
+    step_limit: str | None = None
+    """How long nothing may move in later steps; none takes ten times the slowest step so far, at least 2 minutes."""
     account: str | None = None
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = None

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from ppctl import heartbeat
+from ppctl import hang, heartbeat
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.output import Pump
 from ppctl.launch.process import RankProcess
@@ -30,6 +30,10 @@ _ASK_AGAIN = 1.0
 _ONE_PRESS = 1.0
 """Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already."""
 _UNKILLABLE = 5.0
+_LOOK = 1.0
+"""Seconds between two looks at whether anything moves."""
+_STACKS = 0.5
+"""Seconds that ranks have to write their stacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Job:
     """Seconds that the ranks have to save and leave after a request to stop."""
     kill_grace: float = 3.0
     """Seconds between telling a rank to end and killing it."""
+    limits: hang.Limits | None = None
+    """How long nothing may move; none waits for ever."""
 
 
 class Watch:
@@ -70,6 +76,7 @@ class Watch:
         """Ranks that have been asked to stop, if at all, before they could hear it."""
         self._deadline: float | None = None
         self._killed = False
+        self._progress = hang.Progress(job.limits, time.monotonic()) if job.limits is not None else None
 
     def run(self, port: int) -> None:
         """Start all ranks and return when none is left, whatever happens."""
@@ -91,7 +98,7 @@ class Watch:
             if pump is not None:
                 pump.finish()
             self.beats = {beat.rank: beat for beat in heartbeat.read_all(run.id, everyone)}
-            self.words = heartbeat.words(run.id, everyone)
+            self.words += heartbeat.words(run.id, everyone)
             heartbeat.remove(run.id, everyone)
             if not self._alive():
                 run.sweep()
@@ -111,13 +118,33 @@ class Watch:
                 return
             if self._unheard and self.cause is None:
                 self._ask(self.asked or signal.SIGTERM)
+            if self._progress is not None and self.cause is None:
+                self._look(self._progress)
+
+    def _look(self, progress: hang.Progress) -> None:
+        """End a job in which nothing moves any more: who is waited for is told first."""
+        now = time.monotonic()
+        beats = heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
+        standings = [hang.Standing(b.rank, b.state, b.step, b.index, b.since) for b in beats]
+        still = progress.late(standings, now)
+        if still is None:
+            return
+        for rank in self._alive():  # every stack goes to its log, also out of a call that never returns
+            rank.ask(signal.SIGUSR2)
+        record = hang.verdict(self.job.run.read_plan(), standings, still, now) | {"time": time.time()}
+        try:
+            self.job.run.write_error(int(str(record["rank"])), record)
+        except OSError:
+            self.words.append(record)
+        self._signals.wait(_STACKS)
+        self._end("failure", signal.SIGKILL)
 
     def _alive(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.rank not in self.exits]
 
     def _timeout(self) -> float | None:
         if self._deadline is None:
-            return None
+            return None if self._progress is None else _LOOK
         left = max(0.0, self._deadline - time.monotonic())
         return min(left, _ASK_AGAIN) if self._unheard and self.cause is None else left
 

@@ -1,7 +1,8 @@
 """Faults for ranks that a test starts with this directory on PYTHONPATH; python imports this file by itself.
 
 PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
-raise, kill (SIGKILL), stop (SIGSTOP), noise (from that step on, every stage input is noise), nan (the stage's output),
+raise, kill (SIGKILL), stop (SIGSTOP), hold (a C call that never returns and holds the GIL), slow (one second), noise
+(from that step on, every stage input is noise), nan (the stage's output),
 save (SIGKILL in the STEP-th save, when this rank's tensors are written), update (raise in the STEP-th optimizer step).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
@@ -10,6 +11,7 @@ PPCTL_TELL is a directory in which every rank that finds it at its start leaves 
 import os
 import signal
 import sys
+import time
 
 
 def _arm() -> None:
@@ -25,7 +27,7 @@ def _arm() -> None:
     def counting_run(self: Engine) -> None:
         steps[0] += 1
         index = next((i for i, a in enumerate(self.actions) if str(a) == action), None)
-        if steps[0] == int(step) and index is not None and kind in ("raise", "kill", "stop"):
+        if steps[0] == int(step) and index is not None and kind in ("raise", "kill", "stop", "hold", "slow"):
             inner = self._enter
 
             def enter(at: int) -> None:
@@ -50,6 +52,14 @@ def _arm() -> None:
 def _strike(kind: str) -> None:
     if kind == "raise":
         raise ValueError("struck by a test")
+    if kind == "slow":
+        time.sleep(1.0)
+        return
+    if kind == "hold":
+        import ctypes
+
+        while True:
+            ctypes.PyDLL(None).pause()
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 

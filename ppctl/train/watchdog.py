@@ -1,0 +1,104 @@
+"""No rank waits for ever: its own alarm, and on every node one look at all ranks' records.
+
+Knows what to do when nothing has moved for too long: tell who is waited for, let every rank write its stack, end them.
+Must not know how that is judged (`ppctl.hang`). Where ppctl's own launcher watches, it comes first: these are for ranks
+that others started, and for a launcher's death.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ppctl.hang import Limits, Progress, Standing, verdict
+from ppctl.plan import Plan
+from ppctl.rundir import RunDir
+
+GRACE = 60.0
+"""Seconds by which a rank's own alarm is later than what the watch allows."""
+_STACKS = 1.0
+
+
+def write_stacks_on_request() -> None:
+    """From now on SIGUSR2 writes every thread's stack to stderr, also out of a C call that holds the GIL."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+
+
+class Alarm:
+    """A rank's own: unless it is set again in time, stacks are written and the process ends, whoever holds the GIL."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._steps = 0
+
+    def set(self, state: str) -> None:
+        """The rank begins something: `training` is one step."""
+        self._steps += state == "training"
+        first = self._steps < 3 or state != "training" or self.limits.step is None
+        allowed = self.limits.first_step if first else self.limits.step
+        faulthandler.dump_traceback_later(max(allowed or 0.0, 1.0) + GRACE, exit=True)
+
+    def off(self) -> None:
+        """All is done."""
+        faulthandler.cancel_dump_traceback_later()
+
+
+class NodeWatch:
+    """Hand it to the publisher as what writes a node's records: it writes them, and looks at everybody's.
+
+    When nothing has moved for too long it writes the culprit's error record, lets this node's ranks write their stacks,
+    and ends them, its own process last.
+    """
+
+    def __init__(self, run: RunDir, plan: Plan, limits: Limits) -> None:
+        self.run = run
+        self.plan = plan
+        self.progress = Progress(limits, time.time())
+
+    def __call__(self, host: str, record: Mapping[str, Any]) -> None:
+        """Write what a node publishes, then judge. The clock is the hosts' own: seconds since the epoch."""
+        try:
+            self.run.write_heartbeats(host, record)
+        finally:
+            self._judge(host, record)
+
+    def _judge(self, host: str, record: Mapping[str, Any]) -> None:
+        hosts = self.run.heartbeats() | {host: dict(record)}
+        rows = [(name, row) for name, published in hosts.items() for row in published.get("ranks", ())]
+        standings = [
+            Standing(int(row["rank"]), str(row["state"]), int(row["step"]), int(row["index"]), float(row["since"]))
+            for _, row in rows
+        ]
+        now = time.time()
+        still = self.progress.late(standings, now)
+        if still is None:
+            return
+        error = verdict(self.plan, standings, still, now)
+        where = next(name for name, row in rows if int(row["rank"]) == error["rank"])
+        error |= {"time": now, "host": where, "message": f"{error['message']} (it is on {where})"}
+        with suppress(OSError):
+            if not self.run.errors():
+                self.run.write_error(int(str(error["rank"])), error)
+                self.run.write_status("failed", rank=error["rank"])
+        doing = f"rank {error['rank']}" + (f" in {error['action']}" if error["action"] else "")
+        print(f"error {error['code']}: {doing}: {error['message']}\n{error['place']}", file=sys.stderr)
+        sys.stderr.flush()
+        _end([int(row["pid"]) for row in record.get("ranks", ())])
+
+
+def _end(processes: Sequence[int]) -> None:
+    """End this node's ranks, this process last."""
+    others = [pid for pid in processes if pid not in (0, os.getpid())]
+    for number, pause in ((signal.SIGUSR2, _STACKS), (signal.SIGKILL, 0.0)):
+        for pid in others:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        time.sleep(pause)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(1)
