@@ -8,10 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 from ppctl.cli.jobs import Submitted, add_run, meant, submitted
+from ppctl.cli.plan_text import aligned
 from ppctl.cli.runs import facts
+from ppctl.errors import PpctlError
+from ppctl.hang import Standing, root, waits
 from ppctl.rundir import RunDir
 
 
@@ -38,6 +42,8 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
         ({"host": host["host"], **row} for host in one.heartbeats().values() for row in host.get("ranks", ())),
         key=lambda row: int(row["rank"]),
     )
+    if told["state"] in ("starting", "running", "lost"):
+        _add_waits(one, told["ranks"])
     if job is not None:
         told["job"] = {"job": job.job, "state": None, "reason": None, "nodes": None, "starts": None, "never": None}
         if job.state is not None:
@@ -45,6 +51,20 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
             told["job"] |= {"starts": job.state.start, "never": job.state.never}
             told["state"] = _together(told["state"], job)
     return told
+
+
+def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
+    """To each rank's row its last and its current action, whom it waits for, and whether all wait for it."""
+    standings = [Standing(*(row[key] for key in ("rank", "state", "step", "index", "since"))) for row in rows]
+    with suppress(PpctlError, OSError):  # a damaged plan is for others to tell
+        found = waits(one.read_plan(), standings)
+        culprit = root(found) if any(wait.on is not None for wait in found) else None
+        for row, wait in zip(rows, found, strict=True):
+            row["done"] = None if wait.done is None else str(wait.done)
+            row["current"] = None if wait.current is None else str(wait.current)
+            row["waits_for"] = wait.on
+            row["needs"] = None if wait.needs is None else str(wait.needs)
+            row["root"] = wait is culprit
 
 
 def _together(said: str, job: Submitted) -> str:
@@ -75,9 +95,27 @@ def _lines(told: dict[str, Any]) -> list[str]:
     if told["start_up"]:
         lines.append("start-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in told["start_up"].items()))
     now = time.time()
-    if told["state"] in ("starting", "running"):
-        for row in told["ranks"]:
-            doing = f"step {row['step'] + 1}, {row['state']}, for {max(0.0, now - row['since']):.0f} s"
-            lines.append(f"rank {row['rank']} on {row['host']}: {doing}")
+    if told["state"] in ("starting", "running", "lost") and told["ranks"]:
+        lines += ["", *_table(told["ranks"], now), ""]
     lines += [f"checkpoint {told['checkpoint']}"] * bool(told["checkpoint"])
     return [*lines, f"directory {told['path']}"]
+
+
+def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
+    """A row per rank: where it is by its host's last word, since when, and whom it waits for."""
+    table = [["rank", "host", "step", "last done", "now", "for", "waits for"]]
+    for row in rows:
+        waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
+        waiting += f" ({row['needs']})" if row.get("needs") else ""
+        table.append(
+            [
+                str(row["rank"]),
+                str(row["host"]),
+                str(row["step"] + 1),
+                str(row.get("done") or ""),
+                str(row.get("current") or row["state"]),
+                f"{max(0.0, now - row['since']):.0f} s",
+                waiting or ("<-- all wait for this one" if row.get("root") else ""),
+            ]
+        )
+    return aligned(table).splitlines()

@@ -1,0 +1,76 @@
+"""Ranks that raise, die, stop or hold the GIL at random actions: the job ends in time, and the right one is named."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from command import TINY, only_run, start
+from test_faults import alive
+
+KINDS = ("raise", "kill", "stop", "hold")
+CODES = {"raise": "PP-E701", "kill": "PP-E702", "stop": "PP-E706", "hold": "PP-E706"}
+AT_ONCE = 4
+LIMIT = 4
+DEADLINE = 200
+"""Seconds for a batch, imports on a busy machine included."""
+
+
+class Fault(NamedTuple):
+    kind: str
+    pp: int
+    rank: int
+    step: int
+    action: str
+
+
+def drawn(seed: int) -> Fault:
+    draw = random.Random(seed)
+    pp = draw.choice([2, 3])
+    rank = draw.randrange(pp)
+    return Fault(KINDS[seed % 4], pp, rank, draw.randint(2, 4), f"{rank}{draw.choice('FB')}{draw.randrange(6)}")
+
+
+def begin(fault: Fault, where: Path) -> subprocess.Popen[str]:
+    (where / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
+    limits = (f"launch.step_limit={LIMIT}s", "launch.first_step_limit=60s")
+    return start(
+        *("train", "+recipe=quickstart", *TINY, f"pp={fault.pp}", "vpp=1", "data.path=corpus.txt", "steps=100000"),
+        *limits,
+        cwd=where,
+        PPCTL_FAULT=f"{fault.kind} {fault.rank} {fault.step} {fault.action}",
+    )
+
+
+def batches(first: int, last: int) -> list[list[int]]:
+    return [list(range(seed, seed + AT_ONCE)) for seed in range(first, last, AT_ONCE)]
+
+
+@pytest.mark.timeout(DEADLINE + 60)
+@pytest.mark.parametrize(
+    "seeds",
+    [*batches(0, 12), *(pytest.param(seeds, marks=pytest.mark.whole) for seeds in batches(12, 400))],
+    ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
+)
+def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path) -> None:
+    running = []
+    for seed in seeds:
+        where = tmp_path / str(seed)
+        where.mkdir()
+        running.append((drawn(seed), where, begin(drawn(seed), where)))
+    deadline = time.monotonic() + DEADLINE
+    for fault, where, process in running:
+        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        first = next((line for line in err.splitlines() if line.startswith("error")), out + err)
+        assert process.returncode == 1, (fault, err)
+        named = f"error {CODES[fault.kind]}: rank {fault.rank} (stage {fault.rank}) failed in {fault.action}: "
+        assert first.startswith(named), (fault, err)
+        assert alive(where) == []
+        if fault.kind == "hold":
+            log = (only_run(where) / "logs" / f"rank-{fault.rank:04d}.log").read_text()
+            assert re.search(r"most recent call first", log), "its stack"

@@ -1,0 +1,97 @@
+"""Who waits for whom, who is waited for in the end, and when nothing has moved for too long."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from unit_plan import plan
+
+from ppctl.hang import LEAST, TIMES, Limits, Progress, Standing, root, waits
+from ppctl.schedule.action import MESSAGES, Schedule, deps
+
+PLANS = {
+    "1f1b": dict(pp=4, gbs=8, mbs=1),
+    "interleaved": dict(pp=4, vpp=2, gbs=8, mbs=1),
+    "two pipelines": dict(pp=2, dp=2, gbs=16, mbs=1),
+}
+
+
+def stuck_at(schedule: Schedule, culprit: int, at: int) -> list[int]:
+    """Where every pp_rank stands when one never gets past entry `at` of its list: all run until nobody can go on."""
+    positions = [0] * len(schedule.actions)
+    done: set = set()
+    moved = True
+    while moved:
+        moved = False
+        for pp_rank, row in enumerate(schedule.actions):
+            while positions[pp_rank] < len(row) and (pp_rank, positions[pp_rank]) != (culprit, at):
+                action = row[positions[pp_rank]]
+                sends = action.op.name.startswith("SEND")
+                if (
+                    not sends
+                    and action.op.name != "REDUCE_GRAD"
+                    and any(need not in done for need in deps(action, schedule))
+                ):
+                    break
+                done.add(action)
+                positions[pp_rank] += 1
+                moved = True
+    return positions
+
+
+@pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int) -> None:
+    made, draw = plan(**sizes), random.Random(seed)
+    culprit = draw.randrange(made.sizes.pp)
+    row = made.schedule.actions[culprit]
+    at = draw.choice([i for i, action in enumerate(row) if action.op not in MESSAGES and action.mb >= 0])
+    positions = stuck_at(made.schedule, culprit, at)
+    standings = []
+    for rank in range(made.sizes.world):
+        pp_rank = made.for_rank(rank).pp_rank
+        over = positions[pp_rank] >= len(made.schedule.actions[pp_rank])
+        standings.append(
+            Standing(rank, "updating", 3, -1, 10.0) if over else Standing(rank, "training", 3, positions[pp_rank], 10.0)
+        )
+    found = waits(made, standings)
+    told = root(found)
+    assert told is not None
+    assert made.for_rank(told.standing.rank).pp_rank == culprit
+    assert str(told.current) == str(row[at])
+
+
+def test_in_a_collective_whoever_is_behind_is_waited_for() -> None:
+    made = plan(pp=2, gbs=8, mbs=1)
+    found = waits(made, [Standing(0, "saving", 5, -1, 1.0), Standing(1, "updating", 5, -1, 0.5)])
+    assert [wait.on for wait in found] == [1, None]
+    assert root(found) is found[1]
+
+
+def standing(state: str, step: int, since: float) -> list[Standing]:
+    return [Standing(0, state, step, 0, since)]
+
+
+def test_each_phase_has_its_limit() -> None:
+    progress = Progress(Limits(start=30, first_step=60, step=None), now=0.0)
+    assert progress.late(standing("starting", 0, 1.0), 31.0) is None
+    assert progress.late(standing("starting", 0, 1.0), 32.0) == 31.0
+    assert progress.late(standing("training", 0, 40.0), 99.0) is None
+    assert progress.late(standing("training", 0, 40.0), 101.0) == 61.0
+    for step in range(1, 5):
+        progress.late(standing("training", step, 100.0 + 20.0 * step), 100.0 + 20.0 * step)
+    assert progress.limit(standing("training", 4, 180.0)) == TIMES * 80.0  # the first step took from 40 to 120
+    assert progress.limit(standing("saving", 4, 180.0)) == 60
+
+
+def test_the_adaptive_limit_is_never_short() -> None:
+    progress = Progress(Limits(start=30, first_step=60, step=None), now=0.0)
+    for step in range(4):
+        progress.late(standing("training", step, float(step)), float(step))
+    assert progress.limit(standing("training", 3, 3.0)) == LEAST
+
+
+def test_a_finished_job_is_never_late() -> None:
+    progress = Progress(Limits(start=30, first_step=60, step=1), now=0.0)
+    assert progress.late(standing("done", 9, 1.0), 1e6) is None
