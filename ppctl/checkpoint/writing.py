@@ -90,7 +90,7 @@ class Writer(FileSystemWriter):
     """Reports the file system's error; torch's own ("unexpected pos 704 vs 598") hides it behind the last one."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # it syncs before it has flushed; `_sync` does both in order
+        super().__init__(path, sync_files=False)  # it syncs before it has flushed; `sync_files` does both in order
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors."""

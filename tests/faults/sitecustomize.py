@@ -82,7 +82,7 @@ def _arm_save() -> None:
     from ppctl.checkpoint import writing
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    sync, saves = writing._sync, [0]
+    sync, saves = writing.sync_files, [0]
 
     def spoilt_sync(path: object, pattern: str) -> dict:
         saves[0] += pattern.startswith("__")
@@ -90,7 +90,7 @@ def _arm_save() -> None:
             _strike("kill")
         return sync(path, pattern)
 
-    writing._sync = spoilt_sync
+    writing.sync_files = spoilt_sync
 
 
 def _watch() -> None:
