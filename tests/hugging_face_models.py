@@ -18,6 +18,10 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2,
     "beta_slow": 1, "mscale": 0.8, "mscale_all_dim": 0.6,
 }  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 LATENT = dict(
     num_key_value_heads=4, kv_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=5, rms_norm_eps=1e-5
 )
@@ -32,6 +36,7 @@ DENSE = {
     "llama, tied": ("Llama", dict(tie_word_embeddings=True)),
     "llama, wide heads": ("Llama", dict(head_dim=10, num_key_value_heads=1)),
     "llama, yarn": ("Llama", dict(rope_parameters={k: v for k, v in YARN.items() if "mscale" not in k})),
+    "llama, longer as 3.1": ("Llama", dict(rope_parameters=LLAMA3)),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", dict(head_dim=8)),
     "deepseek_v3, dense": ("DeepseekV3", dict(**LATENT, **ROUTED, q_lora_rank=10, first_k_dense_replace=4)),

@@ -51,6 +51,7 @@ NOT_NEGATIVE = _names(
 
 CHOICES = {
     "model.moe_router_score_function": ("softmax", "sigmoid"),
+    "model.rotary_scaling_type": ("yarn", "llama3"),
     "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
     "model.normalization": ("RMSNorm", "LayerNorm"),
     "model.position_embedding_type": ("rope", "learned_absolute"),

@@ -71,7 +71,7 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
     given = _apply(draft, values)
     if read_model is not None:
-        _take_model(draft, given, read_model)
+        _take_model(draft, given, read_model, scaled=scale is not None)
     draft.set_layout_aside(before, given)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
@@ -193,10 +193,14 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
     return given
 
 
-def _take_model(draft: Draft, given: set[str], read_model: ReadModel) -> None:
+def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled: bool) -> None:
     """Put the sizes of `model.from` over those of files."""
     source = draft.get("model.from")
     if not isinstance(source, str) or not source:
+        return
+    if scaled:
+        message = "a miniature has weights of its own: model.from and +scale exclude each other"
+        draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {source}"))
         return
     try:
         values = read_model(source)

@@ -62,6 +62,9 @@ def _rotary(model: ModelConfig) -> Iterator[Finding]:
     elif model.mscale_all_dim:
         keys = ("model.mscale_all_dim", "model.multi_latent_attention")
         yield keys, "mscale_all_dim has an effect on latent attention only", "model.mscale_all_dim=0"
+    if model.rotary_scaling_type == "llama3" and 0 < model.beta_fast <= model.beta_slow:
+        message = "what turns fast must turn more often than what turns slowly"
+        yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
     if model.rotary_scaling_factor is not None and 0 < model.rotary_base <= 1:
         keys = ("model.rotary_base", "model.rotary_scaling_factor")
         yield keys, "YaRN tells fast frequencies from slow ones: the base must be above 1", "model.rotary_base=10000"

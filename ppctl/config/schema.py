@@ -50,13 +50,16 @@ class ModelConfig:
     rotary_interleaved: bool = False
     """Pairs that turn together are neighbours (DeepSeek) instead of half a head apart (Llama)."""
     rotary_scaling_factor: float | None = None
-    """How many times longer YaRN makes the context; none leaves RoPE unscaled."""
+    """How many times longer the context is made; none leaves RoPE unscaled."""
+    rotary_scaling_type: str = "yarn"
+    """How it is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
     original_max_position_embeddings: int = 4096
-    """YaRN: longest sequence before the extension."""
+    """Longest sequence before the extension."""
     beta_fast: float = 32.0
-    """YaRN: frequencies that turn more often than this within the original length are kept."""
+    """Frequencies that turn more often than this within the original length are kept (llama3: high_freq_factor)."""
     beta_slow: float = 1.0
-    """YaRN: frequencies that turn less often than this within the original length are divided by the factor."""
+    """Those that turn less often than this are divided by the factor, and those between in part (llama3:
+    low_freq_factor)."""
     mscale: float = 1.0
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = 0.0

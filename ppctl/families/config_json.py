@@ -136,7 +136,9 @@ def canonical(model: ModelConfig) -> ModelConfig:
         values |= {"num_query_groups": query_groups(model), "kv_channels": head_dim(model)}
         forget(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
     if model.rotary_scaling_factor is None:
-        forget(("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
+        forget(("rotary_scaling_type", "original_max_position_embeddings", "beta_fast", "beta_slow"))
+    if model.rotary_scaling_factor is None or model.rotary_scaling_type != "yarn":
+        forget(("mscale", "mscale_all_dim"))
     experts = model.num_moe_experts if True in moe_layer_pattern(model) else None
     if experts is None:
         forget(field.name for field in fields(model) if "moe" in field.name and field.name not in TRAINING)

@@ -16,6 +16,12 @@ Json = Mapping[str, Any]
 
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
 
+_LLAMA3 = {
+    "beta_fast": "high_freq_factor",
+    "beta_slow": "low_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
+
 
 class Unbuilt(Exception):
     """A key of config.json and why ppctl does not build what it says."""
@@ -26,14 +32,17 @@ class Unbuilt(Exception):
 
 
 def read_rope(config: Json) -> dict[str, Any]:
-    """Base and YaRN, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Base and extension, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     found: Json = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
     base = {"rotary_base": float(found.get("rope_theta") or config.get("rope_theta") or 10000.0)}
     if kind in ("default", None):
         return base
+    if kind == "llama3":
+        given = {ours: found[theirs] for ours, theirs in _LLAMA3.items()}
+        return {**base, "rotary_scaling_type": kind, "rotary_scaling_factor": float(found["factor"]), **given}
     if kind != "yarn":
-        raise Unbuilt("rope_scaling", f"positions of type {kind} are not built; default and yarn are")
+        raise Unbuilt("rope_scaling", f"positions of type {kind} are not built; default, yarn and llama3 are")
     for key in ("attention_factor", "truncate"):
         if found.get(key) not in (None, {"truncate": True}.get(key)):
             raise Unbuilt("rope_scaling", f"YaRN with {key}={found[key]} is not built")
@@ -45,8 +54,11 @@ def read_rope(config: Json) -> dict[str, Any]:
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
     """As files of before transformers 5 have it: both read them."""
-    scaling = None
-    if model.rotary_scaling_factor is not None:
+    scaling: dict[str, Any] | None = None
+    if model.rotary_scaling_factor is not None and model.rotary_scaling_type == "llama3":
+        scaling = {"rope_type": "llama3", "factor": model.rotary_scaling_factor}
+        scaling |= {theirs: getattr(model, ours) for ours, theirs in _LLAMA3.items()}
+    elif model.rotary_scaling_factor is not None:
         scaling = {"type": "yarn", "factor": model.rotary_scaling_factor, **{key: getattr(model, key) for key in _YARN}}
         if not model.mscale_all_dim:
             del scaling["mscale"], scaling["mscale_all_dim"]

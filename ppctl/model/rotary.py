@@ -1,9 +1,10 @@
 """Rotary positions: the tables of a stage and how a head is turned.
 
-Knows positions, frequencies and their extension by YaRN. Must not know projections, layers or weights.
+Knows positions, frequencies and their extension to longer contexts. Must not know projections, layers or weights.
 
 Sources: rotary embeddings, Su et al. 2021 (arXiv:2104.09864); YaRN, Peng et al. 2023 (arXiv:2309.00071), with
-DeepSeek-V2's two factors on the logarithm of the extension (`mscale`, `mscale_all_dim`).
+DeepSeek-V2's two factors on the logarithm of the extension (`mscale`, `mscale_all_dim`); Llama 3.1's extension as its
+published code and config.json have it.
 """
 
 from __future__ import annotations
@@ -61,9 +62,22 @@ class Rotary:
 
 
 def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
-    """YaRN: [dim / 2] frequencies, those that turn less than `beta_slow` times in the original length divided by the
-    factor, those that turn more than `beta_fast` times kept, and a ramp between.
+    """[dim / 2] frequencies, those that turn less than `beta_slow` times in the original length divided by the factor,
+    those that turn more than `beta_fast` times kept, and a ramp between.
     """
+    ramp = _ramp_of_turns if model.rotary_scaling_type == "llama3" else _ramp_of_indices
+    slow = ramp(frequencies, model, dim).clamp(0, 1)
+    return frequencies * (1 - slow) + frequencies / (model.rotary_scaling_factor or 1.0) * slow
+
+
+def _ramp_of_turns(frequencies: Tensor, model: ModelConfig, _: int) -> Tensor:
+    """Llama 3.1: linear in the turns within the original length."""
+    turns = model.original_max_position_embeddings * frequencies / (2 * math.pi)
+    return (model.beta_fast - turns) / (model.beta_fast - model.beta_slow)
+
+
+def _ramp_of_indices(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
+    """YaRN: linear in the index of the frequency, between whole indices."""
 
     def index_of(turns: float) -> float:
         length = model.original_max_position_embeddings
@@ -72,14 +86,13 @@ def _slowed(frequencies: Tensor, model: ModelConfig, dim: int) -> Tensor:
     first = max(math.floor(index_of(model.beta_fast)), 0)
     last = min(math.ceil(index_of(model.beta_slow)), dim - 1)
     indices = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
-    slow = ((indices - first) / (last - first or 0.001)).clamp(0, 1)
-    return frequencies * (1 - slow) + frequencies / (model.rotary_scaling_factor or 1.0) * slow
+    return (indices - first) / (last - first or 0.001)
 
 
 def yarn_magnitude(model: ModelConfig, mscale: float) -> float:
-    """YaRN's correction of the attention's temperature, 0.1 x `mscale` x ln(factor) + 1; 1 without an extension."""
+    """YaRN's correction of the attention's temperature, 0.1 x `mscale` x ln(factor) + 1; 1 without YaRN."""
     factor = model.rotary_scaling_factor or 1.0
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 and model.rotary_scaling_type == "yarn" else 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

@@ -64,6 +64,7 @@ def refused(here: Path, code: int, *arguments: str) -> str:
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(here: Path) -> None:
     assert "PP-E520: model.from=nowhere" in refused(here, 2, "model.from=nowhere")
+    assert "exclude each other" in refused(here, 2, "model.from=qwen3", "+scale=smoke")
     narrow = refused(here, 3, "model.from=qwen3", "model.ffn_hidden_size=48")
     assert "PP-E524" in narrow and "model.layers.0.mlp.gate_proj.weight (model-0000" in narrow
     assert "PP-E524" in refused(here, 3, "model.from=qwen3", "model.num_layers=2")

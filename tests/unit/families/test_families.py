@@ -113,7 +113,8 @@ def test_an_unknown_family_is_refused_naming_the_known_ones():
     [
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "positions of type llama3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "positions of type longrope"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor is missing"),
         ({"rope_scaling": {"type": "yarn", "factor": 8.0, "attention_factor": 2.0}}, "attention_factor=2.0"),
         ({"rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 1.0}}, "only one of mscale"),
         ({"hidden_size": None}, "hidden_size is missing"),
