@@ -128,7 +128,7 @@ _PARALLEL = {
     ),
     **_each("sequence_parallel", PLANS, "tensor parallelism"),
     **_each("hierarchical_context_parallel_sizes", LATER),
-    **_each("data_parallel_sharding", PLANS, "sharded data parallelism"),
+    "data_parallel_sharding": Support(PLANS, "weights in parts (FSDP2)", ("none", "optimizer_gradients")),
     **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute", LATER),
     **_each("cross_entropy_loss_fusion cross_entropy_fusion_impl", PLANS, "fused cross entropy"),
     **_each("perform_initialization", LATER),

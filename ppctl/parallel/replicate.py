@@ -37,12 +37,15 @@ class GradientReducer:
         self._running: list[dist.Work] = []
 
     @torch.no_grad()
-    def reduce(self, stage: int) -> None:
-        """Start summing the stage's gradients, and return: the rest of the pipeline runs beside it.
+    def reduce(self, stage: int, divisor: float = 1.0) -> None:
+        """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
 
         Call it once a step, after the stage's last backward. Until `finish`, the gradients' values are undefined.
         """
         own = self.stages[stage]
+        for parameter in own if divisor != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
         self._start([p for p in own if p not in self.experts], self.group)
         self._start([p for p in own if p in self.experts], self.expert_group)
 

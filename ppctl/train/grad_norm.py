@@ -55,7 +55,8 @@ class GradientNorm:
 
     `group` holds one rank per pp_rank, in order (None: one rank has all the stages). Every rank of it must call, also
     one without parameters. A tied parameter counts once, as its owner: all uses hold the summed gradient by then. Of a
-    layer's experts each rank of `expert_group` holds a part (None: all of them).
+    layer's experts each rank of `expert_group` holds a part (None: all of them); where all gradients are held in parts,
+    the ranks of `part_group` have them.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class GradientNorm:
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
         expert_group: dist.ProcessGroup | None = None,
+        part_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.parameters = tuple(
             Held(name, spec.stage, spec.pp_rank)
@@ -76,6 +78,7 @@ class GradientNorm:
         self.device = torch.device(device)
         self.group = group
         self.expert_group = expert_group
+        self.part_group = part_group
         own = group.rank() if group is not None else None
         by_rank: dict[int, list[str]] = {}
         for held in self.parameters:
@@ -94,16 +97,23 @@ class GradientNorm:
         gradients = [masters[name].grad for name in self.own_names]
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]
         flat = torch.stack(own + [zero] * (self.width - len(own)))
-        if self.expert_group is not None and self.own_experts:
-            squares = flat[self.own_experts].square()
-            dist.all_reduce(squares, group=self.expert_group)
-            flat[self.own_experts] = squares.sqrt()
+        if self.part_group is not None:
+            flat = _together(flat, self.part_group)
+        elif self.expert_group is not None and self.own_experts:
+            flat[self.own_experts] = _together(flat[self.own_experts], self.expert_group)
         if self.group is not None:
             rows = [torch.empty_like(flat) for _ in range(self.group.size())]
             dist.all_gather(rows, flat, group=self.group)
             flat = torch.cat(rows)
         norms = flat[self.places]
         return GradNorm(torch.linalg.vector_norm(norms), norms, self.parameters)
+
+
+def _together(norms: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The norms of what the ranks of a group hold parts of."""
+    squares = norms.square()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
 
 
 def clip_gradients(masters: Mapping[str, nn.Parameter], norm: GradNorm, max_norm: float) -> None:

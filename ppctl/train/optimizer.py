@@ -32,14 +32,22 @@ def lr_at(step: int, optim: OptimConfig, steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def build_optimizer(masters: Mapping[str, nn.Parameter], optim: OptimConfig, model: ModelConfig) -> torch.optim.AdamW:
+def build_optimizer(
+    masters: Mapping[str, nn.Parameter],
+    optim: OptimConfig,
+    model: ModelConfig,
+    *,
+    wholes: Mapping[str, Tensor] | None = None,
+) -> torch.optim.AdamW:
     """AdamW with two groups: matrices decay, norms, biases and embeddings (tied uses included) do not.
 
     The state exists from the start (zeros), so that a checkpoint can be loaded into it in place. A rank without
-    parameters gets an optimizer whose step does nothing.
+    parameters gets an optimizer whose step does nothing. `wholes` are the parameters that the masters are parts of,
+    where they are.
     """
-    decayed = [p for name, p in masters.items() if is_decayed(name, p.dim(), model)]
-    spared = [p for name, p in masters.items() if not is_decayed(name, p.dim(), model)]
+    dims = {name: p.dim() for name, p in (wholes or masters).items()}
+    decayed = [p for name, p in masters.items() if is_decayed(name, dims[name], model)]
+    spared = [p for name, p in masters.items() if not is_decayed(name, dims[name], model)]
     groups = [
         {"params": decayed, "weight_decay": optim.weight_decay},
         {"params": spared, "weight_decay": 0.0},

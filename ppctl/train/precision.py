@@ -41,6 +41,13 @@ class Weights:
         for parameter in (*self.model.values(), *self.master.values()):
             parameter.grad = None
 
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A master, or a moment of one, as it is: nothing here is a part."""
+        return tensor
+
+    def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:
+        """The counterpart of `whole` after loading."""
+
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated float32 gradients by canonical name, without the parameters that received none."""
         return {name: master.grad for name, master in self.master.items() if master.grad is not None}

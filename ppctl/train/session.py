@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.clock import clock_offset
@@ -40,6 +39,7 @@ from ppctl.train.grad_norm import GradientNorm
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.optimizer import build_optimizer
 from ppctl.train.precision import Weights
+from ppctl.train.sharded import GradientScatter, ShardedWeights
 
 
 class Heartbeat(EngineHeartbeat, Protocol):
@@ -63,11 +63,11 @@ class Session:
     """None where the pipeline has one rank."""
     stages: dict[int, StageModule]
     recompute: dict[int, Switch]
-    weights: Weights
+    weights: Weights | ShardedWeights
     optimizer: torch.optim.AdamW
     loss_scale: LossScale | None
     """In float16 only."""
-    reducer: GradientReducer
+    reducer: GradientReducer | GradientScatter
     ties: TiedGradients
     norm: GradientNorm
     corpus: Samples | None
@@ -136,8 +136,7 @@ def build_session(
     if config.train.compile:
         for stage in stages.values():
             compile_stage(stage, device)
-    weights = Weights({name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()})
-    masters = {s: [weights.master[n] for n in stage.canonical_parameters()] for s, stage in stages.items()}
+    weights, reducer = _weights(config, plan, grid, stages, dp_group)
     pipeline = grid.group_of("pp", rank)
     uses = [TiedUse(pipeline[use.pp_rank], use.name) for use in tied_uses(plan.stages, config.model)]
     return Session(
@@ -151,9 +150,9 @@ def build_session(
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         weights=weights,
-        optimizer=build_optimizer(weights.master, config.optim, config.model),
+        optimizer=build_optimizer(weights.master, config.optim, config.model, wholes=weights.model),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
-        reducer=_reducer(masters, weights, plan, grid, dp_group),
+        reducer=reducer,
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(
             plan.stages,
@@ -161,6 +160,7 @@ def build_session(
             device=device,
             group=pp_group if plan.sizes.pp > 1 else None,
             expert_group=ep_group,
+            part_group=dp_group if isinstance(weights, ShardedWeights) else None,
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
@@ -169,16 +169,26 @@ def build_session(
     )
 
 
-def _reducer(
-    masters: Mapping[int, list[nn.Parameter]], weights: Weights, plan: Plan, grid: RankGrid, dp_group: ProcessGroup
-) -> GradientReducer:
-    """Sums over dp; of experts that are spread over ranks, over those that hold the same ones."""
+def _weights(
+    config: RunConfig, plan: Plan, grid: RankGrid, stages: Mapping[int, StageModule], dp_group: ProcessGroup
+) -> tuple[Weights | ShardedWeights, GradientReducer | GradientScatter]:
+    """This rank's parameters, and what sums their gradients, whole or in parts.
+
+    Sums go over dp; of experts that are spread over ranks, over those that hold the same ones.
+    """
     sizes = plan.sizes
-    group = dp_group if sizes.dp > 1 else None
-    if sizes.ep == 1:
-        return GradientReducer(masters, group)
-    experts = [p for name, p in weights.master.items() if expert_name(name, 0) is not None]
-    return GradientReducer(masters, group, experts, make_group(grid.groups("edp")) if sizes.edp > 1 else None)
+    names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
+    model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
+    spread = {name for name in model if expert_name(name, 0) is not None} if sizes.ep > 1 else set()
+    edp_group = make_group(grid.groups("edp")) if sizes.ep > 1 else dp_group
+    if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":
+        sharded = ShardedWeights(model, lambda name: edp_group if name in spread else dp_group)
+        return sharded, GradientScatter(names, sharded)
+    weights = Weights(model)
+    masters = {number: [weights.master[name] for name in own] for number, own in names.items()}
+    experts = [weights.master[name] for name in spread]
+    groups = (dp_group if sizes.dp > 1 else None, edp_group if sizes.edp > 1 else None)
+    return weights, GradientReducer(masters, groups[0], experts, groups[1])
 
 
 def _communicator(

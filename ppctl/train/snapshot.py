@@ -5,10 +5,11 @@ Knows which tensors make up the training state. Must not know files: `ppctl.chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,10 +24,19 @@ from ppctl.train.session import Session
 from ppctl.train.start import fill
 
 
-def named_tensors(session: Session) -> dict[str, Sequence[Tensor]]:
+class Part(NamedTuple):
+    """A tensor of which this rank holds a part, made whole for a checkpoint."""
+
+    name: str
+    part: Tensor
+    whole: Tensor
+
+
+def named_tensors(session: Session, parts: list[Part] | None = None) -> dict[str, Sequence[Tensor]]:
     """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds; a tied one's uses together.
 
-    Experts go one by one, whoever holds them together here; a stack's count of optimizer steps is one number.
+    Experts go one by one, whoever holds them together here; a stack's count of optimizer steps is one number. What this
+    rank holds a part of is whole, and a copy: `parts` tells which. A collective where there are such parts.
     """
     tensors: dict[str, list[Tensor]] = {}
 
@@ -38,9 +48,12 @@ def named_tensors(session: Session) -> dict[str, Sequence[Tensor]]:
     held = next((stage.held for stage in session.stages.values()), range(0))
     moments = state_by_name(session.optimizer, session.weights.master)
     for name, parameter in session.weights.master.items():
-        add("model", name, parameter.detach())
-        for key, tensor in moments[name].items():
-            add("optim", name, tensor, f".{key}")
+        held_here = {"": parameter.detach()} | {f".{key}": tensor for key, tensor in moments[name].items()}
+        for suffix, part in held_here.items():
+            whole = session.weights.whole(name, part)
+            add("optim" if suffix else "model", name, whole, suffix)
+            if parts is not None:
+                parts.append(Part(name, part, whole))
     for stage in session.stages.values():
         for name, buffer in stage.canonical_buffers().items():
             add("model", name, buffer)
@@ -70,7 +83,17 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
 
 def start_from(session: Session, path: Path) -> None:
     """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed."""
-    fill(named_tensors(session), path, session.config.model)
+    with _filling(session) as tensors:
+        fill(tensors, path, session.config.model)
+
+
+@contextmanager
+def _filling(session: Session) -> Iterator[dict[str, Sequence[Tensor]]]:
+    """The session's tensors, to be filled; afterwards every rank has its part, and the model its weights."""
+    parts: list[Part] = []
+    yield named_tensors(session, parts)
+    for name, part, whole in parts:
+        session.weights.keep(name, part, whole)
     session.weights.publish()
 
 
@@ -83,10 +106,10 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         start_from(session, path)
         return {"step": 0, "consumed_samples": 0}
     try:
-        state = load(path, named_tensors(session))
+        with _filling(session) as tensors:
+            state = load(path, tensors)
     except CheckpointError as error:
         raise CheckpointError(_with_sizes(error.problems, path, session)) from error
-    session.weights.publish()
     if session.loss_scale is not None and state.get("loss_scale") is not None:
         session.loss_scale.restore(state["loss_scale"])
     now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}

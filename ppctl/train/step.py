@@ -146,12 +146,8 @@ class Trainer:
 
     def _reduce(self, stage: int) -> None:
         """What happens to a stage's gradients once the step's last one is there."""
-        s = self.session
-        if s.config.pipeline.scale_grads_in_schedule:
-            for parameter in s.reducer.stages[stage]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._microbatches_of_all())
-        s.reducer.reduce(stage)
+        scaled = self.session.config.pipeline.scale_grads_in_schedule
+        self.session.reducer.reduce(stage, self._microbatches_of_all() if scaled else 1.0)
 
     def _microbatches_of_all(self) -> int:
         """Microbatches of the global batch: of all calls, on all data-parallel ranks."""

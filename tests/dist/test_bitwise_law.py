@@ -61,7 +61,7 @@ def config_of(
     )
     config.parallel.deallocate_pipeline_outputs = True
     for key, value in parallel.items():
-        owner = next(part for part in (config.pipeline, config.train, config.parallel) if hasattr(part, key))
+        owner = next(part for part in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(part, key))
         setattr(owner, key, value)
     config.data.path, config.data.seq_length = str(text), SEQ
     config.train.steps, config.train.micro_batch_size = STEPS, 2
