@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_bitwise_law import STEPS, config_of
+from test_bitwise_models import config_of as config_with_experts
 from test_plan_is_what_happens import session_of, trainer_of
 
 from ppctl.config.mapping import to_mapping
@@ -62,6 +63,20 @@ def test_sharding_agrees_with_replicas_to_a_millionth_and_holds_half_of_the_stat
     for _, _, weights, _ in shared:
         (twin,) = [other for _, _, other, _ in shared if other is not weights and other.keys() == weights.keys()]
         assert all(torch.equal(twin[name], value) for name, value in weights.items()), "replicas stay equal to the bit"
+
+
+@pytest.mark.parametrize(("dp", "ep"), [pytest.param(4, 2, id="two copies"), pytest.param(2, 2, id="one copy")])
+def test_experts_are_shared_by_the_ranks_that_hold_them(text: Path, dp: int, ep: int) -> None:
+    results = []
+    for sharding in ("none", "optimizer_gradients"):
+        config = config_with_experts(text, "deepseek", 2, "Et*5mL", 1, dp, ep)
+        config.parallel.data_parallel_sharding, config.optim.eps = sharding, 1e-4
+        results.append(run_ranks(train, dp, to_mapping(config)))
+    for (losses, norms, weights, whole), (got_losses, got_norms, got, part) in zip(*results, strict=True):
+        assert got_losses == pytest.approx(losses, rel=1e-6)
+        assert got_norms == pytest.approx(norms, rel=1e-6)
+        assert all((got[name] - w).abs().max() <= 1e-6 * w.abs().max() for name, w in weights.items())
+        assert part < whole
 
 
 @pytest.mark.parametrize("switch", ["bf16", "fp16"])
