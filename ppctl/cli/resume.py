@@ -28,7 +28,9 @@ TELLS_PROBLEMS = True
 """As for train."""
 
 _MATH = ("model.", "data.", "optim.")
-_MATH_KEYS = frozenset({"train.global_batch_size", "train.seed", "parallel.bf16", "parallel.fp16"})
+_MATH_KEYS = frozenset(
+    {"train.global_batch_size", "train.seed", "pipeline.scale_grads_in_schedule", "parallel.bf16", "parallel.fp16"}
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

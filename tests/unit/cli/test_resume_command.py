@@ -61,7 +61,16 @@ def test_a_run_goes_on_in_another_cut(run: RunDir, typed: list[str], sizes: tupl
 
 @pytest.mark.parametrize(
     "typed",
-    ["model.hidden_size=512", "gbs=32", "seq=128", "train.seed=1", "lr=3e-3", "data.path=*.txt", "parallel.bf16=true"],
+    [
+        "model.hidden_size=512",
+        "gbs=32",
+        "seq=128",
+        "train.seed=1",
+        "lr=3e-3",
+        "data.path=*.txt",
+        "parallel.bf16=true",
+        "pipeline.scale_grads_in_schedule=true",
+    ],
 )
 def test_what_changes_the_mathematics_is_refused_unless_allowed(run: RunDir, typed: str) -> None:
     Path("a.txt").write_text("some text " * 100)
