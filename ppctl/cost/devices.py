@@ -73,6 +73,12 @@ _CPU = Device("cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_0
 DEVICES = {device.name: device for device in (*_GPUS, _CPU)}
 
 
+def device_called(text: str) -> Device | None:
+    """The preset of the accelerator that a driver calls by this name ("NVIDIA H100 80GB HBM3"); None for others."""
+    words = text.upper().replace("-", " ").split()
+    return next((device for device in _GPUS if device.title in words), None)
+
+
 def efficiency_of(device: Device) -> Efficiency:
     """The stated efficiencies: one set for all GPUs, and all of the peak for the CPU, whose rates are measured."""
     return _CPU_EFFICIENCY if device is _CPU else _GPU_EFFICIENCY

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
+from ppctl.cost.devices import DEVICES, device_called
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.errors import Problem, TrainingError
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
@@ -60,6 +61,7 @@ class Trainer:
         self.first = 0
         """The step's microbatch that is the schedule call's number 0."""
         self.spared = _spared_from_recompute(session)
+        self.peak_flops = _peak_flops(session)
         programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
         autocast = autocast_dtype(session.config.parallel)
         self.programs = [in_precision(each, autocast, session.device, session.loss_scale) for each in programs]
@@ -252,7 +254,7 @@ class Trainer:
             "bubble_fraction": bubble_fraction(own),
             "slowest_stage": slowest_stage(own, self.pipeline_stages),
             "tflops_per_device": tflops,
-            "mfu": None,  # no device preset knows this machine's peak yet
+            "mfu": None if self.peak_flops is None else tflops * 1e12 / self.peak_flops,
             "max_memory_bytes": int(max(r.memory_bytes for r in reports)),
         }
 
@@ -272,6 +274,15 @@ def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
     names = ("tokens", "labels", "loss_mask")
     on_device = {name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names}
     return replace(batch, **on_device)
+
+
+def _peak_flops(session: Session) -> float | None:
+    """Dense bf16 operations per second of `cost.device`, else of the device this is; None where nothing knows it."""
+    if session.device.type != "cuda":
+        return None
+    name = session.config.cost.device
+    device = DEVICES[name] if name else device_called(torch.cuda.get_device_name(session.device))
+    return None if device is None else device.bf16_flops
 
 
 def _peak_memory(device: torch.device) -> int:

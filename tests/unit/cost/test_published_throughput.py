@@ -1,10 +1,11 @@
 """Planned throughput against published runs. The floors are issue 4's; every constant is the same for all rows."""
 
+import pytest
 from published_runs import kendall_tau, throughput_rows
 
 from ppctl.config.checks import CHOICES, OPTIONAL_CHOICES
 from ppctl.cost.allocator import ALLOCATORS
-from ppctl.cost.devices import DEVICES
+from ppctl.cost.devices import DEVICES, device_called
 
 
 def test_published_throughput_is_planned_within_30_percent_and_in_order() -> None:
@@ -17,3 +18,20 @@ def test_published_throughput_is_planned_within_30_percent_and_in_order() -> Non
 def test_the_names_that_a_config_may_say_are_those_that_are_priced() -> None:
     assert set(OPTIONAL_CHOICES["cost.device"]) == set(DEVICES)
     assert set(CHOICES["cost.allocator"]) == set(ALLOCATORS)
+
+
+@pytest.mark.parametrize(
+    ("called", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla T4", None),
+        ("CPU", None),
+    ],
+)
+def test_a_device_is_known_by_what_its_driver_calls_it(called: str, preset: str | None) -> None:
+    found = device_called(called)
+    assert (found.name if found else None) == preset
