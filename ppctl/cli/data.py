@@ -53,12 +53,12 @@ def tokenize(args: argparse.Namespace) -> int:
     from ppctl.data.encode import encode_files
     from ppctl.data.indexed_writer import IndexedWriter
     from ppctl.data.text import matching
-    from ppctl.data.tokenizer import load_tokenizer, token_dtype
+    from ppctl.data.tokenizer import end_mark, load_tokenizer, token_dtype
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # unwinds, and what is half-written goes
     try:
         tokenizer = load_tokenizer(args.tokenizer)
-        end = _mark(tokenizer.eos, args.tokenizer) if args.append_eod else []
+        end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
         files = _input_files(args.inputs, lambda pattern: matching(pattern, "{}")[0])
         prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
         dtype = token_dtype(tokenizer.vocab_size)
@@ -115,14 +115,6 @@ def show(args: argparse.Namespace) -> int:
     if text is not None:
         print(text)
     return 0
-
-
-def _mark(eos: int | None, name: str) -> list[int]:
-    if eos is None:
-        message = f"--append-eod: the tokenizer {name} names no token that ends a document"
-        remedy = 'name it in its tokenizer_config.json, as "eos_token": "</s>"'
-        raise DataError(Problem("PP-E410", message, remedy, "--tokenizer"))
-    return [eos]
 
 
 def _input_files(patterns: list[str], matching: Callable[[str], list[Path]]) -> list[Path]:

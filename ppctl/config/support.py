@@ -176,6 +176,7 @@ _ELSEWHERE = {
             "train.compile": "torch/test_compile.py::test_a_compiled_stage_agrees_to_a_millionth",
             "train.eval_interval": "dist/test_evaluation.py::test_training_does_not_notice",
             "train.eval_steps": "dist/test_evaluation.py::test_there_is_one_at_the_end_and_a_sample_counts_once",
+            "data.eod_mask_loss": "dist/test_own_data.py::test_what_follows_a_documents_end_does_not_count",
             "data.validation_split": "dist/test_evaluation.py::test_a_held_out_sample_is_never_trained_on",
         }
     ),
@@ -186,7 +187,7 @@ _ELSEWHERE = {
         }
     ),
     **_each("log.profile", LATER, "measured costs per stage"),
-    **_each("data.reset_position_ids data.reset_attention_mask data.eod_mask_loss", LATER, "documents kept apart"),
+    **_each("data.reset_position_ids data.reset_attention_mask", LATER, "documents kept apart"),
     **_each("model.gated_linear_unit model.add_bias_linear model.normalization", PLANS, "GPT-3's blocks"),
     **_each("model.position_embedding_type", PLANS, "GPT-3's blocks"),
     **_each("model.attention_backend", PLANS, "the choice of an attention kernel"),

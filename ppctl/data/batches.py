@@ -26,7 +26,8 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token that follows each."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 where the label counts. All ones: samples are cut from one array and never padded."""
+    """[m, b, s] float32: 1 where the label counts. Samples are cut from one array and never padded: all ones, but for
+    `end_of_document`."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: what the loss is averaged over."""
     checksum: int
@@ -39,6 +40,8 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
+    What follows an `end_of_document` token is the beginning of another document, which nothing foretells: its label
+    does not count (Megatron's eod_mask_loss); none counts all.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
 
@@ -55,6 +58,7 @@ class Batches:
         vocab_size: int,
         first_step: int = 0,
         consumed_samples: int = 0,
+        end_of_document: int | None = None,
     ) -> None:
         corpus.check_vocabulary(vocab_size)
         self.corpus = corpus
@@ -67,6 +71,7 @@ class Batches:
         self.vocab_size = vocab_size
         self.first_step = first_step
         self.start = consumed_samples
+        self.end_of_document = end_of_document
         self.num_samples = corpus.num_samples(seq_length)
 
     def consumed_samples(self, step: int) -> int:
@@ -84,14 +89,24 @@ class Batches:
         windows = torch.from_numpy(self.corpus.samples(mine, self.seq_length))
         if windows.max() >= self.vocab_size or windows.min() < 0:
             self.corpus.check_samples(mine, self.seq_length, self.vocab_size)
-        labels = windows[..., 1:].contiguous()
+        tokens = windows[..., :-1].contiguous()
+        counts = torch.ones_like(tokens, dtype=torch.float32)
+        if self.end_of_document is not None:
+            counts[tokens == self.end_of_document] = 0.0
         return StepBatch(
-            tokens=windows[..., :-1].contiguous(),
-            labels=labels,
-            loss_mask=torch.ones_like(labels, dtype=torch.float32),
-            total_tokens=self.global_batch_size * self.seq_length,
+            tokens=tokens,
+            labels=windows[..., 1:].contiguous(),
+            loss_mask=counts,
+            total_tokens=self._total_tokens(ids),
             checksum=checksum(ids),
         )
+
+    def _total_tokens(self, ids: Ids) -> int:
+        """Labels that count in the whole global batch; where marks do not, every rank looks at all of its samples."""
+        if self.end_of_document is None:
+            return self.global_batch_size * self.seq_length
+        inputs = self.corpus.samples(ids, self.seq_length)[:, :-1]
+        return max(1, int(np.count_nonzero(inputs != self.end_of_document)))
 
 
 class HeldOutBatches:

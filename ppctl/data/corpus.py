@@ -19,7 +19,7 @@ from ppctl.data.encode import encode_files
 from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
 from ppctl.data.sampler import Ids
 from ppctl.data.text import READ_LIBRARY, matching, names, standard_library
-from ppctl.data.tokenizer import Tokenizer, Tokens, token_dtype
+from ppctl.data.tokenizer import Tokenizer, Tokens, end_mark, token_dtype
 from ppctl.errors import DataError, Problem
 
 WHOLE = 256 * 1024 * 1024
@@ -125,12 +125,8 @@ def load_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
 
 
 def _encoded(files: list[Path], tokenizer: Tokenizer, description: str) -> Corpus:
-    if tokenizer.eos is None:
-        message = "the tokenizer names no token that ends a document, and text needs one after each"
-        remedy = 'name it in the directory\'s tokenizer_config.json, as "eos_token": "</s>"'
-        raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
     dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.eos], dtype=dtype)
+    end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
     found = [encoded for encoded in encode_files(files, tokenizer) if len(encoded.tokens)]
     if not found:
         raise DataError(

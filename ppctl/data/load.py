@@ -12,7 +12,7 @@ from ppctl.config.data_paths import quotas, read_sources
 from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus, load_corpus
-from ppctl.data.tokenizer import Tokenizer, load_tokenizer
+from ppctl.data.tokenizer import Tokenizer, end_mark, load_tokenizer
 from ppctl.errors import DataError, Problem
 
 Item = TypeVar("Item")
@@ -28,17 +28,22 @@ class Data(NamedTuple):
     training: Samples
     held_out: Samples | None
     """What evaluation reads, if the config names any. No sample of it is among those trained on."""
+    unforetold: int | None
+    """The token after which no label counts (`data.eod_mask_loss`)."""
 
 
 def load_data(data: DataConfig) -> Data:
     """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
     tokenizer = load_tokenizer(data.tokenizer)
+    mark = end_mark(tokenizer, "data.eod_mask_loss") if data.eod_mask_loss else None
     if data.validation_path is not None:
-        return Data(*_every((data.path, data.validation_path), lambda path: load_samples(path, tokenizer)))
+        training, held_out = _every((data.path, data.validation_path), lambda path: load_samples(path, tokenizer))
+        return Data(training, held_out, mark)
     training = load_samples(data.path, tokenizer)
-    return (
-        Data(*training.split(data.seq_length, data.validation_split)) if data.validation_split else Data(training, None)
-    )
+    if data.validation_split:
+        kept, held_out = training.split(data.seq_length, data.validation_split)
+        return Data(kept, held_out, mark)
+    return Data(training, None, mark)
 
 
 def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Samples:

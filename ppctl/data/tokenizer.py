@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ppctl.errors import DataError, Problem
+
 Tokens = npt.NDArray[np.integer[Any]]
 """Token ids as they are kept: in memory as `token_dtype` says, in a mapped file as it was written."""
 
@@ -58,6 +60,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     from ppctl.data.huggingface import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer.open(Path(name).expanduser())
+
+
+def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
+    """The token that ends a document; DataError where the tokenizer names none."""
+    if tokenizer.eos is None:
+        message = f"{needed_by} needs a token that ends a document, and the tokenizer names none"
+        remedy = 'name it in its tokenizer_config.json, as "eos_token": "</s>"'
+        raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
+    return tokenizer.eos
 
 
 class ByteTokenizer:

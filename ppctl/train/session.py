@@ -74,6 +74,8 @@ class Session:
     """What is trained on. Only ranks that own an E, an m or an L read data."""
     held_out: Samples | None
     """What is evaluated on, where the config names any; on the same ranks."""
+    unforetold: int | None
+    """The token after which no label counts, where the config says so."""
     recorder: Recorder
     heartbeat: Heartbeat | None
 
@@ -108,6 +110,7 @@ class Session:
             vocab_size=self.config.model.vocab_size,
             first_step=first_step,
             consumed_samples=consumed_samples,
+            end_of_document=self.unforetold,
         )
 
 
@@ -164,6 +167,7 @@ def build_session(
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
+        unforetold=None if data is None else data.unforetold,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         heartbeat=heartbeat,
     )

@@ -7,11 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+from oracle.reference import train_reference
 from test_evaluation import config_of, records_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ppctl.cli.main import main
 from ppctl.config.schema import RunConfig
+from ppctl.data.batches import Batches
+from ppctl.data.load import load_data
 
 WORDS = ["the", "of", "stage", "rank", "bubble", "and", "a", "layer"]
 
@@ -51,6 +54,35 @@ def test_a_blend_of_files_gives_the_losses_of_the_text_they_were_made_from(home:
     for key in ("loss", "grad_norm", "eval_loss", "eval_samples"):
         assert [r.get(key) for r in files] == [r.get(key) for r in text]
     assert len({r["loss"] for r in files}) == len(files)
+
+
+def test_what_follows_a_documents_end_does_not_count(home: Path, tmp_path: Path) -> None:
+    config = blended(home, "a", "b")
+    config.data.eod_mask_loss = True
+    masked, _ = records_of(config, tmp_path / "masked")
+    every, _ = records_of(blended(home, "a", "b"), tmp_path / "every")
+    tokens = [record["tokens"] for record in every]
+    assert all(m["tokens"] < e for m, e in zip(masked, tokens, strict=True)) and len(set(tokens)) == 1
+    steps = config.train.steps
+    data = [list(zip(b.tokens, b.labels, b.loss_mask, strict=True)) for b in map(batches_of(config).step, range(steps))]
+    losses = train_reference(config.model, config.optim, config.train.seed, data, steps)[0]
+    assert [record["loss"] for record in masked] == losses
+
+
+def batches_of(config: RunConfig) -> Batches:
+    """What one process reads."""
+    data, train = load_data(config.data), config.train
+    return Batches(
+        data.training,
+        seq_length=config.data.seq_length,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
+        dp_rank=0,
+        dp_size=1,
+        seed=train.seed,
+        vocab_size=config.model.vocab_size,
+        end_of_document=data.unforetold,
+    )
 
 
 def damage(home: Path, tmp_path: Path, *, cut: str = "", poke: tuple[str, int, bytes] | None = None) -> Path:

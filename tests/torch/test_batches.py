@@ -103,3 +103,14 @@ def test_a_blend_that_repeats_a_small_corpus_counts_it_once():
     sizes = {"seq_length": 5, "global_batch_size": 4, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
     held_out = HeldOutBatches(Batches(blend, **sizes, seed=3, vocab_size=320), 100)
     assert held_out.num_samples == 21 and held_out.num_batches == 10
+
+
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_what_follows_a_documents_end_does_not_count_and_all_ranks_know_how_much_does(dp_size):
+    marked = Corpus(np.arange(101, dtype=np.uint16) % 7, "digest", "a mark every seven tokens")
+    sizes = {"seq_length": 5, "global_batch_size": 12, "micro_batch_size": 2, "dp_size": dp_size}
+    ranks = [Batches(marked, **sizes, seed=3, vocab_size=320, dp_rank=r, end_of_document=6) for r in range(dp_size)]
+    read = [rank.step(2) for rank in ranks]
+    for batch in read:
+        assert torch.equal(batch.loss_mask == 0, batch.tokens == 6) and (batch.labels[batch.tokens == 6] == 0).all()
+    assert {batch.total_tokens for batch in read} == {int(sum(batch.loss_mask.sum() for batch in read))} != {60}
