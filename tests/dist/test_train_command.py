@@ -283,6 +283,15 @@ def test_one_rank_that_others_signal_stops_all(text, tmp_path):
     assert json.loads((only_run(tmp_path) / "status.json").read_text())["state"] == "stopped"
 
 
+def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
+    limit = "train.exit_after=1s"  # a rank is older than that before its first step
+    done = ppctl("train", "+recipe=quickstart", *TINY, text, "pp=2", "vpp=1", "steps=50", limit, cwd=tmp_path)
+    run = only_run(tmp_path)
+    assert (done.returncode, json.loads((run / "status.json").read_text())["state"]) == (75, "stopped")
+    assert len(metrics(run)) == 1
+    assert "start-up " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("fault", "first_line"),
     [

@@ -67,6 +67,7 @@ def test_the_largest_recipe_is_planned(packages: Path, tmp_path: Path) -> None:
         (["recipes", "show", "deepseek_v3"], "Et*3|(tt|)*29,m|L"),
         (["explain", "PP-E604"], "Torch is not installed"),
         (["runs"], ""),
+        (["submit", "+recipe=llama3_8b", "launch.time=1:00:00", "--dry-run"], "#SBATCH --nodes=4"),
     ],
 )
 def test_what_needs_no_torch_works(packages: Path, tmp_path: Path, arguments: list[str], says: str) -> None:

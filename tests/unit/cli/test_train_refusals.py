@@ -50,6 +50,8 @@ def prepared(*typed: str) -> Launch:
         (["+recipe=quickstart", "launch.device_memory=1MiB"], 4, ["PP-E801"]),
         (["+recipe=quickstart", "checkpoint.resume=nowhere"], 3, ["PP-E615: checkpoint.resume=nowhere"]),
         (["+recipe=quickstart", "launch.target=env"], 2, ["launch.target"]),
+        (["+recipe=quickstart", "launch=slurm"], 2, ["PP-E629: launch.target=slurm takes effect", "ppctl submit +rec"]),
+        (["+recipe=quickstart", "launch.qos=a", "launch.time=9"], 2, ["launch.qos, launch.time take effect"]),
         (["+recipe=quickstart", "-m"], 2, ["PP-E106"]),
         (["+recipe=quickstart", "--frobnicate"], 2, ["frobnicate"]),
     ],
@@ -63,6 +65,42 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
     for text in says:
         assert text in err
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "says"),
+    [
+        (["+recipe=quickstart"], 2, ["PP-E629: a job asks for GPUs or does not", "launch.device=cpu"]),
+        (["+recipe=quickstart", "launch.device=cpu"], 2, ["PP-E620: there is no sbatch here", "--dry-run"]),
+        (["+recipe=llama3_8b", "nodes=5"], 2, ["PP-E211"]),
+        (["+recipe=deepseek_v3"], 2, ["cannot train it yet"]),
+        (["+recipe=quickstart", "launch.device=cpu", "launch.parttion=a"], 2, ["did you mean launch.partition"]),
+        (["+recipe=quickstart", "launch.device=cpu", "launch.after=nobody"], 2, ["PP-E611"]),
+        (["+recipe=quickstart", "launch.device=cpu", "checkpoint.resume=nowhere"], 3, ["PP-E615"]),
+        (["+recipe=quickstart", "launch.device=cpu", "launch.device_memory=1MiB"], 4, ["PP-E801"]),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_before_anything_is_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: list[str], code: int,
+    says: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["submit", *typed]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    for text in says:
+        assert text in err
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+def test_a_run_that_was_not_submitted_has_no_job(here: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    new_run(prepared("+recipe=quickstart", "launch.device=cpu"), Started("person"))
+    assert main([command]) == 2
+    assert "PP-E628" in capsys.readouterr().err
+    assert main(["status"]) == 0
+    assert "starting, step 0" in capsys.readouterr().out
+    assert main(["logs"]) == 2
 
 
 def test_with_json_a_refusal_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

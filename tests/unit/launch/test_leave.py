@@ -1,0 +1,91 @@
+"""Entering and leaving a submitted job: the run directory decides, not srun's exit code."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ppctl.config.compose import compose
+from ppctl.launch.code import package_digest
+from ppctl.launch.enter import go_on, wrong_here
+from ppctl.launch.leave import judge, main
+from ppctl.plan import build_plan
+from ppctl.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run of two ranks that was submitted."""
+    config = compose(["+recipe=quickstart", "launch.device=cpu", "vpp=1"]).config
+
+    def fill(draft: RunDir) -> None:
+        draft.write_config(config)
+        draft.write_plan(build_plan(config, {}))
+        draft.write_status("running", step=3)
+
+    return RunDir.create(tmp_path, "run", fill)
+
+
+def fail(run: RunDir, rank: int, when: float) -> None:
+    error = {"rank": rank, "time": when, "type": "ValueError", "message": f"from {rank}", "exit_code": 1}
+    run.write_error(rank, error)
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_what_the_ranks_wrote_counts_whatever_srun_says(run: RunDir, code: int) -> None:
+    run.write_result({"state": "finished", "step": 5})
+    assert (judge(run, code, ended=False).exit_code, judge(run, code, ended=True).exit_code) == (0, 0)
+    run.write_result({"state": "stopped", "step": 5})
+    assert judge(run, code, ended=False).exit_code == 75
+    fail(run, 1, time.time())
+    outcome = judge(run, code, ended=False)
+    assert (outcome.exit_code, outcome.state) == (1, "failed")
+
+
+def test_the_first_error_comes_first(run: RunDir) -> None:
+    fail(run, 0, time.time())
+    fail(run, 1, time.time() - 5)
+    assert judge(run, 143, ended=False).report.startswith("error PP-E701: rank 1 failed: ValueError: from 1")
+
+
+def test_silence_is_a_failure_and_an_end_from_outside_is_none(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.path), "--step-code", "0"]) == 1
+    assert "PP-E703" in capsys.readouterr().err
+    assert (run.status()["state"], run.status()["exit_code"]) == ("failed", 1)
+    assert main([str(run.path), "--step-code", "143", "--ended"]) == 143
+    assert run.status()["state"] == "interrupted"
+
+
+def test_another_life_goes_on_from_the_last_checkpoint_and_keeps_old_errors_aside(run: RunDir) -> None:
+    fail(run, 1, time.time())
+    run.write_result({"state": "stopped"})
+    (run.checkpoints / "step-7").mkdir()
+    (run.checkpoints / "latest").write_text("step-7\n")
+    go_on(run)
+    assert run.read_config().checkpoint.resume == str(run.checkpoints / "step-7")
+    assert (run.errors(), run.result(), run.status()["state"]) == ([], {}, "starting")
+    assert [path.name for path in (run.path / "errors-1").iterdir()] == ["rank-0001.json"]
+
+
+def test_a_node_with_other_code_or_without_the_directory_is_told(run: RunDir, tmp_path: Path) -> None:
+    assert wrong_here(run, package_digest()) is None
+    assert wrong_here(run, "live") is None
+    other = wrong_here(run, "0" * 16)
+    assert other is not None and other.code == "PP-E624"
+    gone = wrong_here(RunDir(tmp_path / "nowhere"), "live")
+    assert gone is not None and gone.code == "PP-E623"
+
+
+def test_the_digest_changes_with_any_file_and_its_name_alone(tmp_path: Path) -> None:
+    for name, text in (("a.py", "1\n"), ("b.py", "2\n"), ("notes.txt", "x")):
+        (tmp_path / name).write_text(text)
+    before = package_digest(tmp_path)
+    (tmp_path / "notes.txt").write_text("y")
+    assert package_digest(tmp_path) == before
+    (tmp_path / "a.py").write_text("1 \n")
+    assert package_digest(tmp_path) != before
+    (tmp_path / "a.py").write_text("1\n")
+    (tmp_path / "b.py").rename(tmp_path / "c.py")
+    assert package_digest(tmp_path) != before
