@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     from ppctl.cli import training
     from ppctl.launch.prepare import Launch, find_checkpoint
 
+    began = time.perf_counter()
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
@@ -85,7 +87,9 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
     config, data = training.settle(composed.config, plan, args.overrides, started)
-    return Launch(config, plan, f"{training.program()} {_typed(args, run)}", data), checkpoint
+    return Launch(
+        config, plan, f"{training.program()} {_typed(args, run)}", data, time.perf_counter() - began
+    ), checkpoint
 
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +62,26 @@ class Cluster:
         """One value of `scontrol show job`."""
         text = self.command("scontrol", "-o", "show", "job", number).stdout
         return next((word.partition("=")[2] for word in text.split() if word.startswith(f"{key}=")), "")
+
+    def lose(self, node: str, job: str) -> set[int]:
+        """Stop a node's daemon, its step daemons and the job's ranks at once, as if the machine were gone."""
+        found: set[int] = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, IndexError):
+                words = set((process / "environ").read_text(errors="replace").split("\0"))
+                command = (process / "cmdline").read_text().replace("\0", " ")
+                if f"{self.conf} -N {node} " in command:
+                    found.add(int(process.name))
+                elif {f"SLURM_JOB_ID={job}", f"SLURMD_NODENAME={node}", f"SLURM_CONF={self.conf}"} <= words:
+                    parent = re.findall(r"PPid:\s+([0-9]+)", (process / "status").read_text())[0]
+                    found |= {int(process.name), int(parent)}
+        for number in found:
+            os.kill(number, signal.SIGSTOP)
+        return found
+
+    def idle(self, node: str) -> bool:
+        """Whether a node has nothing to do and may be used."""
+        return self.command("sinfo", "-h", "-p", "main", "-n", node, "-o", "%T").stdout.strip() == "idle"
 
     def wait_for(self, number: str, *states: str) -> str:
         """Wait until the job is in one of `states`; returns it."""

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,23 @@ def test_a_node_whose_health_check_fails_is_left_out(cluster: Cluster) -> None:
     assert (run.restarts(), cluster.job(run.job, "NodeList")) == (1, "ppctl[2-3]")
 
 
+def test_a_run_loses_a_node_and_goes_on_without_it(cluster: Cluster) -> None:
+    """SLURM itself finds the node gone (SlurmdTimeout), and requeues the job on the nodes that are left."""
+    run = cluster.submit(*TWO, "steps=12", "checkpoint.interval=1", SLOW_STEP="0.5")
+    run.trains()
+    stopped = cluster.lose("ppctl2", run.job)
+    assert len(stopped) >= 3  # slurmd, the step's daemon, a rank
+    try:
+        assert run.ends() == "COMPLETED", run.log()
+        assert (run.restarts(), cluster.job(run.job, "NodeList")) == (1, "ppctl[1,3]")
+        assert [step for step, *_ in run.numbers()] == list(range(12))
+    finally:
+        for number in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
+        wait(lambda: cluster.idle("ppctl2"), "ppctl2 to come back")
+
+
 def test_ranks_see_the_gpus_that_the_plan_asks_for(cluster: Cluster) -> None:
     """The GPUs are not real: SLURM hands them out, and torch says in its first error that it cannot use them."""
     show = 'launch.health_check=echo "$SLURMD_NODENAME sees $CUDA_VISIBLE_DEVICES of $SLURM_GPUS_ON_NODE"'
@@ -143,7 +161,7 @@ def test_ranks_see_the_gpus_that_the_plan_asks_for(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("nodes=9", "gpus_per_node=1", "pp=3", "gbs=9"), "PP-E627"),
+        (("nodes=8", "gpus_per_node=1", "pp=2"), "PP-E627"),
         ((*TWO, "launch.partition=nowhere"), "PP-E621"),
         ((*TWO, 'launch.sbatch_args=["--gpus-per-task=99"]'), "PP-E621"),
         ((*TWO, "launch.after=nobody"), "PP-E61"),

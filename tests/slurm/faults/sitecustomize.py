@@ -13,12 +13,16 @@ import traceback
 def _arm() -> None:
     import ppctl.checkpoint.writing as writing
     from ppctl.engine.interpreter import Engine
+    from ppctl.train.step import Trainer
 
-    run, sync, rank = Engine.run, writing.sync_files, int(os.environ["RANK"])
+    run, step, sync, rank = Engine.run, Trainer.step, writing.sync_files, int(os.environ["RANK"])
     begun = [0]
 
-    def slow_run(self: Engine) -> None:
+    def slow_step(self: Trainer, number: int) -> object:
         time.sleep(float(os.environ.get("SLOW_STEP", 0)))
+        return step(self, number)
+
+    def raising_run(self: Engine) -> None:
         if os.environ.get("RAISE") == f"{rank} {begun[0]}":
             raise ValueError("struck by a test")
         begun[0] += 1
@@ -29,7 +33,7 @@ def _arm() -> None:
             time.sleep(float(os.environ["SLOW_SAVE"].split(",")[rank]))
         return sync(path, pattern)
 
-    Engine.run, writing.sync_files = slow_run, slow_sync
+    Engine.run, Trainer.step, writing.sync_files = raising_run, slow_step, slow_sync
 
 
 if "RANK" in os.environ and "ppctl.worker" in sys.orig_argv:
