@@ -141,7 +141,7 @@ class Trainer:
             stage.eval()
         for call in range(self.calls):
             self.first = call * s.plan.num_microbatches
-            run_schedule(s.plan.forward_schedule, self.programs, s.communicator)
+            run_schedule(s.plan.forward_schedule, self.programs, s.communicator, heartbeat=s.heartbeat)
         for stage in s.stages.values():
             stage.train()
         return [float(self.losses[mb]) for mb in sorted(self.losses)]
