@@ -45,11 +45,12 @@ COMMANDS = {
     "logs": Command("show what a run has printed"),
     "cancel": Command("end a submitted run"),
     "requeue": Command("let a submitted run go on"),
+    "doctor": Command("check versions, devices, the file system, and time every edge"),
     "explain": Command("explain an error code or a configuration key"),
 }
 
 LATER = (
-    "doctor", "trace", "parity",
+    "trace", "parity",
 )  # fmt: skip
 
 

@@ -1,0 +1,99 @@
+"""How fast messages are between neighbours: run as `python -m ppctl.comm.probe`, once per rank.
+
+Knows the rank variables, gloo and NCCL. Must not know runs, plans or configs. Rank 0 prints one JSON object: versions,
+and a row for every edge of the ring, one way, measured one edge at a time: seconds of an empty message, bytes per second
+of a large one. An edge that does not answer within its limit is told with both host names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 20.0
+"""Seconds that one edge may take."""
+LARGE = 4 * 2**20
+"""Float32 elements of the large message: 16 MiB."""
+_ROUNDS = 5
+
+
+def main() -> int:
+    """Measure; 0 where every edge answered, else 1."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > int(os.environ.get("LOCAL_RANK", rank))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=LIMIT))
+    hosts: list[Any] = [None] * world
+    dist.all_gather_object(hosts, socket.gethostname())
+    edges = [_edge(source, (source + 1) % world, hosts, device) for source in range(world)] if world > 1 else []
+    if rank == 0:
+        print(json.dumps({"versions": versions(), "device": device.type, "ranks": world, "edges": edges}))
+        sys.stdout.flush()
+    return int(any(edge["error"] for edge in edges))
+
+
+def versions() -> dict[str, Any]:
+    """What is installed and what is there."""
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
+        "devices": devices,
+        "gloo": dist.is_gloo_available(),
+    }
+
+
+def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> dict[str, Any]:
+    """One edge, while the other ranks wait."""
+    told: dict[str, Any] = {"source": source, "target": target, "hosts": [hosts[source], hosts[target]], "error": None}
+    measured: list[Any] = [None, None, None]
+    if dist.get_rank() in (source, target):
+        try:
+            measured = [_seconds(source, target, 1, device), _seconds(source, target, LARGE, device), None]
+        except RuntimeError as error:
+            measured = [None, None, str(error).splitlines()[0]]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, measured)
+    small, large, failure = rows[source]
+    wrong = failure or rows[target][2]
+    if wrong:
+        return told | {"error": wrong, "latency_s": None, "bytes_per_s": None}
+    return told | {"latency_s": small, "bytes_per_s": 4 * LARGE / large}
+
+
+def _seconds(source: int, target: int, elements: int, device: torch.device) -> float:
+    """One way, half of a round trip: the median of several."""
+    tensor = torch.zeros(elements, device=device)
+    found = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        if dist.get_rank() == source:
+            dist.send(tensor, target)
+            dist.recv(tensor, target)
+        else:
+            dist.recv(tensor, source)
+            dist.send(tensor, source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append((time.perf_counter() - began) / 2)
+    return sorted(found)[_ROUNDS // 2]
+
+
+if __name__ == "__main__":
+    code = main()
+    dist.destroy_process_group()
+    sys.exit(code)

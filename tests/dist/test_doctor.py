@@ -1,0 +1,75 @@
+"""`ppctl doctor`: what it measures, what it finds wrong, and how it is run by others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import environment, ppctl
+
+from ppctl.cli.doctor import _wrong
+
+
+def test_it_times_every_edge_of_the_ring(tmp_path: Path) -> None:
+    done = ppctl("doctor", "--ranks", "3", "--json", cwd=tmp_path, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert [(edge["source"], edge["target"]) for edge in told["edges"]] == [(0, 1), (1, 2), (2, 0)]
+    assert all(edge["latency_s"] > 0 and edge["bytes_per_s"] > 1e6 for edge in told["edges"])
+    assert told["versions"]["torch"]
+    assert told["disk"]["bytes_per_s"] > 0
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_as_ranks_of_a_job_the_first_one_tells(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "ppctl", "doctor"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("nothing is wrong") == 1
+    assert "0 -> 1" in done.stdout
+
+
+FINE: dict[str, Any] = {
+    "failure": None,
+    "edges": [{"source": 0, "target": 1, "hosts": ["a", "b"], "error": None, "latency_s": 1e-5, "bytes_per_s": 1e9}],
+    "versions": {"torch": "2.13.0+cpu", "cuda": None, "devices": []},
+    "disk": {"path": "/runs", "bytes_per_s": 1e9, "sync_s": 0.001, "error": None},
+    "shared_memory_bytes": 2**30,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"failure": "the ranks could not be started: x"}, "could not be started"),
+        ({"edges": [FINE["edges"][0] | {"error": "timed out"}]}, "rank 0 on a does not reach rank 1 on b: timed out"),
+        ({"versions": {"torch": "2.9.1", "cuda": None, "devices": []}}, "older than 2.11"),
+        ({"versions": {"torch": "2.13.0", "cuda": "13.0", "devices": []}}, "sees no device"),
+        ({"disk": FINE["disk"] | {"bytes_per_s": 1e6}}, "/runs is slow: 1 MB/s"),
+        ({"disk": FINE["disk"] | {"error": "Permission denied"}}, "/runs cannot be written: Permission denied"),
+        ({"shared_memory_bytes": 1000}, "/dev/shm"),
+        ({"edges": [FINE["edges"][0] | {"bytes_per_s": s} for s in (1e9, 1e9, 1e8)]}, "four times slower"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, Any], told: str) -> None:
+    assert list(_wrong(FINE)) == []
+    (line,) = _wrong(FINE | change)
+    assert told in line
+
+
+def test_it_refuses_no_ranks(tmp_path: Path) -> None:
+    done = ppctl("doctor", "--ranks", "0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "PP-E641" in done.stderr
