@@ -61,8 +61,13 @@ class _Server:
         atexit.register(self.close)
 
     def ask(self, request: dict[str, Any]) -> list[tuple[str, int, Any]]:
-        write_message(self.requests, pickle.dumps(request))
-        reply = read_message(self.replies)
+        try:
+            write_message(self.requests, pickle.dumps(request))
+            reply = read_message(self.replies)
+        except BaseException:  # a test's time is up: the next one must not read this one's reply
+            self.process.kill()
+            self.process.wait()
+            raise
         if reply is None:
             raise RuntimeError("the rank server died")
         return pickle.loads(reply)

@@ -101,3 +101,8 @@ def _experts(model: ModelConfig) -> Iterator[Finding]:
     if chosen and chosen > (groups or 1):
         keys = ("model.moe_router_group_topk", "model.moe_router_num_groups")
         yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
+    elif chosen and groups and experts % groups == 0 and model.moe_router_topk > chosen * experts // groups:
+        keys = ("model.moe_router_topk", "model.moe_router_group_topk")
+        message = f"{chosen} of {groups} groups have {chosen * experts // groups} experts, and a token goes to"
+        needed = -(-model.moe_router_topk * groups // experts)
+        yield keys, f"{message} {model.moe_router_topk}", f"model.moe_router_group_topk={needed}"

@@ -45,6 +45,10 @@ MOE = ["model.num_moe_experts=8"]
         ),
         ([*MOE, "model.moe_router_topk=9"], ["model.moe_router_topk", "model.num_moe_experts"]),
         ([*MOE, "model.moe_router_num_groups=3"], ["model.moe_router_num_groups", "model.num_moe_experts"]),
+        (
+            [*MOE, "model.moe_router_num_groups=4", "model.moe_router_group_topk=1", "model.moe_router_topk=3"],
+            ["model.moe_router_topk", "model.moe_router_group_topk"],
+        ),
         ([*MOE, "model.moe_router_group_topk=2"], ["model.moe_router_group_topk", "model.moe_router_num_groups"]),
         (["seq=9000"], ["data.seq_length", "model.max_position_embeddings"]),
         (["train.nonfinite=skip"], ["train.nonfinite"]),
