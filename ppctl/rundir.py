@@ -4,7 +4,7 @@ The only module that knows these names. Must not know what the values mean: a co
 out whole. Both towers use it.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                         profile.json submit.sbatch job.json requeue.<job>.<life>
+                         profile.json submit.sbatch job.json life requeue.<job>.<life>
                          logs/ heartbeats/ trace/ checkpoints/ errors/
 """
 
@@ -234,14 +234,22 @@ class RunDir:
         """What result.json says; empty while the run goes on."""
         return self._mapping("result.json")
 
-    def begin_life(self) -> None:
+    def begin_life(self, name: str) -> None:
         """Clear the way for another life of a submitted run: the last one's result goes, its errors are kept aside."""
+        self._write("life", name)
         (self.path / "result.json").unlink(missing_ok=True)
         if self.errors():
             number = 1 + sum(1 for _ in self.path.glob("errors-*"))
             (self.path / "errors").rename(self.path / f"errors-{number}")
             (self.path / "errors").mkdir()
         self.forget_heartbeats()
+
+    def life(self) -> str:
+        """The name of the life that goes on now; empty for a run that was not submitted."""
+        try:
+            return (self.path / "life").read_text(encoding="utf-8")
+        except OSError:
+            return ""
 
     def write_job(self, record: Mapping[str, Any]) -> None:
         """Write job.json: as what the run was submitted (`job`, `cluster`, `time`)."""

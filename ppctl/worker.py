@@ -281,7 +281,7 @@ def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, l
 def _fail(error: Exception, run: RunDir | None, ranks: Ranks, *, by_others: bool) -> int:
     """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
-    if run is not None:
+    if run is not None and not _outlived(run):
         record = _error_record(error, ranks, code)
         try:
             run.write_error(ranks.rank, record)
@@ -293,6 +293,12 @@ def _fail(error: Exception, run: RunDir | None, ranks: Ranks, *, by_others: bool
                 run.write_status("failed", rank=ranks.rank)
     traceback.print_exception(error)
     return code
+
+
+def _outlived(run: RunDir) -> bool:
+    """Whether the run goes on without this rank: its node was lost, and came back when the job had been requeued."""
+    own = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+    return run.life() not in ("", own)
 
 
 def _error_record(error: Exception, ranks: Ranks, exit_code: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def wrong_here(run: RunDir, code: str) -> Problem | None:
 
 def go_on(run: RunDir) -> None:
     """Let the run go on from its last checkpoint, if it has one, and forget how its last life ended."""
-    run.begin_life()
+    run.begin_life(f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}")
     run.sweep()
     last, config = run.latest_checkpoint(), run.read_config()
     if last is not None and config.checkpoint.resume != str(last):

@@ -78,7 +78,7 @@ def test_a_rank_that_raises_ends_the_job_and_its_error_comes_first(cluster: Clus
     told = run.status()
     assert (told["state"], told["errors"][0]["rank"]) == ("failed", 1)
     assert told["errors"][0]["message"] == "struck by a test"
-    assert "error PP-E701: rank 1 (stage 1) failed" in run.log()
+    assert "error PP-E701: rank 1 failed: ValueError: struck by a test" in run.log()
     assert run.restarts() == 0
 
 
@@ -143,6 +143,8 @@ def test_a_run_loses_a_node_and_goes_on_without_it(cluster: Cluster) -> None:
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGCONT)
         wait(lambda: cluster.idle("ppctl2"), "ppctl2 to come back")
+    # The ranks of the lost node wake up, fail, and leave the run as it is.
+    assert (run.told("status.json")["state"], list(run.run.glob("errors/*"))) == ("finished", [])
 
 
 def test_ranks_see_the_gpus_that_the_plan_asks_for(cluster: Cluster) -> None:
