@@ -1,6 +1,6 @@
 """ppctl's engine against torch.distributed.pipelining and against the bound without communication.
 
-    python benchmarks/engine.py [--launches 5] [--repeats 10] [--only NAME ...] [--out benchmarks]
+    python benchmarks/engine.py [--launches 5] [--repeats 5] [--only NAME ...] [--out benchmarks] [--megatron DIR]
 
 Contenders of one cell run inside the same processes and alternate step by step, so that a noisy neighbour hits all of
 them: figures are compared inside one launch, and medians taken over launches, with a bootstrap interval. Every cell's
@@ -19,10 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from engine_megatron import HOW, VERSION, takes_part
 from engine_workloads import Cell
+
+from ppctl.launch.environment import rank_environment
 
 HERE = Path(__file__).resolve().parent
 
@@ -53,20 +57,24 @@ FLOORS = {
 """Speed against torch: torch's time divided by the contender's."""
 
 
-def launch(cell: Cell, repeats: int) -> dict:
-    """One set of processes; rank 0's report."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": str(cell.pp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    if cell.memory:
-        # glibc keeps freed blocks of these sizes on its heap, and the peak would be its fragments'; of their own pages,
-        # what is freed is gone, for every contender alike.
-        shared["MALLOC_MMAP_THRESHOLD_"] = "65536"
+def free_port() -> int:
+    """A port that is free, below the range that the kernel hands out: nobody takes it before rank 0 listens."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def launch(cell: Cell, repeats: int, megatron: Path | None) -> dict:
+    """One set of processes, in the environment that `ppctl train` gives its ranks; rank 0's report."""
+    port = free_port()
+    repeats *= 4 if cell.kind == "empty" else 1
     command = [sys.executable, str(HERE / "engine_rank.py"), json.dumps({"cell": asdict(cell), "repeats": repeats})]
+    found = {} if megatron is None else {"PYTHONPATH": str(megatron.resolve())}
     ranks = [
         subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": str(rank)}, stdout=subprocess.PIPE if rank == 0 else None
+            command, env=rank_environment(rank, cell.pp, port, found), stdout=subprocess.PIPE if rank == 0 else None
         )
         for rank in range(cell.pp)
     ]
@@ -142,15 +150,20 @@ def hardware() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--launches", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5, help="steps of a launch; of empty ones four times as many")
     parser.add_argument("--only", nargs="*", help="cells whose names begin so")
     parser.add_argument("--out", type=Path, default=HERE, help="directory of the results file")
+    parser.add_argument("--megatron", type=Path, help=f"directory that holds megatron-core: {HOW}")
     options = parser.parse_args()
     cells = [cell for cell in CELLS if not options.only or any(cell.name.startswith(name) for name in options.only)]
+    if options.megatron is not None:
+        cells = [replace(c, contenders=(*c.contenders, "megatron")) if takes_part(c) else c for c in cells]
     before = hardware()
     table, peaks = [], {}
     for cell in cells:
-        reports = [launch(cell, options.repeats) for _ in range(options.launches)]
+        reports = [
+            launch(cell, options.repeats, options.megatron) for _ in range(3 if cell.memory else options.launches)
+        ]
         if cell.memory:
             name = cell.contenders[0]
             peaks[name, cell.microbatches] = statistics.median(r[name]["peaks"][cell.pp // 2] for r in reports)
@@ -166,8 +179,9 @@ def main() -> int:
         f"{options.launches} launches of {options.repeats} steps each; medians over launches of medians over steps.",
         "Speed is torch's time divided by the contender's, with a bootstrap interval over launches; a floor is held",
         "where the interval's lower end is within 2 % of it. Efficiency is the bound without communication divided by",
-        "the time.",
-        "megatron-core is not among the contenders: its functions need patches to run without CUDA.",
+        "the time; the bound is the formula (m + (p - 1) / v) (tf + tb) where stages sleep, else it follows from ranks",
+        "that compute one at a time on data made before. extra is what auto chose from the times of three steps.",
+        f"megatron-core {VERSION}, its own functions on the CPU, is a contender with: {HOW}.",
         "",
         "| cell | contender | time | CPU, all ranks | efficiency | speed against torch | floor | correct |",
         "|---|---|---|---|---|---|---|---|",
@@ -175,7 +189,7 @@ def main() -> int:
     ]
     if grown := memory_rows(peaks):
         print("\n".join(grown))
-        head = "| peak memory above set-up, a middle rank, 16 MiB (mmap'd) | m = 8 | m = 32 | growth | limit |"
+        head = "| peak memory above set-up, a middle rank, 16 MiB | m = 8 | m = 32 | growth | limit |"
         lines += ["", head, "|---|---|---|---|---|", *grown]
     path = options.out / f"results-engine-{time.strftime('%Y-%m-%d')}.md"
     path.write_text("\n".join(lines) + "\n")

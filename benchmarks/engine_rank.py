@@ -14,10 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from engine_megatron import Megatron
 from engine_workloads import Cell, Gpt, Sleep, workload
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
@@ -25,12 +27,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from ppctl import heartbeat
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.engine.recorder import make_recorder
-from ppctl.errors import ScheduleError
-from ppctl.plan.warmup import CLOSE
+from ppctl.plan.warmup import least_warmup, simulated_steps
 from ppctl.schedule.action import Schedule
+from ppctl.schedule.hops import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.schedule.simulate import Costs
 from ppctl.schedules import StageProgram, run_schedule
 
 CPU = torch.device("cpu")
@@ -64,7 +66,7 @@ class Ppctl:
 
     def __init__(self, harness: Harness, work: Sleep | Gpt, *, extra: int = 0, batched: bool = False) -> None:
         cell, self.work = harness.cell, work
-        self.schedule = schedule_of(cell, extra=extra, batched=batched)
+        self.schedule = lower(compute_only(cell, extra), batched=batched)
         group = dist.new_group(list(range(cell.pp)), backend="gloo")
         config = SimpleNamespace(batch_p2p_comm=batched, overlap_p2p_comm=not batched, pipeline_dtype=torch.float32)
         self.communicator = P2PCommunicator(group, config, channels=self.schedule.capacities)
@@ -149,71 +151,74 @@ class Torch:
 
 
 class Alone:
-    """No communication: every rank's own forwards and backwards on made-up data. The bound that follows from it."""
+    """No communication: one rank at a time runs its forwards and backwards on data that was made before."""
 
     def __init__(self, harness: Harness, work: Sleep | Gpt) -> None:
-        self.cell, self.work = harness.cell, work
+        self.cell, self.work, self.harness = harness.cell, work, harness
         self.modules = {s: work.module(s) for s in range(harness.rank, harness.cell.stages, harness.cell.pp)}
         self.inputs, self.targets = work.inputs(), work.targets()
+        self.received = torch.zeros(work.spec().shape, requires_grad=True)
+        self.gradient = torch.zeros(work.spec().shape)
 
     def step(self) -> None:
         for mb in range(self.cell.microbatches):
             for stage, module in self.modules.items():
-                x = torch.zeros(self.work.spec().shape, requires_grad=True) if stage else self.inputs[mb]
-                output = module(x)
+                self.received.grad = None
+                output = module(self.received if stage else self.inputs[mb])
                 if stage < self.cell.stages - 1:
-                    output.backward(torch.zeros_like(output))
+                    output.backward(self.gradient)
                 else:
                     (self.work.loss(output, self.targets[mb]) / self.cell.microbatches).backward()
 
-    def bound(self, seconds: float) -> float:
-        """Every rank as slow as the slowest, the pipeline filled and drained: compute x (1 + (p - 1) / (m v))."""
-        return seconds * (1 + (self.cell.pp - 1) / (self.cell.microbatches * self.cell.vpp))
+    def bound(self) -> float:
+        """No step with these stages is shorter: see `least_step`. Sleeping stages take at least what they sleep."""
+        cell = self.cell
+        if cell.kind == "sleep":
+            return least_step([3 * cell.forward * cell.microbatches] * cell.pp, cell)
+        turns = range(cell.pp)
+        alone = [self.harness.timed(self.step if turn == self.harness.rank else _nothing)[0] for turn in turns]
+        return least_step(alone, cell)
 
     def close(self) -> None:
         """Nothing to hand back."""
 
 
-def schedule_of(cell: Cell, *, extra: int = 0, batched: bool = False) -> Schedule:
+def _nothing() -> None:
+    """What a rank does while another has its turn."""
+
+
+def least_step(alone: list[float], cell: Cell) -> float:
+    """The bound that follows from what each rank computes by itself in a step, in seconds.
+
+    The first microbatch reaches a rank through one chunk of every rank before it, and leaves the same way. With equal
+    ranks: (m + (p - 1) / v) (tf + tb).
+    """
+    chunk = [seconds / (cell.microbatches * cell.vpp) for seconds in alone]
+    return max(seconds + sum(chunk[:rank]) for rank, seconds in enumerate(alone))
+
+
+def compute_only(cell: Cell, extra: int = 0) -> Schedule:
     name = "1f1b" if cell.vpp == 1 else "interleaved_1f1b"
-    plain = make_schedule(name, pp=cell.pp, vpp=cell.vpp, num_microbatches=cell.microbatches, extra_warmup=extra)
-    return lower(plain, batched=batched)
+    return make_schedule(name, pp=cell.pp, vpp=cell.vpp, num_microbatches=cell.microbatches, extra_warmup=extra)
 
 
-def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl) -> int:
-    """extra_warmup=auto from what was measured: stages' times in a step, and a message's time between two ranks."""
-    totals = plain.recorder.totals()
-    own = {} if totals is None else {s: (totals.forward[s], totals.backward[s]) for s in plain.modules}
-    rows: list[dict[int, tuple[float, float]]] = [{}] * harness.cell.pp
-    dist.all_gather_object(rows, own, group=harness.group)
-    measured = {stage: seconds for row in rows for stage, seconds in row.items()}
-    message = harness.agree(_message_seconds(harness, torch.zeros(work.spec().shape)))
-    costs = Costs(*([measured[s][half] for s in sorted(measured)] for half in (0, 1)), message=message)
-    times = {}
-    for extra in range(harness.cell.pp):
-        try:
-            times[extra] = step_time(simulate(schedule_of(harness.cell, extra=extra), costs))
-        except ScheduleError:
-            break
-    return next(extra for extra, seconds in times.items() if seconds <= CLOSE * min(times.values()))
-
-
-def _message_seconds(harness: Harness, tensor: Tensor, rounds: int = 5) -> float:
-    """One way between rank 0 and rank 1, there and back again, receives posted ahead. 0 on all others."""
-    if harness.rank > 1:
-        return 0.0
-    other, seconds = 1 - harness.rank, []
-    for _ in range(rounds):
-        received = dist.irecv(torch.empty_like(tensor), other, group=harness.group)
-        begin = time.perf_counter()
-        if harness.rank == 0:
-            dist.send(tensor, other, group=harness.group)
-            received.wait()
-        else:
-            received.wait()
-            dist.send(tensor, other, group=harness.group)
-        seconds.append((time.perf_counter() - begin) / 2)
-    return statistics.median(seconds)
+def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl, steps: int = 3) -> int:
+    """extra_warmup=auto as a plan chooses it, from what `ppctl train` measures: times of stages and messages."""
+    cell, placement = harness.cell, plain.schedule.placement
+    measured, traces = {}, []
+    for _ in range(steps):
+        forget_gradients(plain.modules)
+        harness.timed(plain.step)
+        totals = plain.recorder.totals()
+        rows: list = [None] * cell.pp
+        dist.all_gather_object(rows, (totals.forward, totals.backward, plain.recorder.spans()), group=harness.group)
+        for forward, backward, _ in rows:
+            measured |= {stage: (forward[stage], backward[stage]) for stage in forward}
+        traces.append([span for *_, spans in rows for span in spans])
+    messages = message_times(traces, placement)
+    usual = statistics.median(messages.values()) if messages else 0.0
+    costs = Costs(*([measured[s][half] for s in sorted(measured)] for half in (0, 1)), message=usual, messages=messages)
+    return least_warmup(simulated_steps(cell.pp, costs, partial(compute_only, cell)))
 
 
 def forget_gradients(modules: dict[int, nn.Module]) -> None:
@@ -224,6 +229,8 @@ def forget_gradients(modules: dict[int, nn.Module]) -> None:
 def make(name: str, harness: Harness, work: Sleep | Gpt, made: dict[str, object]) -> object:
     if name == "torch":
         return Torch(harness, work)
+    if name == "megatron":
+        return Megatron(harness.rank, work)
     if name == "alone":
         return Alone(harness, work)
     extra = chosen_warmup(harness, work, made["ppctl"]) if name == "ppctl_auto" else 0
@@ -276,9 +283,11 @@ def main() -> None:
         order = list(made) if repeat % 2 == 0 else list(made)[::-1]
         for name in order:
             forget_gradients(made[name].modules)
+            if name == "alone":
+                report[name]["times"].append(made[name].bound())
+                continue
             seconds, cpu = harness.timed(made[name].step)
-            bound = made[name].bound(seconds) if name == "alone" else seconds
-            report[name]["times"].append(bound)
+            report[name]["times"].append(seconds)
             report[name]["cpu"].append(cpu)
     wrongs: list[dict] = [{}] * cell.pp
     dist.all_gather_object(wrongs, {name: row.get("wrong", "") for name, row in report.items()}, group=harness.group)

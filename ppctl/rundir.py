@@ -271,7 +271,7 @@ class RunDir:
         self._write(f"requeue.{job}.{life}", ",".join(exclude) + "\n")
 
     def write_profile(self, record: Mapping[str, Any]) -> None:
-        """Write profile.json: measured costs per stage."""
+        """Write profile.json: measured seconds per stage, and per message by channel."""
         self._write("profile.json", json.dumps(record) + "\n")
 
     # Paths of what others write

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem
 
@@ -121,8 +122,27 @@ def _tasks_on(per_node: str, node: int) -> int:
     return counts[node] if node < len(counts) else counts[-1]
 
 
-USUAL = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-"""What every rank gets unless the environment says otherwise: ranks share a machine, and a crash shows its stack."""
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def allocator(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
+    """How a rank's C library keeps large tensors of the host: each on pages of its own, and these huge.
+
+    glibc would soon keep them on its heap, where a freed aligned block is too small for the next one of its size: the
+    peak then grows with the microbatches (decision 9). On pages of its own what is freed is gone; without huge ones
+    their faults would double a stage's CPU time, so that nothing is set where the kernel has none.
+    """
+    try:
+        choice = huge_pages.read_text()
+    except OSError:
+        return {}
+    size = str(2 * 2**20)  # where torch's own huge pages begin
+    return {} if "[never]" in choice else {"MALLOC_MMAP_THRESHOLD_": size, "THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def usual() -> dict[str, str]:
+    """What every rank gets unless the environment says otherwise: ranks share a machine, a crash shows its stack."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator()
 
 
 def choose_port(extra: Mapping[str, str]) -> int:
@@ -141,7 +161,7 @@ def choose_port(extra: Mapping[str, str]) -> int:
 
 def rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of one local rank: what is usual here, this process's own, `launch.env`, the rank's."""
-    usual = USUAL | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    here = usual() | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     own = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -150,4 +170,4 @@ def rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    return usual | dict(os.environ) | dict(extra) | {name: str(value) for name, value in own.items()}
+    return here | dict(os.environ) | dict(extra) | {name: str(value) for name, value in own.items()}

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from ppctl.launch.environment import USUAL, Started
+from ppctl.launch.environment import Started, usual
 from ppctl.launch.process import dies_with_its_parent
 
 
@@ -26,7 +26,7 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
     if started.by == "torchrun":  # its agent is this process's parent, and nobody else ends the ranks of a killed one
         dies_with_its_parent()()
-    variables = USUAL | dict(os.environ) | dict(environment or {}) | dict(started.variables)
+    variables = usual() | dict(os.environ) | dict(environment or {}) | dict(started.variables)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", *arguments], variables)

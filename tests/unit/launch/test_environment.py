@@ -1,11 +1,12 @@
 """Who started this process: the variables of torchrun, SLURM and others, as the real ones set them."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.launch.environment import choose_port, detect, first_host, rank_environment
+from ppctl.launch.environment import allocator, choose_port, detect, first_host, rank_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -142,3 +143,13 @@ def test_a_ranks_environment_is_what_is_usual_then_ours_then_launch_env(monkeypa
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert rank_environment(0, 1, 1, {})["OMP_NUM_THREADS"] == "1"
     assert rank_environment(0, 1, 1, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_large_blocks_get_huge_pages_of_their_own_where_the_kernel_has_them(tmp_path: Path) -> None:
+    choice = tmp_path / "enabled"
+    assert allocator(choice) == {}
+    choice.write_text("always madvise [never]\n")
+    assert allocator(choice) == {}
+    for text in ("always [madvise] never\n", "[always] madvise never\n"):
+        choice.write_text(text)
+        assert allocator(choice) == {"MALLOC_MMAP_THRESHOLD_": "2097152", "THP_MEM_ALLOC_ENABLE": "1"}
