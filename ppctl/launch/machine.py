@@ -60,7 +60,7 @@ def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping
     if device == "cuda":
         found = count_gpus(environ)
         if found < ranks:
-            ways = [planned, "ppctl train +recipe=quickstart"]
+            ways = [planned, f"ppctl train {_small(arguments)}"]
             if ranks <= _SMALL_JOB:
                 ways.insert(1, f"ppctl train {retyped(with_overrides(arguments, 'launch.device=cpu'))}")
             message = f"needs {_many(ranks, 'GPU')}, this machine has {found}"
@@ -71,6 +71,14 @@ def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping
         message = f"needs {_many(ranks, 'process')}, this machine has {_many(cores, 'core')}"
         return [Problem("PP-E602", message, planned, "launch.device = cpu")]
     return []
+
+
+def _small(arguments: Sequence[str]) -> str:
+    """The miniature of the recipe that was asked for, else a recipe that is small."""
+    recipe = next((text for text in arguments if text.lstrip("+").startswith("recipe=")), None)
+    if recipe is None or any(text.lstrip("+").startswith("scale=") for text in arguments):
+        return "+recipe=quickstart"
+    return f"+{recipe.lstrip('+')} +scale=smoke"
 
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

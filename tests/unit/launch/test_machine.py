@@ -53,7 +53,7 @@ def test_too_few_gpus_are_told_with_commands_that_work_here() -> None:
     (problem,) = shortage("cuda", 2048, ["recipe=x"], {})
     assert problem.code == "PP-E601"
     assert problem.message == "needs 2,048 GPUs, this machine has 4"
-    assert problem.remedy.splitlines() == ["ppctl plan +recipe=x", "ppctl train +recipe=quickstart"]
+    assert problem.remedy.splitlines() == ["ppctl plan +recipe=x", "ppctl train +recipe=x +scale=smoke"]
     (problem,) = shortage("cuda", 1, ["recipe=x"], {"CUDA_VISIBLE_DEVICES": ""})
     assert problem.message == "needs 1 GPU, this machine has 0"
     assert "ppctl train +recipe=x launch.device=cpu" in problem.remedy.splitlines()
