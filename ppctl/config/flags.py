@@ -79,6 +79,7 @@ RENAMED = {
     "--load": "checkpoint.resume",
     "--bf16": "parallel.bf16=true",
     "--fp16": "parallel.fp16=true",
+    "--use-distributed-optimizer": "parallel.data_parallel_sharding=optimizer_gradients",
     "--loss-scale": "optim.loss_scale",
     "--initial-loss-scale": "optim.initial_loss_scale",
     "--min-loss-scale": "optim.min_loss_scale",
@@ -100,7 +101,6 @@ RENAMED = {
 
 LATER = frozenset(
     {
-        "--use-distributed-optimizer",
         "--overlap-grad-reduce",
         "--overlap-param-gather",
         "--fp8-format",
