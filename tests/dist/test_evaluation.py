@@ -93,15 +93,20 @@ def test_the_initial_loss_is_the_plain_mean_over_all_held_out_tokens(text: Path,
     assert record["eval_loss"] == pytest.approx(mean, rel=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "gbs": 8}], ids=str)
-def test_no_cut_changes_a_bit_of_it(text: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
-    one = [r.get("eval_loss") for r in evaluated(text, tmp_path / "one")]
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return evaluated(text, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "vpp": 2}, {"pp": 4}], ids=str)
+def test_no_cut_changes_a_bit_of_it(text: Path, tmp_path: Path, whole: list[dict], sizes: dict[str, int]) -> None:
+    one = [r.get("eval_loss") for r in whole]
     assert [value is None for value in one] == [True, False, True, False] and one[3] < one[1]
     assert [r.get("eval_loss") for r in evaluated(text, tmp_path / "cut", **sizes)] == one
 
 
-def test_two_replicas_agree_to_a_millionth(text: Path, tmp_path: Path) -> None:
-    one, two = evaluated(text, tmp_path / "one"), evaluated(text, tmp_path / "two", dp=2)
+def test_two_replicas_agree_to_a_millionth(text: Path, tmp_path: Path, whole: list[dict]) -> None:
+    one, two = whole, evaluated(text, tmp_path / "two", dp=2)
     assert two[3]["eval_loss"] == pytest.approx(one[3]["eval_loss"], rel=1e-6)
     assert two[3]["eval_samples"] == one[3]["eval_samples"]
 
