@@ -76,12 +76,11 @@ def planned(
     `problems` are those of the command line. All are reported at once, each one time.
     """
     from ppctl.config.compose import RefusedError, compose
-    from ppctl.launch.weights import model_values
 
     composed: Composed | None = None
     found = list(problems)
     try:
-        composed = compose(overrides, for_training=for_training, read_model=model_values)
+        composed = compose(overrides, for_training=for_training, read_model=_read_model)
     except RefusedError as error:
         found += error.problems
         composed = error.composed
@@ -100,6 +99,13 @@ def planned(
     except ConfigError as error:
         found = list(error.problems)
     return composed, plan, list(dict.fromkeys(found))
+
+
+def _read_model(source: str) -> Any:
+    """What `model.from` says of the model; few runs have it, so what reads it is imported here."""
+    from ppctl.launch.weights import model_values
+
+    return model_values(source)
 
 
 def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:

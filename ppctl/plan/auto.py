@@ -24,8 +24,6 @@ from ppctl.plan.warmup import device_limit
 from ppctl.schedule.action import Schedule
 from ppctl.topology import ParallelSizes
 
-AUTO = "auto"
-
 
 def balanced_cut(
     said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: ParallelSizes, measured: Measured | None = None

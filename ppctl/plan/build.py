@@ -13,9 +13,8 @@ from ppctl.cost import parameters
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem
 from ppctl.layout.text import MAX_ITEMS
-from ppctl.plan.auto import AUTO, balanced_cut
 from ppctl.plan.clock import timing
-from ppctl.plan.cut import Cut, derive_cut
+from ppctl.plan.cut import AUTO, Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
 from ppctl.plan.given import chunks_wanted, read_given, take_given
@@ -118,6 +117,8 @@ def derive(said: Said) -> Derivation:
 def _balanced(said: Said, derivation: Derivation) -> Cut:
     world, cut, batch, choice = derivation.world, derivation.cut, derivation.batch, derivation.choice
     assert world and cut and batch and choice
+    from ppctl.plan.auto import balanced_cut  # few plans search
+
     schedule, _ = proved(said, compute_only(said, choice, cut.vpp, batch.num_microbatches))
     return balanced_cut(said, cut, batch, schedule, _sizes(said, world, cut), derivation.measured)
 

@@ -18,6 +18,9 @@ from ppctl.plan.sizes import nearest_divisors
 from ppctl.plan.split import Split, compile_split, options_said
 from ppctl.plan.types import Derived
 
+AUTO = "auto"
+"""The layout that is found by search."""
+
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 
 
@@ -46,7 +49,7 @@ def derive_cut(said: Said, findings: Findings, chunks: tuple[int, str] | None = 
         return None  # they do not fit, and it has been told
     given = said["layout"]
     # For `auto` the even split stands until the schedule is known: `auto.balanced_cut` takes its place.
-    return _even_cut(said, findings, chunks) if given in (None, "auto") else _given_cut(said, given, findings)
+    return _even_cut(said, findings, chunks) if given in (None, AUTO) else _given_cut(said, given, findings)
 
 
 def _split_cut(said: Said, split: Split, findings: Findings) -> Cut | None:

@@ -267,9 +267,9 @@ def test_peak_activations_do_not_grow_with_microbatches_but_do_with_gpipe() -> N
 
 
 def test_predicted_bubble_is_the_textbooks_for_equal_stages() -> None:
-    """E and L weigh next to nothing beside 4 layers each: (p - 1) / (m + p - 1)."""
-    made = plan(pp=4, gbs=12, model__num_layers=16, model__vocab_size=1, cost__device="cpu")
-    assert made.bubble_fraction == pytest.approx(3 / 15, abs=5e-3)
+    """E and L weigh next to nothing beside 24 layers each: (p - 1) / (m + p - 1)."""
+    made = plan(pp=4, gbs=12, model__num_layers=96, model__vocab_size=1, cost__device="cpu")
+    assert made.bubble_fraction == pytest.approx(3 / 15, abs=1e-3)
     assert made.step_time_s > 0
     assert made.time_calibrated is False
 
