@@ -20,7 +20,7 @@ from ppctl.hang import Limits, Progress, Standing, verdict
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 
-GRACE = 60.0
+GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
 """Seconds by which a rank's own alarm is later than what the watch allows."""
 _STACKS = 1.0
 
@@ -82,6 +82,7 @@ class NodeWatch:
         error = verdict(self.plan, standings, still, now)
         where = next(name for name, row in rows if int(row["rank"]) == error["rank"])
         error |= {"time": now, "host": where, "message": f"{error['message']} (it is on {where})"}
+        self._ask_for_other_nodes(hosts, where, host, now, still)
         with suppress(OSError):
             if not self.run.errors():
                 self.run.write_error(int(str(error["rank"])), error)
@@ -90,6 +91,16 @@ class NodeWatch:
         print(f"error {error['code']}: {doing}: {error['message']}\n{error['place']}", file=sys.stderr)
         sys.stderr.flush()
         _end([int(row["pid"]) for row in record.get("ranks", ())])
+
+    def _ask_for_other_nodes(
+        self, hosts: Mapping[str, Mapping[str, Any]], culprit: str, own: str, now: float, still: float
+    ) -> None:
+        """Where the culprit's whole node has fallen silent, let SLURM's job be requeued without it."""
+        job, life = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        silent = now - float(hosts[culprit].get("time", now)) > still / 2
+        if job is not None and culprit != own and silent and self.run.job().get("job") is not None:
+            with suppress(OSError):
+                self.run.write_requeue_mark(job, int(life), exclude=[culprit])
 
 
 def _end(processes: Sequence[int]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command import TINY, only_run, start
+from command import TINY, environment, only_run, start
 from test_faults import alive
+
+from ppctl.rundir import RunDir
 
 KINDS = ("raise", "kill", "stop", "hold")
 CODES = {"raise": "PP-E701", "kill": "PP-E702", "stop": "PP-E706", "hold": "PP-E706"}
@@ -74,3 +77,28 @@ def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path)
         if fault.kind == "hold":
             log = (only_run(where) / "logs" / f"rank-{fault.rank:04d}.log").read_text()
             assert re.search(r"most recent call first", log), "its stack"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -> None:
+    """Held by a call that keeps the GIL: rank 0 watches rank 1; rank 0's own alarm ends it where it is the one."""
+    (tmp_path / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
+    train = ("train", "+recipe=quickstart", *TINY, "pp=2", "vpp=1", "data.path=corpus.txt", "steps=100000")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ppctl"]
+    done = subprocess.run(
+        [*command, *train, "launch.step_limit=4s", "launch.first_step_limit=30s"],
+        cwd=tmp_path,
+        env=environment(PPCTL_FAULT=f"hold {rank} 4 {rank}B2", PPCTL_ALARM_GRACE="20"),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert alive(tmp_path) == []
+    if rank == 1:
+        assert "error PP-E706: rank 1 in 1B2: nothing has moved for" in done.stderr
+        assert [error["rank"] for error in RunDir(only_run(tmp_path)).errors()] == [1]
+    else:
+        assert "in _strike" in done.stderr, "its own stack"
