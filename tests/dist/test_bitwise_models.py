@@ -12,6 +12,7 @@ import torch
 from oracle.reference import train_reference
 from ranks import run_ranks
 
+from ppctl.config.compose import compose
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.data.batches import Batches
@@ -86,22 +87,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def reference(text: Path, kind: str, m: int):
-    config = config_of(text, kind, m, "", 1)
+    return reference_of(config_of(text, kind, m, "", 1))
+
+
+def reference_of(config: RunConfig):
+    """What one process makes of the config's model and data."""
+    train = config.train
     batches = Batches(
-        load_corpus(str(text), ByteTokenizer()),
-        seq_length=SEQ,
-        global_batch_size=2 * m,
-        micro_batch_size=2,
+        load_corpus(config.data.path, ByteTokenizer()),
+        seq_length=config.data.seq_length,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         dp_rank=0,
         dp_size=1,
-        seed=config.train.seed,
+        seed=train.seed,
         vocab_size=config.model.vocab_size,
     )
     data = []
     for step in range(STEPS):
         b = batches.step(step)
-        data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)])
-    return train_reference(config.model, config.optim, config.train.seed, data)
+        data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(len(b.tokens))])
+    return train_reference(config.model, config.optim, train.seed, data, train.steps)
 
 
 def layouts(kind: str) -> list[tuple[str, int]]:
@@ -130,12 +136,15 @@ GRID = [
 ]
 
 
-def hold_to_reference(text: Path, kind: str, layout: str, pp: int, m: int, calls: int = 1) -> None:
-    expected = reference(text, kind, m)
+def hold_to_reference(text: Path, kind: str, layout: str, pp: int, m: int) -> None:
+    hold(config_of(text, kind, m, layout, pp), reference(text, kind, m))
+
+
+def hold(config: RunConfig, expected, timeout: float = 60.0) -> None:
+    """Train the config's cut, and compare every bit."""
     seen: set[str] = set()
-    config = config_of(text, kind, m, layout, pp)
-    config.pipeline.pp_batch_size = 2 * m // calls if calls > 1 else 1
-    for records, weights in run_ranks(train_cut, pp, to_mapping(config)):
+    pp = config.parallel.pipeline_model_parallel_size
+    for records, weights in run_ranks(train_cut, pp, to_mapping(config), timeout=timeout):
         assert [r["loss"] for r in records] == expected.losses
         assert [r["grad_norm"] for r in records] == expected.norms
         assert [r.get("mtp_loss", 0.0) for r in records] == expected.mtp_losses
@@ -161,6 +170,16 @@ def test_several_schedule_calls_a_step_change_no_bit(text, kind, layout, pp):
 @pytest.mark.parametrize(("kind", "layout", "pp", "m"), GRID)
 def test_every_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits(text, kind, layout, pp, m):
     hold_to_reference(text, kind, layout, pp, m)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_the_miniature_of_deepseek_v3_gives_the_bits_of_one_process(text):
+    """16 ranks with two chunks each, latent attention, and all that the recipe switches on."""
+    arguments = ["+recipe=deepseek_v3", "+scale=smoke", "launch.device=cpu", "parallel.bf16=false"]
+    arguments += [f"data.path={text}", f"steps={STEPS}"]
+    config = compose(arguments).config
+    hold(config, reference_of(config), timeout=600.0)
 
 
 def agree(a, b) -> bool:
