@@ -54,14 +54,18 @@ class Experts(nn.Module):
         if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
             return self._grouped(rows, counts)
         parts = zip(rows.split(counts.tolist()), self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)
-        return torch.cat([F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2) for x, w1, w2, w3 in parts])
+        return torch.cat([F.linear(self.activate(F.linear(x, w1), F.linear(x, w3)), w2) for x, w1, w2, w3 in parts])
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What goes into the last product: silu(gate) * up, of any shape. Recomputation may make it a second time."""
+        return F.silu(gate) * up
 
     def _grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The same in three products, without a word to the host."""
         ends = counts.cumsum(0, dtype=torch.int32)
         gate = F.grouped_mm(rows, self.w1.transpose(1, 2), offs=ends)
         up = F.grouped_mm(rows, self.w3.transpose(1, 2), offs=ends)
-        return F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
+        return F.grouped_mm(self.activate(gate, up), self.w2.transpose(1, 2), offs=ends)
 
 
 class MixtureOfExperts(nn.Module):

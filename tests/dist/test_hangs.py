@@ -87,7 +87,7 @@ def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -
     train = ("train", "+recipe=quickstart", *TINY, "pp=2", "vpp=1", "data.path=corpus.txt", "steps=100000")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ppctl"]
     done = subprocess.run(
-        [*command, *train, "launch.step_limit=4s", "launch.first_step_limit=30s"],
+        [*command, *train, "launch.step_limit=4s", "launch.first_step_limit=12s"],
         cwd=tmp_path,
         env=environment(PPCTL_FAULT=f"hold {rank} 4 {rank}B2", PPCTL_ALARM_GRACE="20"),
         capture_output=True,

@@ -107,6 +107,23 @@ def test_latent_attention_recomputes_its_projections_to_the_bit(modules):
     assert held < 0.8 * kept
 
 
+EXPERTS = ModelConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, vocab_size=32,
+    num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=96, moe_router_enable_expert_bias=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("modules", [["moe"], ["moe_act"], ["moe_act", "layernorm"]])
+def test_experts_are_recomputed_to_the_bit(modules):
+    kept, expected = forward_and_backward(EXPERTS, TrainConfig())
+    held, gradients = forward_and_backward(
+        EXPERTS, TrainConfig(recompute_granularity="selective", recompute_modules=modules)
+    )
+    assert len(gradients) == len(expected) > 10
+    assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
+    assert held < 0.95 * kept
+
+
 LAYERS = ("embedding", "decoder.0", "decoder.1", "decoder.2", "mtp.0", "loss")
 
 
