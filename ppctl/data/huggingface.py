@@ -88,10 +88,12 @@ def _find_eos(library: Library, directory: Path) -> int | None:
     for name in _SAID_BY:
         token = _eos_token(directory / name)
         if token is not None:
-            return library.token_to_id(token)
+            number: int | None = library.token_to_id(token)
+            return number
     special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     usual = [token for token in _USUAL_ENDS if token in special]
-    return library.token_to_id(usual[0]) if len(usual) == 1 else None
+    end: int | None = library.token_to_id(usual[0]) if len(usual) == 1 else None
+    return end
 
 
 def _eos_token(file: Path) -> str | None:
