@@ -58,7 +58,7 @@ def test_a_disk_that_fills_while_training_ends_the_run_with_its_reason(text: str
     done = subprocess.run(
         [sys.executable, "-c", limit, *command],
         cwd=tmp_path,
-        env=environment(),
+        env=environment(PYTHONDONTWRITEBYTECODE="1"),  # else a cut .pyc stays behind for everybody
         capture_output=True,
         text=True,
         timeout=60,
