@@ -1,7 +1,7 @@
 """Does a plan with measured costs tell step times on this machine: one profiled run at pp=2, three other layouts.
 
-`python benchmarks/plan_on_cpu.py`: two ranks, one thread each; about three minutes on two idle cores. Prints each layout's
-predicted and measured step (medians without the first steps), the error, and whether the order is right.
+`python benchmarks/plan_on_cpu.py`: two ranks, one thread each; about three minutes on two idle cores. Prints each
+layout's predicted and measured step (medians without the first steps), the error, and whether the order is right.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ def main() -> None:
         rows += [(layout, predicted(layout, run, where), measured(layout, where)[0]) for layout in OTHERS]
     print("| layout | predicted | measured | error |\n|---|--:|--:|--:|")
     for layout, plan, real in rows:
-        print(
-            f"| `{layout}`{' (profiled)' if layout == PROFILED else ''} | {plan:.3f} s | {real:.3f} s | {plan / real - 1:+.1%} |"
-        )
+        note = " (profiled)" if layout == PROFILED else ""
+        print(f"| `{layout}`{note} | {plan:.3f} s | {real:.3f} s | {plan / real - 1:+.1%} |")
     right = sorted(rows, key=lambda row: row[1]) == sorted(rows, key=lambda row: row[2])
     worst = max(abs(plan / real - 1) for _, plan, real in rows[1:])
     print(f"order {'right' if right else 'WRONG'}; worst error of the others {worst:.1%} (floor 10 %)")
