@@ -6,6 +6,7 @@ processes, clocks or files: a record says since when a rank has been where it is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -156,15 +157,21 @@ class Limits:
         return cls(seconds(launch.start_limit), seconds(launch.first_step_limit), step)
 
 
+def first_step_of(resume: str | None) -> int:
+    """The step that a life of a run begins with: behind the checkpoint that it resumes from."""
+    found = re.search(r"step-(\d+)/?$", resume or "")
+    return int(found[1]) if found else 0
+
+
 class Progress:
     """Watches one life of a job: `late` says when nothing has moved for too long."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: Limits, now: float, first_step: int = 0) -> None:
         self.limits = limits
+        self._first = first_step
         self._began = now
         self._step = -1
         self._entered = now
-        self._steps = 0
         self._slowest = 0.0
 
     def late(self, standings: Sequence[Standing], now: float) -> float | None:
@@ -181,7 +188,7 @@ class Progress:
         states = {standing.state for standing in standings}
         if states & {"starting", "warming up"}:
             return self.limits.start
-        if self._steps < 2 or states & {"saving", "evaluating", "generating", "done"}:
+        if self._step <= self._first or states & {"saving", "evaluating", "generating", "done"}:
             return self.limits.first_step
         return max(LEAST, TIMES * self._slowest) if self.limits.step is None else self.limits.step
 
@@ -191,10 +198,9 @@ class Progress:
         newest = max((standing.step for standing in trained), default=-1)
         if newest > self._step:
             began = min(standing.since for standing in trained if standing.step == newest)
-            if self._steps:
+            if self._step >= 0:
                 self._slowest = max(self._slowest, (began - self._entered) / (newest - self._step))
             self._step, self._entered = newest, began
-            self._steps += 1
 
 
 def verdict(plan: Plan, standings: Sequence[Standing], still: float, now: float) -> dict[str, object]:

@@ -30,7 +30,7 @@ from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
-from ppctl.hang import Limits
+from ppctl.hang import Limits, first_step_of
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
@@ -196,8 +196,8 @@ def _publisher(job: Job, ranks: Ranks, *, by_others: bool) -> Publisher | None:
     """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
     if ranks.local_rank != 0:
         return None
-    run = job.run
-    write = NodeWatch(run, job.plan, Limits.of(job.config.launch)) if by_others else run.write_heartbeats
+    run, first = job.run, first_step_of(job.config.checkpoint.resume)
+    write = NodeWatch(run, job.plan, Limits.of(job.config.launch), first) if by_others else run.write_heartbeats
     publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write)
     publisher.start()
     return publisher

@@ -22,7 +22,7 @@ from ppctl.config.argv import retyped
 from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
-from ppctl.hang import Limits
+from ppctl.hang import Limits, first_step_of
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import choose_device, one_queue, shortage, with_overrides
 from ppctl.launch.others import become_worker
@@ -216,7 +216,8 @@ def _indented(text: str) -> str:
 
 
 def _job(run: RunDir, config: RunConfig, world: int) -> Job:
-    return Job(run, world, config.launch.env, limits=Limits.of(config.launch))
+    first = first_step_of(config.checkpoint.resume)
+    return Job(run, world, config.launch.env, limits=Limits.of(config.launch), first_step=first)
 
 
 def _full_size(config: RunConfig) -> str:

@@ -52,6 +52,8 @@ class Job:
     """Seconds between telling a rank to end and killing it."""
     limits: hang.Limits | None = None
     """How long nothing may move; none waits for ever."""
+    first_step: int = 0
+    """The step that this life begins with."""
 
 
 class Watch:
@@ -76,7 +78,7 @@ class Watch:
         """Ranks that have been asked to stop, if at all, before they could hear it."""
         self._deadline: float | None = None
         self._killed = False
-        self._progress = hang.Progress(job.limits, time.monotonic()) if job.limits is not None else None
+        self._progress = hang.Progress(job.limits, time.monotonic(), job.first_step) if job.limits is not None else None
 
     def run(self, port: int) -> None:
         """Start all ranks and return when none is left, whatever happens."""

@@ -56,10 +56,10 @@ class NodeWatch:
     and ends them, its own process last.
     """
 
-    def __init__(self, run: RunDir, plan: Plan, limits: Limits) -> None:
+    def __init__(self, run: RunDir, plan: Plan, limits: Limits, first_step: int = 0) -> None:
         self.run = run
         self.plan = plan
-        self.progress = Progress(limits, time.time())
+        self.progress = Progress(limits, time.time(), first_step)
 
     def __call__(self, host: str, record: Mapping[str, Any]) -> None:
         """Write what a node publishes, then judge. The clock is the hosts' own: seconds since the epoch."""

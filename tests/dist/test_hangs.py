@@ -80,7 +80,7 @@ def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path)
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.whole), 1])
 def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -> None:
     """Held by a call that keeps the GIL: rank 0 watches rank 1; rank 0's own alarm ends it where it is the one."""
     (tmp_path / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
