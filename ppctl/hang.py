@@ -124,7 +124,7 @@ def _has_done(plan: Plan, schedule: Schedule, other: Standing, own: Standing, ne
     return needs in row[: other.at]
 
 
-_ORDER = ("starting", "warming up", "training", "updating", "evaluating", "saving", "generating", "done")
+_ORDER = ("starting", "warming up", "loading", "training", "updating", "evaluating", "saving", "generating", "done")
 
 
 def _order(standing: Standing) -> int:
@@ -186,7 +186,7 @@ class Progress:
     def limit(self, standings: Sequence[Standing]) -> float:
         """What holds now."""
         states = {standing.state for standing in standings}
-        if states & {"starting", "warming up"}:
+        if states & {"starting", "warming up", "loading"}:
             return self.limits.start
         if self._step <= self._first or states & {"saving", "evaluating", "generating", "done"}:
             return self.limits.first_step

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating")
+STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
 NO_ACTION = -1
 
 _RECORD = struct.Struct("=8sqqqqqqd")  # mark, owner's pid, own pid, rank, state, step, action index, monotonic seconds

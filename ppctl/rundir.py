@@ -263,6 +263,14 @@ class RunDir:
         """Write submit.sbatch."""
         self._write("submit.sbatch", text)
 
+    def write_edges(self, record: Mapping[str, Any]) -> None:
+        """Write edges.json: how long every edge and every group took to answer before the first step."""
+        self._write("edges.json", json.dumps(record) + "\n", durable=False)
+
+    def edges(self) -> dict[str, Any]:
+        """What edges.json says; empty before the ranks have met."""
+        return self._mapping("edges.json")
+
     def write_requeue_mark(self, job: str, life: int, exclude: Iterable[str] = ()) -> None:
         """Say that life number `life` of SLURM's job `job` ended so that it can go on, without the nodes `exclude`.
 

@@ -51,6 +51,7 @@ from ppctl.train.rendezvous import (
 )
 from ppctl.train.session import Session, build_session, gather_costs
 from ppctl.train.time_left import TimeLeft, job_end
+from ppctl.train.warm_up import warm_up
 from ppctl.train.watchdog import Alarm, NodeWatch, write_stacks_on_request
 
 if TYPE_CHECKING:
@@ -151,6 +152,12 @@ def _work(
         job.run.write_status("running", step=0)
         on_interrupt(lambda: job.run.write_status("interrupted", step=heartbeat.step))
     time_left = _time_left(job) if leads else TimeLeft()
+    with phases("warm-up"):
+        heartbeat.set_state("warming up")
+        edges = warm_up(session, store, job.config.launch)
+        if edges is not None:
+            job.run.write_edges(edges)
+    heartbeat.set_state("loading")
     load_began = time.perf_counter()
 
     def enter(state: str, step: int) -> None:

@@ -37,6 +37,7 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
     """What is known: the run's facts, its job's, its errors (the first comes first), each rank's last heartbeat."""
     told = facts(one)
     told["start_up"] = one.result().get("start_up") or one.status().get("start_up")
+    told["slowest_edge"] = _slowest_edge(one.edges())
     told["errors"] = [{key: error.get(key) for key in ("rank", "type", "message", "place")} for error in one.errors()]
     told["ranks"] = sorted(
         ({"host": host["host"], **row} for host in one.heartbeats().values() for row in host.get("ranks", ())),
@@ -51,6 +52,16 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
             told["job"] |= {"starts": job.state.start, "never": job.state.never}
             told["state"] = _together(told["state"], job)
     return told
+
+
+def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
+    """Of the contacts before the first step, the edge whose best message took longest, and how many edges there are."""
+    found = [one for one in edges.get("contacts", ()) if not one["name"].startswith("group")]
+    if not found:
+        return None
+    slowest = max(found, key=lambda one: one["best_s"])
+    hosts = [edges["hosts"][rank] for rank in slowest["ranks"]]
+    return {"ranks": slowest["ranks"], "hosts": hosts, "seconds": slowest["best_s"], "edges": len(found)}
 
 
 def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
@@ -94,6 +105,13 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(f"rank {error['rank']}: {error['type']}: {str(error['message']).partition(chr(10))[0]}")
     if told["start_up"]:
         lines.append("start-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in told["start_up"].items()))
+    if told["slowest_edge"]:
+        (source, target), hosts = told["slowest_edge"]["ranks"], told["slowest_edge"]["hosts"]
+        ends = f"rank {source} on {hosts[0]} to rank {target} on {hosts[1]}"
+        milliseconds = 1e3 * told["slowest_edge"]["seconds"]
+        lines.append(
+            f"edges: all {told['slowest_edge']['edges']} answered, the slowest ({ends}) in {milliseconds:.2f} ms"
+        )
     now = time.time()
     if told["state"] in ("starting", "running", "lost") and told["ranks"]:
         lines += ["", *_table(told["ranks"], now), ""]

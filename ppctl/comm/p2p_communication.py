@@ -40,8 +40,9 @@ class P2PCommunicator:
     `pp_group` holds the pipeline's ranks in pp order; `config` is a ModelParallelConfig (or anything with its fields).
     All ranks of the group construct it together. `channels` are the ones to make, by default those of a loop; a V
     placement gives its own. `device` is where tensors live, by default a GPU where the group's backend moves its
-    tensors, else torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Raises
-    ConfigError for modes that exclude each other or that this machine does not have.
+    tensors, else torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without
+    `connect` channels of NCCL are left to connect on their first message. Raises ConfigError for modes that exclude
+    each other or that this machine does not have.
 
     The methods take and give single tensors or lists of them, one shape or a list of shapes. With variable_seq_lengths
     shapes are ignored, except that None is refused: every tensor's own shape, with any number of dims, travels ahead of
@@ -57,6 +58,7 @@ class P2PCommunicator:
         *,
         channels: Iterable[Channel] | None = None,
         device: torch.device | None = None,
+        connect: bool = True,
     ) -> None:
         self.modes = Modes.of(config)
         self.pp_group = pp_group
@@ -76,7 +78,7 @@ class P2PCommunicator:
             warm_up(pp_group, self.device)
         if not self.fused or self.modes.variable:
             wanted = loop_channels(self._size) if channels is None else channels
-            self._lanes = make_lanes(pp_group, self.device, wanted, variable=self.modes.variable)
+            self._lanes = make_lanes(pp_group, self.device, wanted, variable=self.modes.variable, connect=connect)
         neighbours = Neighbours(pp_group, self.lane, fused=self.fused, sync=self._sync)
         self._exchange = Exchange(neighbours, self.modes, self.device, torch.device("cpu") if staged else self.device)
 
@@ -120,6 +122,11 @@ class P2PCommunicator:
     def batched(self) -> bool:
         """Whether the schedules that run on this are lowered with `batched=True`: asked for by batch_p2p_comm."""
         return self.modes.batched
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """This rank's ends of all channels; none where messages are fused."""
+        return tuple(self._lanes.values())
 
     def batch(self) -> Batch:
         """A new batch. Of messages whose shapes are to be learnt each starts by itself, as each is known."""

@@ -53,14 +53,14 @@ class VariableLane(Lane):
     free of deadlock with known shapes is free of it with variable ones.
     """
 
-    __slots__ = ("_device", "_header_device", "_unopened", "body", "headers")
+    __slots__ = ("_device", "_unopened", "body", "header_device", "headers")
 
     def __init__(self, body: Lane, headers: Lane, device: torch.device, header_device: torch.device) -> None:
         super().__init__(body.channel, *body.wire)
         self.body = body
         self.headers = headers
         self._device = device
-        self._header_device = header_device
+        self.header_device = header_device
         self._unopened: deque[_Announced] = deque()
 
     def reserve(self, capacity: int) -> None:
@@ -69,7 +69,7 @@ class VariableLane(Lane):
 
     def start_send(self, message: Message) -> Sequence[Pending]:
         """Start sending the header, then the tensors."""
-        sizes = header(message, self._header_device)
+        sizes = header(message, self.header_device)
         return [*self.headers.start_send((sizes,)), *self.body.start_send(message)]
 
     def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
@@ -78,7 +78,7 @@ class VariableLane(Lane):
 
     def post(self, shelf: Shelf) -> Arrival:
         """Post the receive of the next message's header; never blocks. Tensors are made when it is there."""
-        sizes = empty_header(len(shelf.spec), self._header_device)
+        sizes = empty_header(len(shelf.spec), self.header_device)
         arrival = _Announced(self, sizes, self.headers.receive_into((sizes,)), shelf.spec, self.channel)
         self._unopened.append(arrival)
         return arrival

@@ -46,20 +46,25 @@ def _device_backend(pp_group: ProcessGroup) -> str | None:
 
 
 def make_lanes(
-    pp_group: ProcessGroup, device: torch.device, channels: Iterable[Channel], *, variable: bool = False
+    pp_group: ProcessGroup,
+    device: torch.device,
+    channels: Iterable[Channel],
+    *,
+    variable: bool = False,
+    connect: bool = True,
 ) -> dict[Channel, Lane]:
     """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
 
     Tensors of a `device` that the group's backend does not move go through pinned host memory. `variable` lanes learn
-    the shapes of their messages from headers.
+    the shapes of their messages from headers. Without `connect` NCCL connects on each lane's first message.
     """
     rank = pp_group.rank()
     own = [channel for channel in sorted(channels) if rank in channel[:2]]
     if device.type == "cuda" and moves_on_device(pp_group):
-        bodies = {channel: _pair_lane(pp_group, device, channel) for channel in own}
+        bodies = {channel: _pair_lane(pp_group, device, channel, connect) for channel in own}
         if not variable:
             return bodies
-        return {c: VariableLane(bodies[c], _pair_lane(pp_group, device, c), device, device) for c in own}
+        return {c: VariableLane(bodies[c], _pair_lane(pp_group, device, c, connect), device, device) for c in own}
     wires = _host_wires(pp_group)
     kind = Lane if device.type == "cpu" else HostLane
     lanes: dict[Channel, Lane] = {c: kind(c, wires[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own}
@@ -95,8 +100,8 @@ def warm_up(pp_group: ProcessGroup, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def _pair_lane(pp_group: ProcessGroup, device: torch.device, channel: Channel) -> Lane:
-    """A group of the two ends, warmed up: NCCL connects on the first message, which must not fall into a step."""
+def _pair_lane(pp_group: ProcessGroup, device: torch.device, channel: Channel, connect: bool) -> Lane:
+    """A group of the two ends. NCCL connects on the first message: `connect` sends it, so that it is in no step."""
     rank = pp_group.rank()
     ends = sorted(channel[:2])
     ranks = [dist.get_global_rank(pp_group, end) for end in ends]
@@ -105,6 +110,8 @@ def _pair_lane(pp_group: ProcessGroup, device: torch.device, channel: Channel) -
     assert isinstance(group, ProcessGroup)  # this rank is one of its ends
     backend = cast(Transport, group._get_backend(device))
     lane = Lane(channel, backend, ends.index(other_end(channel, rank)), 0)
+    if not connect:
+        return lane
     probe = (torch.zeros(1, device=device),)
     for work in lane.start_send(probe) if channel.source == rank else lane.receive_into(probe):
         work.wait()

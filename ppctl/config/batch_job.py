@@ -13,7 +13,7 @@ from ppctl.config.decoder import Finding
 from ppctl.config.durations import seconds, slurm_seconds
 from ppctl.config.schema import LaunchConfig, RunConfig
 
-_LIMITS = ("start_limit", "first_step_limit", "step_limit")
+_LIMITS = ("start_limit", "edge_limit", "first_step_limit", "step_limit")
 _ANYWHERE = frozenset({"target", "device", "nodes", "gpus_per_node", "device_memory", "env", *_LIMITS})
 """Fields of `launch` that mean something for ranks on this machine, too."""
 

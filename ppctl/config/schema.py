@@ -285,6 +285,8 @@ class LaunchConfig:
     """Environment variables set for every rank."""
     start_limit: str = "30m"
     """How long the ranks may take to start, a checkpoint's loading included; then the job ends, naming the culprit."""
+    edge_limit: str = "2m"
+    """How long one connection may take to answer, or one group to meet, when all are touched before the first step."""
     first_step_limit: str = "60m"
     """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
     step_limit: str | None = None

@@ -1,4 +1,4 @@
-"""How long each phase of a rank's start took: import, groups, build, load, and the launcher's compose.
+"""How long each phase of a rank's start took: import, groups, build, warm-up, load, and the launcher's compose.
 
 Knows a clock and the process's age. Must not know what a phase does.
 """

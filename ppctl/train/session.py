@@ -59,6 +59,8 @@ class Session:
     device: torch.device
     pp_group: ProcessGroup
     dp_group: ProcessGroup
+    groups: Mapping[str, ProcessGroup]
+    """Every group of this rank by its axis, these two among them."""
     communicator: P2PCommunicator | None
     """None where the pipeline has one rank."""
     stages: dict[int, StageModule]
@@ -120,15 +122,14 @@ def build_session(
     """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
     own = plan.for_rank(rank)
     grid = RankGrid(plan.sizes)
-    pp_group = make_group(grid.groups("pp"))
-    dp_group = make_group(grid.groups("dp"))
+    groups = {axis: make_group(grid.groups(axis)) for axis in _axes(plan)}
+    pp_group, dp_group, ep_group = groups["pp"], groups["dp"], groups.get("ep")
     communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
     reads = any({"embedding", "mtp.0", "loss"} & set(spec.layers) for spec in own.stages)
     data = load_data(config.data) if reads else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     share = Share(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
-    ep_group = make_group(grid.groups("ep")) if plan.sizes.ep > 1 else None
     stages = {
         spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, share=share)
         for spec in own.stages
@@ -139,7 +140,7 @@ def build_session(
     if config.train.compile:
         for stage in stages.values():
             compile_stage(stage, device)
-    weights, reducer = _weights(config, plan, grid, stages, dp_group)
+    weights, reducer = _weights(config, plan, stages, groups)
     pipeline = grid.group_of("pp", rank)
     uses = [TiedUse(pipeline[use.pp_rank], use.name) for use in tied_uses(plan.stages, config.model)]
     return Session(
@@ -149,6 +150,7 @@ def build_session(
         device=device,
         pp_group=pp_group,
         dp_group=dp_group,
+        groups=groups,
         communicator=communicator,
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
@@ -173,8 +175,13 @@ def build_session(
     )
 
 
+def _axes(plan: Plan) -> list[str]:
+    """The axes along which this run has groups, in the order in which all ranks make them."""
+    return ["pp", "dp", *(["ep", "edp"] if plan.sizes.ep > 1 else [])]
+
+
 def _weights(
-    config: RunConfig, plan: Plan, grid: RankGrid, stages: Mapping[int, StageModule], dp_group: ProcessGroup
+    config: RunConfig, plan: Plan, stages: Mapping[int, StageModule], groups: Mapping[str, ProcessGroup]
 ) -> tuple[Weights | ShardedWeights, GradientReducer | GradientScatter]:
     """This rank's parameters, and what sums their gradients, whole or in parts.
 
@@ -184,15 +191,16 @@ def _weights(
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
     spread = {name for name in model if expert_name(name, 0) is not None} if sizes.ep > 1 else set()
-    edp_group = make_group(grid.groups("edp")) if sizes.ep > 1 else dp_group
+    dp_group = groups["dp"]
+    edp_group = groups.get("edp", dp_group)
     if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":
         sharded = ShardedWeights(model, lambda name: edp_group if name in spread else dp_group)
         return sharded, GradientScatter(names, sharded)
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}
     experts = [weights.master[name] for name in spread]
-    groups = (dp_group if sizes.dp > 1 else None, edp_group if sizes.edp > 1 else None)
-    return weights, GradientReducer(masters, groups[0], experts, groups[1])
+    whole, spread_over = dp_group if sizes.dp > 1 else None, edp_group if sizes.edp > 1 else None
+    return weights, GradientReducer(masters, whole, experts, spread_over)
 
 
 def _communicator(
@@ -202,7 +210,8 @@ def _communicator(
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
     # A V has other neighbours than a loop.
-    return P2PCommunicator(group, config.parallel, channels=plan.schedule.capacities, device=device)
+    # The warm-up connects them, with a limit.
+    return P2PCommunicator(group, config.parallel, channels=plan.schedule.capacities, device=device, connect=False)
 
 
 def gather_costs(session: Session) -> dict[str, Any] | None:
