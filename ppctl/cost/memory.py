@@ -13,7 +13,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.allocator import MIB, Allocator
 from ppctl.cost.layers import moe_layer_pattern
 from ppctl.cost.parameters import Count, expert_width, head_dim, query_groups
-from ppctl.schedule.action import Action, Op
+from ppctl.schedule.action import Action, B, F, W
 
 
 class Precision(NamedTuple):
@@ -135,14 +135,14 @@ def peaks(
     """
     alive = most = held = largest = 0
     for op, stage, _ in actions:
-        if op is Op.F:
+        if op is F:
             alive += 1
             held += bytes_of[stage]
             if alive > most:
                 most = alive
             if held > largest:
                 largest = held
-        elif op is Op.B or op is Op.W:
+        elif op is B or op is W:
             if while_backward is not None and held + while_backward[stage] > largest:
                 largest = held + while_backward[stage]
             alive -= 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from ppctl.cost.profile import LayerSeconds, differences
@@ -50,4 +49,6 @@ def read_profile(said: Said, findings: Findings) -> Measured | None:
         message = f"the profile {path} is of another model or another share of it: {'; '.join(wrong[:3])}{more}"
         findings.append(Finding("PP-E821", KEY, message, said.told(KEY), _WITHOUT))
         return None
+    from statistics import median  # slow to import, and few plans have a profile
+
     return Measured(path, stages, median(times) if times else None)

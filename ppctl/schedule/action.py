@@ -31,6 +31,9 @@ class Op(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
 
 
+F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD = Op  # noqa: E741
+"""The same by their own names, for what runs once per action: in Python 3.11 `Op.F` is a call."""
+
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 BACKWARDS = frozenset({Op.B, Op.I, Op.W})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
@@ -171,7 +174,7 @@ class Schedule:
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
         """The (stage, microbatch) pairs whose backward is split into I and W."""
-        return frozenset((a.stage, a.mb) for row in self.actions for a in row if a.op is Op.I)
+        return frozenset((stage, mb) for row in self.actions for op, stage, mb in row if op is I)
 
     @cached_property
     def lowered(self) -> bool:
@@ -287,30 +290,30 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     on one rank, the neighbouring stage's compute is the dependency itself.
     """
     op, stage, mb = action
-    if op is Op.F:
+    if op is F:
         if stage == 0:
             return ()
-        return (Action(Op.RECV_F, stage, mb) if schedule.messages_into[stage] else Action(Op.F, stage - 1, mb),)
-    if op is Op.B or op is Op.I:
-        own = Action(Op.F, stage, mb)
+        return (Action(RECV_F, stage, mb) if schedule.messages_into[stage] else Action(F, stage - 1, mb),)
+    if op is B or op is I:
+        own = Action(F, stage, mb)
         if stage == schedule.placement.num_stages - 1:
             return (own,)
         remote = schedule.messages_into[stage + 1]
-        return (own, Action(Op.RECV_B, stage, mb) if remote else backward_of(stage + 1, mb, schedule))
-    if op is Op.W:
-        return (Action(Op.I, stage, mb),)
-    if op is Op.SEND_F:
-        return (Action(Op.F, stage, mb),)
-    if op is Op.SEND_B:
+        return (own, Action(RECV_B, stage, mb) if remote else backward_of(stage + 1, mb, schedule))
+    if op is W:
+        return (Action(I, stage, mb),)
+    if op is SEND_F:
+        return (Action(F, stage, mb),)
+    if op is SEND_B:
         return (backward_of(stage, mb, schedule),)
-    if op is Op.RECV_F:
-        return (Action(Op.SEND_F, stage - 1, mb),)
-    if op is Op.RECV_B:
-        return (Action(Op.SEND_B, stage + 1, mb),)
-    ends = ((Op.W if (stage, m) in schedule.split else Op.B, m) for m in range(schedule.num_microbatches))
+    if op is RECV_F:
+        return (Action(SEND_F, stage - 1, mb),)
+    if op is RECV_B:
+        return (Action(SEND_B, stage + 1, mb),)
+    ends = ((W if (stage, m) in schedule.split else B, m) for m in range(schedule.num_microbatches))
     return tuple(Action(end, stage, m) for end, m in ends)
 
 
 def backward_of(stage: int, mb: int, schedule: Schedule) -> Action:
     """The action that produces the gradient of a stage's input: B, or I where the backward is split."""
-    return Action(Op.I if (stage, mb) in schedule.split else Op.B, stage, mb)
+    return Action(I if (stage, mb) in schedule.split else B, stage, mb)

@@ -5,7 +5,7 @@ Knows spans and the dependency rule. Must not know prices or models. Standard li
 
 from __future__ import annotations
 
-from ppctl.schedule.action import BACKWARDS, Action, Op, Schedule, backward_of
+from ppctl.schedule.action import BACKWARDS, Action, B, F, I, Schedule, backward_of
 from ppctl.schedule.trace import Span, Trace
 
 KINDS = ("forward", "backward", "messages", "gradients")
@@ -39,9 +39,9 @@ def _reason(
 
 def _needed(action: Action, schedule: Schedule) -> Action | None:
     op, stage, mb = action
-    if op is Op.F:
-        return Action(Op.F, stage - 1, mb) if stage else None
-    if op in (Op.B, Op.I):
+    if op is F:
+        return Action(F, stage - 1, mb) if stage else None
+    if op is B or op is I:
         return None if stage == schedule.placement.num_stages - 1 else backward_of(stage + 1, mb, schedule)
     return None
 
@@ -50,7 +50,7 @@ def seconds_by_kind(path: list[Span]) -> dict[str, float]:
     """How a critical path's time divides: what lies between two spans is a message on its way."""
     found = dict.fromkeys(KINDS, 0.0)
     for index, (_, (op, _, _), start, end) in enumerate(path):
-        kind = "forward" if op is Op.F else "backward" if op in BACKWARDS else "gradients"
+        kind = "forward" if op is F else "backward" if op in BACKWARDS else "gradients"
         found[kind] += end - start
         if index:
             found["messages"] += start - path[index - 1].end

@@ -43,10 +43,11 @@ class _Line:
     A message starts when it is sent, its receive is posted and the one before it is through; then it takes `seconds`.
     """
 
-    __slots__ = ("awake", "delivered", "free_sends", "posted", "seconds", "sent", "waiters")
+    __slots__ = ("awake", "delivered", "free_at", "free_sends", "posted", "seconds", "sent", "waiters")
 
     def __init__(self, seconds: float, free_sends: int, awake: list[int]) -> None:
         self.seconds = seconds
+        self.free_at = 0.0
         self.free_sends = free_sends
         self.sent: list[float] = []
         self.posted: list[tuple[float, _Ready, int]] = []
@@ -68,20 +69,26 @@ class _Line:
             self._deliver()
 
     def carry(self, clock: float, ready: _Ready, mb: int) -> None:
-        """Send a message whose receive is always posted: how the edges of a schedule without messages behave."""
-        self.sent.append(clock)
-        self.posted.append((clock, ready, mb))
-        self._deliver()
+        """Send a message whose receive is always posted: how the edges of a schedule without messages behave.
+
+        A line carries all of its messages or none, and nobody waits for a carried one but by what is `ready`.
+        """
+        start = clock if clock > self.free_at else self.free_at
+        ready[mb] = self.free_at = start + self.seconds
+        if self.waiters:
+            self._wake()
 
     def _deliver(self) -> None:
-        delivered = self.delivered
-        start, ready, mb = self.posted[len(delivered)]
-        start = max(start, self.sent[len(delivered)], delivered[-1] if delivered else 0.0)
-        ready[mb] = end = start + self.seconds
-        delivered.append(end)
+        number = len(self.delivered)
+        start, ready, mb = self.posted[number]
+        ready[mb] = self.free_at = max(start, self.sent[number], self.free_at) + self.seconds
+        self.delivered.append(self.free_at)
         if self.waiters:
-            self.awake += self.waiters
-            self.waiters.clear()
+            self._wake()
+
+    def _wake(self) -> None:
+        self.awake += self.waiters
+        self.waiters.clear()
 
 
 class _Work(NamedTuple):

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import MESSAGES, Action, Channel, Op, Schedule
+from ppctl.schedule.action import MESSAGES, Action, Channel, F, Op, Schedule
 from ppctl.schedule.executor import execute
-from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
+from ppctl.schedule.trace import Span, Trace, bubble_fraction, spans_of, step_time
 
 __all__ = ["Costs", "bubble_fraction", "in_flight", "simulate", "step_time"]
 
@@ -62,8 +62,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
         raise ScheduleError(Problem("PP-E317", f"schedule {schedule.name} hangs: {waits}"))
     spans: list[Span] = []
     for pp_rank, (row, starts, ends) in enumerate(zip(schedule.actions, run.starts, run.ends, strict=True)):
-        timed = (action for action in row if action.op not in MESSAGES)
-        spans += map(Span, [pp_rank] * len(starts), timed, starts, ends)
+        timed = (action for action in row if action[0] not in MESSAGES)
+        spans += spans_of(pp_rank, timed, starts, ends)
     return Trace(schedule.placement.pp, tuple(spans))
 
 
@@ -80,7 +80,7 @@ def _most_alive(row: Sequence[Action], ending: Collection[Op]) -> int:
     ends = {(stage, mb) for op, stage, mb in row if op in ending}
     alive = most = 0
     for op, stage, mb in row:
-        if op is Op.F:
+        if op is F:
             most = max(most, alive + 1)
             alive += (stage, mb) in ends
         elif op in ending:

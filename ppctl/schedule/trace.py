@@ -5,8 +5,10 @@ Knows durations and the two figures that are read off them. Must not know how a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from ppctl.schedule.action import COMPUTE, Action
@@ -19,6 +21,14 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+_new_span = partial(tuple.__new__, Span)
+
+
+def spans_of(pp_rank: int, actions: Iterable[Action], starts: Iterable[float], ends: Iterable[float]) -> Iterator[Span]:
+    """One rank's spans. Built at C speed: simulations have many."""
+    return map(_new_span, zip(repeat(pp_rank), actions, starts, ends, strict=False))
 
 
 @dataclass(frozen=True, slots=True)

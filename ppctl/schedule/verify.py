@@ -7,12 +7,13 @@ Standard library only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from operator import lt
+from typing import NamedTuple
 
 from ppctl.errors import Problem
 from ppctl.schedule.action import (
-    BACKWARDS,
     MESSAGES,
     RECEIVES,
     SENDS,
@@ -21,12 +22,12 @@ from ppctl.schedule.action import (
     Op,
     Schedule,
     deps,
-    lane,
     receive_slots,
     send_slots,
 )
 from ppctl.schedule.executor import TIMED, execute
 from ppctl.schedule.grid import grid, marked
+from ppctl.schedule.lanes import Key, Lanes, Wanted, located, wanted_lanes
 
 _SHOWN = 6
 """How many actions or ranks one problem names; the rest are counted."""
@@ -46,9 +47,13 @@ def verify(schedule: Schedule) -> list[Problem]:
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
         return [Problem("PP-E303", f"{rows} rows for pp {pp}: one row per pp_rank")]
-    if problems := list(_incomplete(schedule)):
-        return problems
-    return [*_disordered(schedule), *_crossed(schedule), *_beyond_slots(schedule)] or _hanging(schedule)
+    wanted = wanted_lanes(schedule)
+    found = [located(row, own, schedule.num_microbatches) for row, own in zip(schedule.actions, wanted, strict=True)]
+    lanes = [own for own in found if own is not None]
+    if len(lanes) < pp:
+        return list(_incomplete(schedule, wanted))
+    wrong = [*_disordered(schedule, lanes), *_crossed(schedule, lanes), *_beyond_slots(schedule, lanes)]
+    return wrong or _hanging(schedule)
 
 
 def _some(things: Iterable[object]) -> str:
@@ -58,10 +63,10 @@ def _some(things: Iterable[object]) -> str:
     return ", ".join(named[:_SHOWN]) + more
 
 
-def _incomplete(schedule: Schedule) -> Iterator[Problem]:
+def _incomplete(schedule: Schedule, lanes: Sequence[Wanted]) -> Iterator[Problem]:
     """Per rank: what is missing, what stands there twice, and what does not belong there."""
-    for pp_rank, (row, wanted) in enumerate(zip(schedule.actions, _wanted(schedule), strict=True)):
-        found = set(row)
+    for pp_rank, (row, own) in enumerate(zip(schedule.actions, lanes, strict=True)):
+        found, wanted = set(row), set(chain.from_iterable(own.values()))
         if missing := sorted(wanted - found):
             place = grid(schedule, pp_rank, len(row), f"the end, without {_some(missing)}")
             yield Problem("PP-E310", f"rank {pp_rank} lacks {_some(missing)}", place=place)
@@ -73,30 +78,6 @@ def _incomplete(schedule: Schedule) -> Iterator[Problem]:
             reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
             place = grid(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
             yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {_some(reasons)}", place=place)
-
-
-def _wanted(schedule: Schedule) -> list[set[Action]]:
-    """What every rank has to run. What a schedule has anywhere (backwards, messages, sync) it has everywhere."""
-    place, count = schedule.placement, schedule.num_microbatches
-    ops = {action.op for row in schedule.actions for action in row}
-    messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
-    sync = backward and (messages or Op.REDUCE_GRAD in ops)
-    wanted: list[set[Action]] = [set() for _ in range(place.pp)]
-    for stage in range(place.num_stages):
-        own = wanted[place.rank_of(stage)]
-        own.update(lane(Op.F, stage, count), lane(Op.B, stage, count) if backward else ())
-        if sync:
-            own.add(Action(Op.REDUCE_GRAD, stage))
-        if stage and messages and not place.is_local(stage - 1):
-            before = wanted[place.rank_of(stage - 1)]
-            before.update(lane(Op.SEND_F, stage - 1, count), lane(Op.RECV_B, stage - 1, count) if backward else ())
-            own.update(lane(Op.RECV_F, stage, count), lane(Op.SEND_B, stage, count) if backward else ())
-    for stage, mb in schedule.split:
-        if 0 <= stage < place.num_stages and 0 <= mb < count:
-            own = wanted[place.rank_of(stage)]
-            own.remove(Action(Op.B, stage, mb))
-            own.update((Action(Op.I, stage, mb), Action(Op.W, stage, mb)))
-    return wanted
 
 
 def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
@@ -113,102 +94,100 @@ def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
     return "a stage has backwards to reduce, or none" if op is Op.REDUCE_GRAD else "a backward is B, or I and W"
 
 
-def _disordered(schedule: Schedule) -> Iterator[Problem]:
+def _disordered(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
     """Per rank: actions that stand before one of the same list that they need."""
-    for pp_rank, row in enumerate(schedule.actions):
-        position = {action: index for index, action in enumerate(row)}
-        early = [
-            (index, f"{action} before {need}", f"before {need}")
-            for index, action in enumerate(row)
-            if action[0] not in RECEIVES
-            for need in deps(action, schedule)
-            if position.get(need, -1) > index
-        ]
-        if early:
-            index, _, note = early[0]
-            message = f"rank {pp_rank} has things before what they need: {_some(text for _, text, _ in early)}"
-            yield Problem("PP-E313", message, place=grid(schedule, pp_rank, index, note))
+    for pp_rank, own in enumerate(lanes):
+        if early := sorted(_early(schedule, own)):
+            index, _, need = early[0]
+            told = [f"{action} before {other}" for _, action, other in early]
+            message = f"rank {pp_rank} has things before what they need: {_some(told)}"
+            yield Problem("PP-E313", message, place=grid(schedule, pp_rank, index, f"before {need}"))
 
 
-def _sequences(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[Action]]:
-    """Per queue, in list order, its messages, each named by its receive: at the end of `ops`."""
-    receive = {
-        Op.SEND_F: (Op.RECV_F, 1),
-        Op.SEND_B: (Op.RECV_B, -1),
-        Op.RECV_F: (Op.RECV_F, 0),
-        Op.RECV_B: (Op.RECV_B, 0),
-    }
-    sequences: dict[Channel, list[Action]] = {}
-    by_stage: dict[tuple[Op, int], list[Action]] = {}
-    for row in schedule.actions:
-        for action in row:
-            op, stage, mb = action
-            if op in ops:
-                if (op, stage) not in by_stage:
-                    queue = schedule.queue(schedule.placement.channel(action))
-                    by_stage[op, stage] = sequences.setdefault(queue, [])
-                posted_as, step = receive[op]
-                by_stage[op, stage].append(Action(posted_as, stage + step, mb))
-    return sequences
+def _early(schedule: Schedule, own: Lanes) -> Iterator[tuple[int, Action, Action]]:
+    """What stands too early in a rank's list: its index, itself, and what it needs of the same list.
+
+    Where a stage's backwards are all split or all whole, every microbatch needs the same, and the lane is judged whole.
+    """
+    halved = Counter(stage for stage, _ in schedule.split)
+    mixed = {stage for stage, number in halved.items() if number < schedule.num_microbatches}
+    for (op, stage), at in own.items():
+        if op in RECEIVES:
+            continue
+        single = op is Op.REDUCE_GRAD
+        if not single and mixed.isdisjoint((stage, stage + 1)):
+            needs = [own.get((need.op, need.stage)) for need in deps(Action(op, stage, 0), schedule)]
+            if not any(any(map(lt, at, other)) for other in needs if other):
+                continue
+        for mb, index in enumerate(at, -1 if single else 0):
+            action = Action(op, stage, mb)
+            for need in deps(action, schedule) if index >= 0 else ():
+                other = own.get((need.op, need.stage))
+                if other and index < other[need.mb]:
+                    yield index, action, need
 
 
-def _crossed(schedule: Schedule) -> Iterator[Problem]:
+class _Edge(NamedTuple):
+    """The messages of one stage boundary in one direction: how they are sent, received, and where they are used."""
+
+    send: Key
+    receive: Key
+    used_by: tuple[Key, ...]
+
+
+def _edges(schedule: Schedule, lanes: Sequence[Lanes]) -> dict[Channel, list[_Edge]]:
+    """The boundaries that every channel serves, as far as its messages are in the lists."""
+    place = schedule.placement
+    channels: dict[Channel, list[_Edge]] = {}
+    for before, after in pairwise(range(place.num_stages)):
+        for edge in (
+            _Edge((Op.SEND_F, before), (Op.RECV_F, after), ((Op.F, after),)),
+            _Edge((Op.SEND_B, after), (Op.RECV_B, before), ((Op.B, before), (Op.I, before))),
+        ):
+            channel = place.channel(Action(*edge.send))
+            if edge.receive in lanes[channel.target]:
+                channels.setdefault(channel, []).append(edge)
+    return channels
+
+
+def _crossed(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
     """Per queue: messages that are sent in one order and received in another."""
-    posted = _sequences(schedule, RECEIVES)
-    for queue, sent in _sequences(schedule, SENDS).items():
-        if sent != posted[queue]:
-            number, (sent_for, received_by) = next(
-                (n, pair) for n, pair in enumerate(zip(sent, posted[queue], strict=True), 1) if pair[0] != pair[1]
-            )
-            message = f"channel {queue}: message {number} is sent for {sent_for} but received by {received_by}"
+    queues: dict[Channel, list[_Edge]] = {}
+    for channel, edges in _edges(schedule, lanes).items():
+        queues.setdefault(schedule.queue(channel), []).extend(edges)
+    for queue, edges in queues.items():
+        sent = _in_order(lanes[queue.source][edge.send] for edge in edges)
+        posted = _in_order(lanes[queue.target][edge.receive] for edge in edges)
+        if sent != posted:
+            number = next(n for n, pair in enumerate(zip(sent, posted, strict=True)) if pair[0] != pair[1])
+            told = [divmod(order[number], schedule.num_microbatches) for order in (sent, posted)]
+            sent_for, received_by = (Action(*edges[edge].receive, mb) for edge, mb in told)
+            message = f"channel {queue}: message {number + 1} is sent for {sent_for} but received by {received_by}"
             yield Problem("PP-E314", message)
 
 
-def _beyond_slots(schedule: Schedule) -> Iterator[Problem]:
+def _in_order(lanes: Iterable[list[int]]) -> list[int]:
+    """The messages of several lanes, numbered one lane after another, as they stand in the list."""
+    at = list(chain.from_iterable(lanes))
+    return sorted(range(len(at)), key=at.__getitem__)
+
+
+def _beyond_slots(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
     """Per channel: no capacity, or more receives posted and not yet used than it has slots."""
-    used_by = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
-    tallies = _tallies(schedule)
-    for row in schedule.actions:
-        for action in row:
-            op, stage, _ = action
-            if op in RECEIVES:
-                tally = tallies[op, stage]
-                tally.posted += 1
-                if tally.posted > tally.slots and not tally.first_beyond:
-                    tally.first_beyond = str(action)
-            elif op in used_by and (used := tallies.get((used_by[op], stage))) is not None:
-                used.posted -= 1
-    for tally in dict.fromkeys(tallies.values()):
-        if tally.channel not in schedule.capacities:
-            yield Problem("PP-E315", f"channel {tally.channel} carries messages and has no capacity")
-        elif tally.first_beyond:
-            message = f"channel {tally.channel} has {tally.slots} receive slots and {tally.first_beyond} needs one more"
+    for channel, edges in _edges(schedule, lanes).items():
+        if channel not in schedule.capacities:
+            yield Problem("PP-E315", f"channel {channel} carries messages and has no capacity")
+            continue
+        own, slots = lanes[channel.target], receive_slots(schedule.capacities[channel])
+        posted = sorted(chain.from_iterable(own[edge.receive] for edge in edges))
+        users = [own[key] for edge in edges for key in edge.used_by if key in own]
+        used = sorted(at for at in chain.from_iterable(users) if at >= 0)
+        # A receive has a slot where the use of the one so many before it stands ahead of it.
+        if any(map(lt, posted[slots:], used)):
+            beyond = next(at for at, free in zip(posted[slots:], used, strict=False) if at < free)
+            needs = schedule.actions[channel.target][beyond]
+            message = f"channel {channel} has {slots} receive slots and {needs} needs one more"
             yield Problem("PP-E316", message)
-
-
-@dataclass(slots=True, eq=False)
-class _Tally:
-    """How many receives of a channel are posted and not used."""
-
-    channel: Channel
-    slots: int
-    posted: int = 0
-    first_beyond: str = ""
-
-
-def _tallies(schedule: Schedule) -> dict[tuple[Op, int], _Tally]:
-    """The tally of every receive operation's channel."""
-    place = schedule.placement
-    ops = {action.op for row in schedule.actions for action in row} & RECEIVES
-    by_channel: dict[Channel, _Tally] = {}
-    tallies: dict[tuple[Op, int], _Tally] = {}
-    for stage in range(place.num_stages - 1):
-        for op, receiver in ((Op.RECV_F, stage + 1), (Op.RECV_B, stage)):
-            if op in ops and not place.is_local(stage):
-                channel = place.channel(Action(op, receiver))
-                slots = receive_slots(schedule.capacities.get(channel, 0))
-                tallies[op, receiver] = by_channel.setdefault(channel, _Tally(channel, slots))
-    return tallies
 
 
 def _hanging(schedule: Schedule) -> list[Problem]:

@@ -1,0 +1,81 @@
+"""Where a rank's list holds what: for every operation of a stage, the place of each of its microbatches.
+
+Schedules hold many actions and few lanes, and lists of numbers are compared at C speed: what judges whole lists
+(`verify`) asks here. Must not know what is right or wrong. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+
+from ppctl.schedule.action import BACKWARDS, MESSAGES, Action, Op, Schedule, lane
+
+Key = tuple[Op, int]
+"""An operation and a stage."""
+
+Lanes = dict[Key, list[int]]
+"""By operation and stage: the index in the rank's list by microbatch, -1 where there is none (REDUCE_GRAD has one)."""
+
+Wanted = dict[Key, list[Action]]
+"""By operation and stage: the actions that a rank has to run."""
+
+
+def wanted_lanes(schedule: Schedule) -> list[Wanted]:
+    """What every rank has to run. What a schedule has anywhere (backwards, messages, sync) it has everywhere."""
+    place, count = schedule.placement, schedule.num_microbatches
+    ops = set(map(itemgetter(0), chain.from_iterable(schedule.actions)))
+    messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
+    sync = backward and (messages or Op.REDUCE_GRAD in ops)
+    wanted: list[Wanted] = [{} for _ in range(place.pp)]
+    split = _by_stage(schedule)
+    for stage in range(place.num_stages):
+        own = wanted[place.rank_of(stage)]
+        own[Op.F, stage] = lane(Op.F, stage, count)
+        if backward:
+            own |= _backwards(stage, count, split.get(stage, ()))
+        if sync:
+            own[Op.REDUCE_GRAD, stage] = [Action(Op.REDUCE_GRAD, stage)]
+        if stage and messages and not place.is_local(stage - 1):
+            before = wanted[place.rank_of(stage - 1)]
+            for op in (Op.SEND_F, Op.RECV_B) if backward else (Op.SEND_F,):
+                before[op, stage - 1] = lane(op, stage - 1, count)
+            for op in (Op.RECV_F, Op.SEND_B) if backward else (Op.RECV_F,):
+                own[op, stage] = lane(op, stage, count)
+    return wanted
+
+
+def _by_stage(schedule: Schedule) -> Mapping[int, set[int]]:
+    """The microbatches that exist and whose backward is split, by stage."""
+    found: dict[int, set[int]] = {}
+    for stage, mb in schedule.split:
+        if 0 <= mb < schedule.num_microbatches:
+            found.setdefault(stage, set()).add(mb)
+    return found
+
+
+def _backwards(stage: int, count: int, split: Iterable[int]) -> Wanted:
+    """B of every microbatch, or I and W of those that are split."""
+    halves = sorted(split)
+    if not halves:
+        return {(Op.B, stage): lane(Op.B, stage, count)}
+    whole = sorted({*range(count)} - {*halves})
+    lanes = ((Op.B, whole), (Op.I, halves), (Op.W, halves))
+    return {(op, stage): [Action(op, stage, mb) for mb in mbs] for op, mbs in lanes if mbs}
+
+
+def located(row: Sequence[Action], wanted: Wanted, num_microbatches: int) -> Lanes | None:
+    """The places of a rank's actions; None where its list is not exactly what is wanted, each action once."""
+    position = dict(zip(row, range(len(row)), strict=True))
+    if not len(position) == len(row) == sum(map(len, wanted.values())):
+        return None
+    try:
+        found = {key: list(map(position.__getitem__, actions)) for key, actions in wanted.items()}
+    except KeyError:
+        return None
+    for key, actions in wanted.items():
+        if key[0] in BACKWARDS and len(actions) < num_microbatches:
+            of = {action.mb: at for action, at in zip(actions, found[key], strict=True)}
+            found[key] = [of.get(mb, -1) for mb in range(num_microbatches)]
+    return found
