@@ -24,7 +24,7 @@ from ppctl.schedules import (
     set_current_microbatch,
 )
 
-RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "p2p_steps.json").read_text())["records"]
+RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "p2p.json").read_text())["records"]
 
 REFUSED_HERE = {
     (17, 2, 2, True): "17 tokens over cp 2 x tp 2 lose one there",

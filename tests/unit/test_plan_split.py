@@ -76,7 +76,7 @@ def test_megatrons_impossible_splits_are_refused() -> None:
 
 
 def test_every_kind_of_record_is_looked_at() -> None:
-    assert sum(r["ok"] for r in SPLITS) == 66
+    assert (len(SPLITS), sum(r["ok"] for r in SPLITS)) == (320, 66), "test_layout_golden.py has the other 31 of 351"
     assert any(map(stricter, SPLITS))
 
 
@@ -93,9 +93,10 @@ def test_layers_per_chunk_give_the_chunks(values: dict[str, object], layout: str
     assert (made.layout, made.sizes.vpp) == (layout, len(made.stages) // values["pp"])
 
 
+RECORDED = json.loads((GOLDEN / "nemo.json").read_text())
 NEMO = [
     record
-    for record in json.loads((GOLDEN / "nemo.json").read_text())["records"]
+    for record in RECORDED["records"]
     if record["fn"] == "calculate_virtual_stages" and record["args"]["layers_per_stage"]
 ]
 
@@ -148,6 +149,16 @@ def test_modules_by_name_are_a_layout() -> None:
     assert "module_fqns_per_model_part" in equation(made, "layout")
     four = [["tok_embeddings"], *([f"layers.{n}", f"layers.{n + 1}"] for n in (0, 2, 4, 6)), ["norm", "output"]]
     assert plan(pp=2, pipeline__module_fqns_per_model_part=four).layout == "E|(tt|)*4L"
+
+
+def test_the_names_that_nemo_generates_are_a_layout_but_for_those_that_no_decoder_has() -> None:
+    (record,) = (r for r in RECORDED["records"] if r["fn"] == "generate_hf_model_fqn_per_model_part")
+    values = dict(pp=record["args"]["num_stages"], model__num_layers=record["args"]["num_layers"])
+    with pytest.raises(ConfigError, match=r"model\.vision_tower"):
+        plan(**values, pipeline__module_fqns_per_model_part=record["result"])
+    others = {f"model.{suffix}" for suffix in RECORDED["meta"]["MULTIMODAL_SUFFIXES"]}
+    parts = [[name for name in part if name not in others] for part in record["result"]]
+    assert plan(**values, pipeline__module_fqns_per_model_part=parts).layout == "Ett|tL"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.pipeline_config import PipelineConfig, calculate_virtual_stages, stage_ids_this_rank
+from ppctl.config.support import schedule_policy
 from ppctl.errors import ConfigError
+from ppctl.schedule.action import Action
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "nemo.json").read_text())["records"]
 FUNCTIONS = {"calculate_virtual_stages": calculate_virtual_stages, "stage_ids_this_rank": stage_ids_this_rank}
@@ -25,6 +27,26 @@ def test_every_record_of_the_original_holds(name):
             with pytest.raises(ValueError) as error:
                 FUNCTIONS[name](**record["args"])
             assert isinstance(error.value, ConfigError), record
+
+
+POLICIES = {
+    "InterleavedZeroBubble": "interleaved_zero_bubble",
+    "PipelineScheduleSingle": None,  # torch's class of kinds of schedules: it names none
+    "looped_bfs": "gpipe",  # documented by NeMo; torch does not know it
+}
+
+
+def test_what_torch_was_asked_for_nemo_is_answered_by_name():
+    """The rest of the records: three names of schedules, two cells of a CSV. test_plan_split.py has the last one."""
+    names = [r for r in RECORDS if r["fn"].startswith("torch.get_schedule_class")]
+    cells = [r for r in RECORDS if r["fn"].startswith("torch _Action.from_str")]
+    assert {r["args"]["schedule_name"]: schedule_policy(r["args"]["schedule_name"]) for r in names} == POLICIES
+    for record in cells:
+        action = Action.parse(record["args"]["cell"])
+        told = {"stage": action.stage, "type": str(action.op), "microbatch": action.mb, "repr": str(action)}
+        assert told == record["result"]
+    looked_at = sum(r["fn"] in FUNCTIONS for r in RECORDS) + len(names) + len(cells)
+    assert looked_at == len(RECORDS) - 1 == 299
 
 
 def test_a_stage_of_no_layers_is_an_error_and_not_a_division_by_zero():
