@@ -1,7 +1,6 @@
 """Small random models of transformers' own classes, one or more of each family, and what they are compared by."""
 
 import torch
-import transformers
 
 SIZES = dict(
     vocab_size=52,
@@ -68,6 +67,8 @@ MOE = {
 
 def hugging_face_model(name, **changes):
     """A model with random weights; norms, biases and routers' biases are moved off the values that would hide them."""
+    import transformers  # here, because it takes a second, and the ranks that import a test need no model
+
     kind, options = {**DENSE, **MOE}[name]
     values = {**SIZES, "rope_parameters": dict(ROPE), **options, **changes}
     config = getattr(transformers, f"{kind}Config")(**values)

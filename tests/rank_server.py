@@ -1,4 +1,4 @@
-"""The process that test ranks are forked from: it has imported torch, computed nothing, and owns one thread.
+"""The process that test ranks are forked from: it has imported torch and ppctl, computed nothing, and owns one thread.
 
 Ranks that use a GPU, or are to be processes of their own, are not forked but started anew (`spawn_group`).
 
@@ -24,11 +24,15 @@ import time
 import traceback
 from datetime import timedelta
 
+import pytest  # noqa: F401 - like ppctl's modules: what every rank would import anew, half of its seconds
 import torch
 import torch._dynamo  # the first optimizer step imports it: a second per rank unless the server has
 import torch.distributed as dist
 from rank_server_io import read_message, write_message
 from torch.overrides import TorchFunctionMode
+
+import ppctl.train.loop
+import ppctl.worker  # noqa: F401
 
 GRACE = 15.0
 """Seconds that the others have to end by themselves after the first failure."""
