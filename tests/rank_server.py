@@ -24,15 +24,14 @@ import time
 import traceback
 from datetime import timedelta
 
-import pytest  # noqa: F401 - like ppctl's modules: what every rank would import anew, half of its seconds
 import torch
-import torch._dynamo  # the first optimizer step imports it: a second per rank unless the server has
 import torch.distributed as dist
 from rank_server_io import read_message, write_message
 from torch.overrides import TorchFunctionMode
 
-import ppctl.train.loop
-import ppctl.worker  # noqa: F401
+IMPORTED_ONCE = ("torch._dynamo", "pytest", "ppctl.train.loop", "ppctl.worker")
+"""What forked ranks need not import again: the first for an optimizer's first step, the others for a test's module.
+They would be most of a rank's seconds."""
 
 GRACE = 15.0
 """Seconds that the others have to end by themselves after the first failure."""
@@ -220,6 +219,8 @@ def gather(readers: list[int], timeout: float) -> list[tuple]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("importing torch started threads: ranks forked from here could hang")
     requests, replies = int(sys.argv[1]), int(sys.argv[2])
