@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from ppctl.config.keys import value_of
 from ppctl.config.schema import RunConfig
 
 LONGEST_CYCLE = 65536
@@ -39,6 +40,10 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
             "evaluation reads one of the two, not both",
             "data.validation_split=0",
         )
+    keys = [key for key in ("data.reset_position_ids", "data.reset_attention_mask") if value_of(config, key)]
+    if keys and config.parallel.context_parallel_size > 1:
+        message = "documents are kept apart within whole sequences, which context parallelism cuts"
+        yield (*keys, "parallel.context_parallel_size"), message, "cp=1"
     yield from _evaluation(config)
 
 

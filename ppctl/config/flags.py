@@ -60,7 +60,7 @@ LISTS = {"--recompute-modules": "train.recompute_modules"}
 SWITCHES = {
     _flag(name): f"parallel.{name}"
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-}
+} | {_flag(name): f"data.{name}" for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
 """Flag -> key that it sets to true. They take no value."""
 
 RENAMED = {

@@ -182,9 +182,9 @@ class DataConfig:
     seq_length: int = 256
     """Tokens per sample."""
     reset_position_ids: bool = False
-    """Count positions anew in every document of a sample."""
+    """Count positions anew in every document of a sample; `data.tokenizer` says which token ends one."""
     reset_attention_mask: bool = False
-    """Let no token attend to an earlier document of its sample."""
+    """Let no token attend to another document of its sample, nor multi-token prediction look into one."""
     eod_mask_loss: bool = False
     """Leave out the loss of what follows the mark at a document's end."""
 

@@ -63,6 +63,7 @@ _LAW = "dist/test_bitwise_law.py"
 _MODELS = "dist/test_bitwise_models.py"
 _SPLIT = "unit/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
+_PACKED = "dist/test_packed_documents.py::test_any_cut_of_packed_documents_gives_the_same_bits"
 _RECOMPUTE = "dist/test_recompute.py"
 _API = "on the config of a model that the schedules' functions run"
 _PLAIN = "from Python: the schedules' functions do it in plain torch"
@@ -177,6 +178,8 @@ _ELSEWHERE = {
             "train.eval_interval": "dist/test_evaluation.py::test_training_does_not_notice",
             "train.eval_steps": "dist/test_evaluation.py::test_there_is_one_at_the_end_and_a_sample_counts_once",
             "data.eod_mask_loss": "dist/test_own_data.py::test_what_follows_a_documents_end_does_not_count",
+            "data.reset_position_ids": _PACKED,
+            "data.reset_attention_mask": _PACKED,
             "data.validation_split": "dist/test_evaluation.py::test_a_held_out_sample_is_never_trained_on",
         }
     ),
@@ -187,7 +190,6 @@ _ELSEWHERE = {
         }
     ),
     **_each("log.profile", LATER, "measured costs per stage"),
-    **_each("data.reset_position_ids data.reset_attention_mask", LATER, "documents kept apart"),
     **_each("model.gated_linear_unit model.add_bias_linear model.normalization", PLANS, "GPT-3's blocks"),
     **_each("model.position_embedding_type", PLANS, "GPT-3's blocks"),
     **_each("model.attention_backend", PLANS, "the choice of an attention kernel"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ppctl.data.documents import DocumentEnd, Lengths, lengths, positions
 from ppctl.data.load import Samples
 from ppctl.data.sampler import Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
@@ -26,12 +27,16 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token that follows each."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 where the label counts. Samples are cut from one array and never padded: all ones, but for
-    `end_of_document`."""
+    """[m, b, s] float32: 1 where the label counts. Samples are cut from one array and never padded: all ones, unless
+    documents' ends mask it."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: what the loss is averaged over."""
     checksum: int
     """CRC-32 of the global batch's sample ids, equal on all ranks that read (`check_same_samples`)."""
+    positions: torch.Tensor | None = None
+    """[m, b, s] int64, where they count anew in every document."""
+    documents: tuple[Lengths, ...] | None = None
+    """Of each micro-batch the lengths of its rows' documents, where these are kept apart."""
 
 
 class Batches:
@@ -40,8 +45,7 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
-    What follows an `end_of_document` token is the beginning of another document, which nothing foretells: its label
-    does not count (Megatron's eod_mask_loss); none counts all.
+    `end` says what a document's end does to loss, positions and attention; none: nothing.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
 
@@ -58,7 +62,7 @@ class Batches:
         vocab_size: int,
         first_step: int = 0,
         consumed_samples: int = 0,
-        end_of_document: int | None = None,
+        end: DocumentEnd | None = None,
     ) -> None:
         corpus.check_vocabulary(vocab_size)
         self.corpus = corpus
@@ -71,7 +75,7 @@ class Batches:
         self.vocab_size = vocab_size
         self.first_step = first_step
         self.start = consumed_samples
-        self.end_of_document = end_of_document
+        self.end = end or DocumentEnd(-1)
         self.num_samples = corpus.num_samples(seq_length)
 
     def consumed_samples(self, step: int) -> int:
@@ -91,22 +95,34 @@ class Batches:
             self.corpus.check_samples(mine, self.seq_length, self.vocab_size)
         tokens = windows[..., :-1].contiguous()
         counts = torch.ones_like(tokens, dtype=torch.float32)
-        if self.end_of_document is not None:
-            counts[tokens == self.end_of_document] = 0.0
+        if self.end.masks_loss:
+            counts[tokens == self.end.token] = 0.0
+        places, documents = packing(tokens, self.end)
         return StepBatch(
             tokens=tokens,
             labels=windows[..., 1:].contiguous(),
             loss_mask=counts,
             total_tokens=self._total_tokens(ids),
             checksum=checksum(ids),
+            positions=places,
+            documents=documents,
         )
 
     def _total_tokens(self, ids: Ids) -> int:
         """Labels that count in the whole global batch; where marks do not, every rank looks at all of its samples."""
-        if self.end_of_document is None:
+        if not self.end.masks_loss:
             return self.global_batch_size * self.seq_length
         inputs = self.corpus.samples(ids, self.seq_length)[:, :-1]
-        return max(1, int(np.count_nonzero(inputs != self.end_of_document)))
+        return max(1, int(np.count_nonzero(inputs != self.end.token)))
+
+
+def packing(tokens: torch.Tensor, end: DocumentEnd) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
+    """A StepBatch's `positions` and `documents`, from its `tokens`; each None where `end` does not ask for it."""
+    if not (end.restarts_positions or end.separates):
+        return None, None
+    found = positions(tokens.numpy(), end.token)
+    documents = tuple(lengths(rows) for rows in found) if end.separates else None
+    return torch.from_numpy(found) if end.restarts_positions else None, documents
 
 
 class HeldOutBatches:

@@ -79,6 +79,10 @@ class Corpus:
         """
         _refuse_beyond(self, self.tokens[: WHOLE // self.tokens.dtype.itemsize], 0, vocab_size)
 
+    def holds(self, token: int) -> bool:
+        """Whether `token` is among the first WHOLE bytes."""
+        return bool((self.tokens[: WHOLE // self.tokens.dtype.itemsize] == token).any())
+
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
         """The same for samples that hold such a token."""
         for sample in ids.flatten():

@@ -5,10 +5,11 @@ Knows what training asks of its data. Must not know torch: the launcher calls th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ppctl.config.schema import RunConfig
-from ppctl.data.load import Samples, load_data
+from ppctl.data.load import Data, Samples, load_data, of_document_ends
 from ppctl.errors import PpctlError, Problem
 
 
@@ -21,10 +22,22 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
         data = load_data(config.data)
     except PpctlError as error:
         return {}, list(error.problems)
-    problems: list[Problem] = []
+    problems = list(_unmarked(data, config))
     training = _record(data.training, config, problems)
     held_out = None if data.held_out is None else _record(data.held_out, config, problems)
     return training | {"held_out": held_out}, list(dict.fromkeys(problems))
+
+
+def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
+    """What is trained on and holds no document's end, although something is to follow from it."""
+    for corpus in data.training.corpora:
+        if data.end is not None and not corpus.holds(data.end.token):
+            asked = of_document_ends(config.data)
+            message = (
+                f"no document ends in the data: it holds no token {data.end.token}, and {' and '.join(asked)} would do "
+                "nothing; `ppctl data tokenize --append-eod` writes one behind every document"
+            )
+            yield Problem("PP-E416", message, " ".join(f"{key}=false" for key in asked), corpus.description)
 
 
 def _record(samples: Samples, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ppctl.config.data_paths import quotas, read_sources
 from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus, load_corpus
+from ppctl.data.documents import DocumentEnd
 from ppctl.data.tokenizer import Tokenizer, end_mark, load_tokenizer
 from ppctl.errors import DataError, Problem
 
@@ -28,22 +29,40 @@ class Data(NamedTuple):
     training: Samples
     held_out: Samples | None
     """What evaluation reads, if the config names any. No sample of it is among those trained on."""
-    unforetold: int | None
-    """The token after which no label counts (`data.eod_mask_loss`)."""
+    end: DocumentEnd | None
+    """What ends a document, where anything follows from it."""
 
 
 def load_data(data: DataConfig) -> Data:
     """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
     tokenizer = load_tokenizer(data.tokenizer)
-    mark = end_mark(tokenizer, "data.eod_mask_loss") if data.eod_mask_loss else None
+    end = document_end(data, tokenizer)
     if data.validation_path is not None:
         training, held_out = _every((data.path, data.validation_path), lambda path: load_samples(path, tokenizer))
-        return Data(training, held_out, mark)
+        return Data(training, held_out, end)
     training = load_samples(data.path, tokenizer)
     if data.validation_split:
         kept, held_out = training.split(data.seq_length, data.validation_split)
-        return Data(kept, held_out, mark)
-    return Data(training, None, mark)
+        return Data(kept, held_out, end)
+    return Data(training, None, end)
+
+
+def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd | None:
+    """What the config says of documents' ends; None where it says nothing.
+
+    Raises DataError (PP-E410) where something follows from a mark that the tokenizer does not name.
+    """
+    asked = of_document_ends(data)
+    if not asked:
+        return None
+    mark = end_mark(tokenizer, " and ".join(asked))
+    return DocumentEnd(mark, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
+
+
+def of_document_ends(data: DataConfig) -> list[str]:
+    """The keys that are on and let something follow from a document's end."""
+    keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    return [f"data.{key}" for key in keys if getattr(data, key)]
 
 
 def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Samples:

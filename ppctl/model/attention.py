@@ -6,11 +6,14 @@ names: renaming one renames a checkpoint key.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import head_dim, query_groups
+from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate
 
 
@@ -34,18 +37,19 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
         self.k_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within each sequence of `x`; `cos` and `sin` are [s, turned dimensions]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
         q = rotate(self.q_norm(self._heads(self.wq(x))), cos, sin, interleaved=self.interleaved)
         k = rotate(self.k_norm(self._heads(self.wk(x))), cos, sin, interleaved=self.interleaved)
         v = self._heads(self.wv(x))
-        out: Tensor = self.wo(self.mix(q, k, v))
+        out: Tensor = self.wo(self.mix(q, k, v, documents))
         return out
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
         grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+        mixed = attend(q, k, v) if documents is None else documents.each(attend, q, k, v, dim=2)
         return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:

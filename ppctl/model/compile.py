@@ -16,8 +16,10 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.model.stage import StageModule
 
 
-def compile_stage(stage: StageModule, device: torch.device) -> None:
+def compile_stage(stage: StageModule, device: torch.device, *, packed: bool = False) -> None:
     """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
+
+    Documents that are kept apart (`packed`) have other lengths every time: attention's core is left out then.
 
     Call it before a layer's methods are exchanged for recompute. Raises ConfigError (PP-E770) where the device's
     compiler is not there: told before the first step, not in its middle.
@@ -27,6 +29,9 @@ def compile_stage(stage: StageModule, device: torch.device) -> None:
         message = f"train.compile on {device.type} needs {missing}, which is not here"
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
     for layer in stage.layers.values():
+        if packed:
+            attention = layer.get_submodule("attention")
+            attention.mix = torch.compiler.disable(attention.mix)
         dense = getattr(layer, "moe", None) is None
         (layer if dense else layer.get_submodule("attention")).compile(dynamic=False)
 

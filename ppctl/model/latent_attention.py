@@ -8,11 +8,14 @@ Source: the DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate, yarn_magnitude
 
 LATENT_NORM_EPSILON = 1e-6
@@ -47,11 +50,11 @@ class LatentAttention(nn.Module):
         self.compresses_queries = model.q_lora_rank is not None
         self.scale = yarn_magnitude(model, model.mscale_all_dim) ** 2 / sum(self.q_widths) ** 0.5
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within each sequence of `x`; `cos` and `sin` are [s, qk_pos_emb_head_dim]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+        """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
         compressed = self.wq_a(x) if self.compresses_queries else self.wq(x)
         q, k, v = self.expand(compressed, self.wkv_a(x), cos, sin)
-        out: Tensor = self.wo(self.mix(q, k, v))
+        out: Tensor = self.wo(self.mix(q, k, v, documents))
         return out
 
     def expand(self, queries: Tensor, keys_values: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,9 +68,10 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved)), dim=-1)
         return q, torch.cat((k_plain, k_turned), dim=-1), v
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=self.scale)
+        mixed = attend(q, k, v) if documents is None else documents.each(attend, q, k, v, dim=2)
         return mixed.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ppctl.model.attention import Attention
 from ppctl.model.feed_forward import FeedForward
 from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.moe import WHOLE, MixtureOfExperts, Share
+from ppctl.model.packing import Documents
 
 
 class DecoderLayer(nn.Module):
@@ -26,9 +27,9 @@ class DecoderLayer(nn.Module):
         self.moe = MixtureOfExperts(model, share) if moe else None
         self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Add attention, then the feed-forward or the experts, to the residual stream `x`."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
         transform = self.feed_forward if self.moe is None else self.moe
         assert transform is not None
         out: Tensor = x + transform(self.ffn_norm(x))

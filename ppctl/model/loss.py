@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ppctl.model.mtp import ahead
+from ppctl.model.packing import Documents
 
 NO_TOKEN = -100
 """The label of what counts for nothing, as torch's losses ignore it."""
@@ -36,13 +37,15 @@ def without(labels: Tensor, mask: Tensor) -> Tensor:
     return labels.masked_fill(mask == 0, NO_TOKEN)
 
 
-def mtp_targets(labels: Tensor, mask: Tensor, modules: int) -> Iterator[tuple[Tensor, Tensor]]:
+def mtp_targets(
+    labels: Tensor, mask: Tensor, modules: int, documents: Documents | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """What each MTP module is held against: (labels, mask) [b, s], module k's labels k + 1 further on.
 
-    A position counts where all labels up to its own count, so that nothing is predicted beyond the end of a sequence or
-    of a document.
+    A position counts where all labels up to its own count and are labels of its sequence, or where `documents` are kept
+    apart of its document, so that nothing is predicted from behind an end.
     """
     counted = mask
     for depth in range(1, modules + 1):
-        counted = mask * ahead(counted, 1)
-        yield ahead(labels, depth), counted
+        counted = mask * ahead(counted, 1, documents)
+        yield ahead(labels, depth, documents), counted

@@ -4,7 +4,8 @@ Knows the modules and how sequences are read ahead. Must not know the output pro
 ranks. Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 
 Module k (from 0) takes at position i the hidden state of the module before it (first: the decoder's, after the final
-norm) and the embedding of token i + k + 1; the output projection makes of it logits for token i + k + 2.
+norm) and the embedding of token i + k + 1; the output projection makes of it logits for token i + k + 2. Where
+documents are kept apart, a document's end is to the modules what the end of the sequence is.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from ppctl.cost.parameters import mtp_is_moe
 from ppctl.model.embedding import Embedding
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.moe import WHOLE, Share
+from ppctl.model.packing import Documents
 
 
-def ahead(x: Tensor, count: int) -> Tensor:
-    """`x` [b, s] read `count` positions further on; zeros where a sequence has ended."""
+def ahead(x: Tensor, count: int, documents: Documents | None = None) -> Tensor:
+    """`x` [b, s] read `count` positions further on; zeros where the sequence, or the document, has ended."""
+    if documents is not None:
+        return documents.each(lambda part: ahead(part, count), x, dim=1)
     return F.pad(x[:, count:], (0, min(count, x.shape[1])))
 
 
@@ -39,10 +43,12 @@ class PredictionModule(nn.Module):
         self.layer = DecoderLayer(model, moe=mtp_is_moe(model), share=share)
         self.norm = nn.RMSNorm(h, eps=eps)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The hidden state one token further on; `cos` and `sin` as a decoder layer takes them."""
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> Tensor:
+        """The hidden state one token further on; the rest as a decoder layer takes it."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        out: Tensor = self.norm(self.layer(x, cos, sin))
+        out: Tensor = self.norm(self.layer(x, cos, sin, documents))
         return out
 
 
@@ -54,10 +60,13 @@ class MultiTokenPrediction(nn.ModuleDict):
         self.ids = list(ids)
         self.update({id_: PredictionModule(model, share) for id_ in self.ids})
 
-    def forward(self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, ...]:
         """One hidden state [b, s, h] per module, from the decoder's and the token ids [b, s] of its inputs."""
         states = []
         for depth, id_ in enumerate(self.ids, 1):
-            hidden = self[id_](hidden, self["tok_embeddings"](ahead(tokens, depth)), cos, sin)
+            embedded = self["tok_embeddings"](ahead(tokens, depth, documents))
+            hidden = self[id_](hidden, embedded, cos, sin, documents)
             states.append(hidden)
         return tuple(states)

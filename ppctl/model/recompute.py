@@ -76,9 +76,9 @@ def _in_order(layers: Sequence[nn.Module]) -> Function:
     if len(layers) == 1:
         return layers[0]
 
-    def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def run(x: Tensor, *places: Any) -> Tensor:
         for layer in layers:
-            x = layer(x, cos, sin)
+            x = layer(x, *places)
         return x
 
     return run
@@ -87,7 +87,7 @@ def _in_order(layers: Sequence[nn.Module]) -> Function:
 def _checkpointed(function: Function, switch: Switch) -> Function:
     """`function`, of whose forward only the inputs stay. No layer draws random numbers: none are restored."""
 
-    def call(*inputs: Tensor) -> Any:
+    def call(*inputs: Any) -> Any:
         if not (switch.on and torch.is_grad_enabled()):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -127,7 +127,7 @@ class _Outputs:
     def watching(self, forward: Function) -> Function:
         """A layer's forward, under whose operations outputs are exchanged for promises."""
 
-        def call(*inputs: Tensor) -> Any:
+        def call(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*inputs)
             try:

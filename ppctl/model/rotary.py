@@ -37,13 +37,17 @@ class Rotary:
         self.model = model
         self._tables = torch.empty(2, 0, self.dim)
 
-    def tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [s, dim] for the positions of `like` [b, s, ...], on its device and in its dtype."""
+    def tables(self, like: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [s, dim] for the positions of `like` [b, s, ...], on its device and in its dtype.
+
+        With other `positions` [b, s], each below s, they are [b, 1, s, dim]: a row's own, the same for every head.
+        """
         length = like.shape[1]
         kept = self._tables
         if kept.shape[1] < length or kept.device != like.device or kept.dtype != like.dtype:
             self._tables = self._compute(length, like)
-        return self._tables[0, :length], self._tables[1, :length]
+        cos, sin = self._tables[:, :length] if positions is None else self._tables[:, positions, None].transpose(2, 3)
+        return cos, sin
 
     # A table first made during generation must serve training too: not an inference tensor.
     @torch.inference_mode(False)
@@ -96,7 +100,7 @@ def yarn_magnitude(model: ModelConfig, mscale: float) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [s, turned <= dim].
+    """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [(b, 1,) s, turned <= dim].
 
     `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as all
     others (Llama). Queries and keys alike, their product does not see the difference.

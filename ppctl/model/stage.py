@@ -19,6 +19,7 @@ from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.moe import WHOLE, Exchange, MixtureOfExperts, Share
 from ppctl.model.mtp import MultiTokenPrediction
+from ppctl.model.packing import ROWS, Packing
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router
 from ppctl.plan import StageSpec
@@ -38,7 +39,7 @@ class StageModule(nn.Module):
         self.tok_embeddings = Embedding(model.vocab_size, h) if "embedding" in layers else None
         decoders = {id_: DecoderLayer(model, moe=moe[int(id_)], share=share) for id_ in _ids("decoder", layers)}
         self.layers = nn.ModuleDict(decoders)
-        self.runs: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = list(self.layers.values())
+        self.runs: list[Callable[..., Tensor]] = list(self.layers.values())
         """What the layers are called through, in order: themselves, or runs of them that are recomputed."""
         self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
@@ -46,25 +47,25 @@ class StageModule(nn.Module):
         self.output = nn.Linear(h, model.vocab_size, bias=False) if "loss" in layers else None
         self.rotary = Rotary(model)
 
-    def forward(self, *inputs: Tensor, tokens: Tensor | None = None) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
 
-        A stage with MTP modules and no embedding needs `tokens` as well. From the first MTP module on there are several
-        hidden states: the decoder's, then one per module. Returns hidden states, or logits [b, s, vocab_size] where the
-        stage owns the loss: always new tensors, also from an empty stage, so that input and output are two nodes of the
-        graph (one may be freed without the other).
+        A stage with MTP modules and no embedding needs `tokens` as well; `packing` tells layers where documents end.
+        From the first MTP module on there are several hidden states: the decoder's, then one per module. Returns hidden
+        states, or logits [b, s, vocab_size] where the stage owns the loss: always new tensors, also from an empty
+        stage, so that input and output are two nodes of the graph (one may be freed without the other).
         """
         x, *others = inputs
         if self.tok_embeddings is not None:
             tokens, x = x, self.tok_embeddings(x)
         if self.layers or self.mtp is not None:
-            cos, sin = self.rotary.tables(x)
+            places = (*self.rotary.tables(x, packing.positions), packing.documents)
             for run in self.runs:
-                x = run(x, cos, sin)
+                x = run(x, *places)
         if self.norm is not None:
             x = self.norm(x)
         if self.mtp is not None:
-            others.extend(self.mtp(x, tokens, cos, sin))
+            others.extend(self.mtp(x, tokens, *places))
         if self.output is not None:
             return tuple(self.output(state) for state in (x, *others))
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))

@@ -12,11 +12,14 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
+from ppctl.data.batches import packing
 from ppctl.data.tokenizer import ByteTokenizer, Tokens, load_tokenizer
+from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
 from ppctl.topology import RankGrid
+from ppctl.train.packing import packing_of
 from ppctl.train.session import Session
 
 
@@ -30,6 +33,7 @@ class Generator:
         length, samples = session.config.data.seq_length, session.config.train.micro_batch_size
         # The edges were planned for this shape; every row holds the same window.
         self.window = torch.zeros(samples, length, dtype=torch.int64, device=session.device)
+        self.packing = ROWS
         self.position = 0
         self.next_token = torch.zeros(1, dtype=torch.int64)
         self.last_rank = dist.get_global_rank(session.pp_group, session.plan.stages[-1].pp_rank)
@@ -46,16 +50,26 @@ class Generator:
         self.position = len(seen) - 1
         # What stands after the position is causally invisible to it.
         self.window[:, : len(seen)] = torch.tensor(seen)
+        self.packing = self._packing()
         run_schedule(self.schedule, self.programs, self.session.communicator)
         if self.session.plan.sizes.pp > 1:
             dist.broadcast(self.next_token, self.last_rank, group=self.session.pp_group)
         return int(self.next_token)
 
+    def _packing(self) -> Packing:
+        """Where documents lie in the window: as in training, every rank finds them for itself."""
+        end = self.session.document_end
+        if end is None:
+            return ROWS
+        positions, documents = packing(self.window[None].cpu(), end)
+        return packing_of(None if positions is None else positions.to(self.window.device), documents, 0)
+
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
         embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
 
         def forward(mb: int, inputs: Message) -> Message:
-            outputs: Message = module(self.window) if embeds else module(*inputs, tokens=self.window)
+            given = (self.window,) if embeds else inputs
+            outputs: Message = module(*given, tokens=self.window, packing=self.packing)
             if ends:
                 self.next_token[0] = outputs[0][0, self.position].argmax()
             return outputs

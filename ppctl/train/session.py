@@ -18,9 +18,10 @@ from ppctl.comm.groups import make_group
 from ppctl.comm.modes import pipeline_backend
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.config.precision import weight_dtype
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.cost.profile import subject
 from ppctl.data.batches import Batches, HeldOutBatches
+from ppctl.data.documents import DocumentEnd
 from ppctl.data.load import Samples, load_data
 from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
@@ -32,7 +33,7 @@ from ppctl.model.stage import StageModule, build_stage
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, TiedUse
-from ppctl.plan import Plan, RankPlan
+from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.schedule.hops import message_times
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm
@@ -73,11 +74,11 @@ class Session:
     ties: TiedGradients
     norm: GradientNorm
     corpus: Samples | None
-    """What is trained on. Only ranks that own an E, an m or an L read data."""
+    """What is trained on, on ranks that read data (`reads_data`)."""
     held_out: Samples | None
     """What is evaluated on, where the config names any; on the same ranks."""
-    unforetold: int | None
-    """The token after which no label counts, where the config says so."""
+    document_end: DocumentEnd | None
+    """What ends a document, where the config lets anything follow from it; on the same ranks."""
     recorder: Recorder
     heartbeat: Heartbeat | None
 
@@ -112,8 +113,18 @@ class Session:
             vocab_size=self.config.model.vocab_size,
             first_step=first_step,
             consumed_samples=consumed_samples,
-            end_of_document=self.unforetold,
+            end=self.document_end,
         )
+
+
+def reads_data(stage: StageSpec, data: DataConfig) -> bool:
+    """Whether a stage needs a step's tokens: E, m and L do, and layers where documents' ends mean something to them.
+
+    A batch is a pure function of (seed, step): every rank finds the ends for itself, and no message carries them.
+    """
+    if {"embedding", "mtp.0", "loss"} & set(stage.layers):
+        return True
+    return bool(stage.layers) and (data.reset_position_ids or data.reset_attention_mask)
 
 
 def build_session(
@@ -125,8 +136,7 @@ def build_session(
     groups = {axis: make_group(grid.groups(axis)) for axis in _axes(plan)}
     pp_group, dp_group, ep_group = groups["pp"], groups["dp"], groups.get("ep")
     communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
-    reads = any({"embedding", "mtp.0", "loss"} & set(spec.layers) for spec in own.stages)
-    data = load_data(config.data) if reads else None
+    data = load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     share = Share(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
@@ -139,7 +149,7 @@ def build_session(
             stage.spread_experts(ExpertExchange(ep_group))
     if config.train.compile:
         for stage in stages.values():
-            compile_stage(stage, device)
+            compile_stage(stage, device, packed=config.data.reset_attention_mask)
     weights, reducer = _weights(config, plan, stages, groups)
     pipeline = grid.group_of("pp", rank)
     uses = [TiedUse(pipeline[use.pp_rank], use.name) for use in tied_uses(plan.stages, config.model)]
@@ -169,7 +179,7 @@ def build_session(
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
-        unforetold=None if data is None else data.unforetold,
+        document_end=None if data is None else data.end,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         heartbeat=heartbeat,
     )

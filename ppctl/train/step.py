@@ -22,6 +22,7 @@ from ppctl.cost.devices import DEVICES, device_called
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.errors import Problem, TrainingError
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
+from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedules import StageProgram, run_schedule
@@ -30,6 +31,7 @@ from ppctl.topology import RankGrid
 from ppctl.train.balance import Balance, auxiliary_width
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at, set_lr
+from ppctl.train.packing import packing_of
 from ppctl.train.precision import in_precision, unscale
 from ppctl.train.report import NOTHING, RankReport, bubble_fraction, check_reports, gather_reports, slowest_stage
 from ppctl.train.session import Session
@@ -162,10 +164,11 @@ class Trainer:
 
         def forward(mb: int, inputs: Message) -> Message:
             recompute.on = (spec.stage, mb) not in self.spared
-            tokens = None
+            packing, tokens = self._packing(self.first + mb), None
             if embeds or predicts:
                 tokens = self._own(self.batch).tokens[self.first + mb]
-            outputs: Message = module(tokens) if embeds else module(*inputs, tokens=tokens)
+            given = (tokens,) if embeds else inputs
+            outputs: Message = module(*given, tokens=tokens, packing=packing)
             return (self._loss(mb, *outputs),) if ends else outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
@@ -191,15 +194,19 @@ class Trainer:
         loss = against(logits, labels, mask)
         self.losses[mb] = loss.detach() / shares
         if of_modules:
-            targets = mtp_targets(labels, mask, len(of_modules))
+            targets = mtp_targets(labels, mask, len(of_modules), self._packing(mb).documents)
             further = [against(each, *target) for each, target in zip(of_modules, targets, strict=True)]
             mean = torch.stack(further).mean()
             self.mtp_losses[mb] = mean.detach() / shares
             loss = loss + model.mtp_loss_scaling_factor * mean
         return loss
 
+    def _packing(self, mb: int) -> Packing:
+        """Where documents lie in the step's microbatch `mb`; nowhere, on ranks without layers that would ask."""
+        return ROWS if self.batch is None else packing_of(self.batch.positions, self.batch.documents, mb)
+
     def _own(self, batch: StepBatch | None) -> StepBatch:
-        assert batch is not None  # only stages with E or L ask, and their ranks read data
+        assert batch is not None  # only stages with E, m or L ask, and their ranks read data
         return batch
 
     def _report(self) -> RankReport:
@@ -271,8 +278,8 @@ def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
     """The batch on the device: one copy ahead of the pipeline, in which nothing then waits for the device."""
     if device.type != "cuda":
         return batch
-    names = ("tokens", "labels", "loss_mask")
-    on_device = {name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names}
+    tensors = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions")}
+    on_device = {n: t.pin_memory().to(device, non_blocking=True) for n, t in tensors.items() if t is not None}
     return replace(batch, **on_device)
 
 

@@ -81,7 +81,7 @@ def batches_of(config: RunConfig) -> Batches:
         dp_size=1,
         seed=train.seed,
         vocab_size=config.model.vocab_size,
-        end_of_document=data.unforetold,
+        end=data.end,
     )
 
 
@@ -135,6 +135,26 @@ def test_what_is_no_data_is_refused_likewise(
     Path("short.txt").write_text("four")
     assert refusal(typed) == 2
     assert said in capsys.readouterr().err and not Path("runs").exists()
+
+
+def test_ends_of_documents_that_nothing_marks_are_refused(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("of the rank " * 40)
+    assert main(["data", "tokenize", "a.txt", "bare"]) == 0
+    assert refusal("data.path=bare", "--reset-position-ids", "--eod-mask-loss") == 2
+    err = capsys.readouterr().err
+    assert "PP-E416" in err and "data.eod_mask_loss=false data.reset_position_ids=false" in err
+    Path("unnamed").mkdir()
+    tokenizer = json.loads((home / "tokenizer" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = []
+    Path("unnamed/tokenizer.json").write_text(json.dumps(tokenizer))
+    assert refusal("data.path=bare", "data.tokenizer=unnamed", "--reset-attention-mask") == 2
+    err = capsys.readouterr().err
+    assert "PP-E410: data.reset_attention_mask needs a token that ends a document" in err and '"eos_token"' in err
+    assert refusal("data.path=a.txt", "--reset-attention-mask", "cp=2") == 2
+    assert "documents are kept apart within whole sequences" in capsys.readouterr().err and not Path("runs").exists()
 
 
 def refusal(*typed: str) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppctl.model.packing import ROWS
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
 from ppctl.train.optimizer import lr_at
@@ -31,16 +32,19 @@ def whole_model(model, seed):
     return build_stage(spec, model, seed=seed, dtype=torch.float32, device="cpu")
 
 
-def losses_of(logits, labels, mask, share):
+def losses_of(logits, labels, mask, share, documents=None):
     """The microbatch's loss, and the mean of its MTP losses or None: each the sum over counted tokens / `share`.
 
     The first logits are for the next token, the k-th further ones for the token k further on; there a token counts if
-    it and all between are in the sequence and count.
+    it and all between are in the sequence and count, and where `documents` are apart are labels of the position's own.
     """
     losses = []
+    rows = documents.lengths if documents else [[labels.shape[1]]] * len(labels)
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
     for ahead, each in enumerate(logits):
         length = labels.shape[1] - ahead
         counted = math.prod((mask[:, i : i + length] for i in range(1, 1 + ahead)), start=mask[:, :length])
+        counted = counted * (number[:, :length] == number[:, ahead:])
         wanted = F.pad(labels[:, ahead:], (0, ahead)).flatten()
         per_token = F.cross_entropy(each.flatten(0, 1), wanted, reduction="none")
         losses.append((per_token * F.pad(counted, (0, ahead)).flatten()).sum() / share)
@@ -48,7 +52,7 @@ def losses_of(logits, labels, mask, share):
 
 
 def train_reference(model, optim, seed, batches, steps=None, scale_grads=False):
-    """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s]; figures per step, and the weights.
+    """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s], or with a Packing; figures per step, weights.
 
     With `scale_grads` a microbatch's loss is its own mean, and the sum of gradients is divided by their number.
     """
@@ -63,15 +67,20 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False):
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     losses, norms, mtp_losses, aux_losses = [], [], [], []
     for step, microbatches in enumerate(batches):
-        total, count = float(sum(mask.sum() for _, _, mask in microbatches)), len(microbatches) if scale_grads else 1
+        total, count = (
+            float(sum(mask.sum() for _, _, mask, *_ in microbatches)),
+            len(microbatches) if scale_grads else 1,
+        )
         losses.append(0.0)
         mtp_losses.append(0.0)
         for router in routers:
             router.ledger.clear()
             router.ledger.scale = 1.0 if scale_grads else 1 / len(microbatches)
-        for tokens, labels, mask in microbatches:
+        for tokens, labels, mask, *packed in microbatches:
             share = float(mask.sum()) if scale_grads else total
-            loss, mtp_loss = losses_of(whole(tokens), labels, mask, share)
+            packing = packed[0] if packed else ROWS
+            logits = whole(tokens, packing=packing)
+            loss, mtp_loss = losses_of(logits, labels, mask, share, packing.documents)
             losses[-1] += (loss.detach() / count).item()
             if mtp_loss is not None:
                 mtp_losses[-1] += (mtp_loss.detach() / count).item()

@@ -7,6 +7,7 @@ import torch
 from ppctl.data.batches import Batches, HeldOutBatches, check_same_samples
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus
+from ppctl.data.documents import DocumentEnd
 from ppctl.errors import DataError, TrainingError
 
 CORPUS = Corpus(np.arange(101, dtype=np.uint16), "digest", "a hundred tokens and one")
@@ -109,7 +110,9 @@ def test_a_blend_that_repeats_a_small_corpus_counts_it_once():
 def test_what_follows_a_documents_end_does_not_count_and_all_ranks_know_how_much_does(dp_size):
     marked = Corpus(np.arange(101, dtype=np.uint16) % 7, "digest", "a mark every seven tokens")
     sizes = {"seq_length": 5, "global_batch_size": 12, "micro_batch_size": 2, "dp_size": dp_size}
-    ranks = [Batches(marked, **sizes, seed=3, vocab_size=320, dp_rank=r, end_of_document=6) for r in range(dp_size)]
+    ranks = [
+        Batches(marked, **sizes, seed=3, vocab_size=320, dp_rank=r, end=DocumentEnd(6, True)) for r in range(dp_size)
+    ]
     read = [rank.step(2) for rank in ranks]
     for batch in read:
         assert torch.equal(batch.loss_mask == 0, batch.tokens == 6) and (batch.labels[batch.tokens == 6] == 0).all()

@@ -6,6 +6,7 @@ import torch
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
 from ppctl.model.compile import compile_stage
+from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
 
@@ -18,9 +19,9 @@ def stage():
     return build_stage(spec, MODEL, seed=1, dtype=torch.float32, device=CPU)
 
 
-def run(module):
+def run(module, packing=ROWS):
     """(output, gradients by name) of one microbatch."""
-    outputs = module(torch.arange(64).view(2, 32) % 32)
+    outputs = module(torch.arange(64).view(2, 32) % 32, packing=packing)
     out = outputs[0] if isinstance(outputs, tuple) else outputs
     out.square().sum().backward()
     return {"output": out.detach()} | {name: p.grad for name, p in module.canonical_parameters().items()}
@@ -34,6 +35,17 @@ def test_a_compiled_stage_agrees_to_a_millionth():
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+
+
+@pytest.mark.whole
+def test_documents_that_are_kept_apart_agree_too_whatever_their_lengths():
+    compiled, plain = stage(), stage()
+    compile_stage(compiled, CPU, packed=True)
+    for lengths in (((10, 22), (32,)), ((5, 5, 22), (31, 1))):
+        packing = Packing(None, Documents(lengths))
+        expected, got = run(plain, packing), run(compiled, packing)
+        for name, value in expected.items():
+            assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
 def test_compiling_changes_no_name_and_a_missing_compiler_is_told_before_the_first_step(monkeypatch):

@@ -40,7 +40,7 @@ WRONG = [
         "train.seed=-1", "parallel.cpu_offloading=true", "parallel.params_dtype=int8", "parallel.pipeline_dtype=bf16",
         "parallel.sequence_parallel=true", "checkpoint.keep=-1", "checkpoint.resume=", "data.path=",
         "data.tokenizer=", "data.path=[0.3,a,0.7]", "data.path=[-1,a]", "data.validation_split=1",
-        "data.validation_path=a", "data.reset_position_ids=true", "train.eval_steps=3",
+        "data.validation_path=a", "train.eval_steps=3",
         "pipeline.pp_schedule=1f1b", "pipeline.pp_schedule=dualpipe",
         "pipeline.pp_schedule=pipelineschedulemulti", "pipeline.pp_batch_size=3",
         "parallel.microbatch_group_size_per_vp_stage=1", "--pipeline-model-parallel-size", "--nonsense",
