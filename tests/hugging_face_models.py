@@ -26,6 +26,7 @@ LATENT = dict(
 )
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 ROUTED = dict(**EXPERTS, n_routed_experts=8, n_shared_experts=2, routed_scaling_factor=1.5, num_nextn_predict_layers=0)
+V2 = dict(**EXPERTS, n_routed_experts=8, n_shared_experts=2, aux_loss_alpha=0.0)
 
 ALONE = dict(router_aux_loss_coef=0.0)  # no auxiliary loss beside the cross entropy
 UNGROUPED = dict(n_group=1, topk_group=1)
@@ -57,6 +58,10 @@ MOE = {
     "deepseek_v3, yarn": (
         "DeepseekV3",
         dict(**LATENT, **ROUTED, q_lora_rank=None, first_k_dense_replace=1, rope_parameters=YARN, **UNGROUPED),
+    ),
+    "deepseek_v2": ("DeepseekV2", dict(**LATENT, **V2, q_lora_rank=10, first_k_dense_replace=1)),
+    "deepseek_v2, direct queries, yarn": (
+        "DeepseekV2", dict(**LATENT, **V2, q_lora_rank=None, first_k_dense_replace=2, rope_parameters=YARN)
     ),
     "glm4_moe": (
         "Glm4Moe", dict(**ROUTED, head_dim=8, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1)

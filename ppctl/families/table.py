@@ -150,7 +150,8 @@ FAMILIES = (
         (_ROPE, _FIRST_DENSE, _NORMALISED),
         {
             **_SILU, "scoring_func": ("softmax",), "topk_method": ("greedy",), "attention_bias": (False,),
-            "n_group": (1, None), "topk_group": (1, None), "routed_scaling_factor": (1.0,), "moe_layer_freq": (1,),
+            "mlp_bias": (False,), "n_group": (1, None), "topk_group": (1, None), "routed_scaling_factor": (1.0,),
+            "moe_layer_freq": (1,),
         },
         names=LATENT,
     ),

@@ -33,6 +33,7 @@ SAMPLE = {
     ("llama, tied", "pp=4 x vpp=2"),
     ("mixtral", "pp=1"),
     ("qwen3_moe", "pp=4 x vpp=2"),
+    ("deepseek_v2, direct queries, yarn", "pp=4 x vpp=2"),
     ("deepseek_v3", "pp=4 x vpp=2"),
     ("glm4_moe", "pp=1"),
 }
