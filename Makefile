@@ -14,7 +14,7 @@ test: .venv/ready-test       ## every test file; large grids as a seeded sample
 	$(PY) -m pytest -m "not whole and not gpu and not slurm"
 
 test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
-	$(PY) -m pytest -m slurm -rs tests/slurm
+	$(PY) -m pytest -m slurm -rs -n 4 --dist loadfile --durations 10 tests/slurm
 
 test-all: .venv/ready-test   ## whole grids, fault soaks and SLURM; the log belongs under benchmarks/
 	$(PY) -m pytest -m "not gpu" 2>&1 | tee benchmarks/test-all.log

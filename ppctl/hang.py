@@ -156,6 +156,11 @@ class Limits:
         step = None if launch.step_limit is None else float(seconds(launch.step_limit))
         return cls(seconds(launch.start_limit), seconds(launch.first_step_limit), step)
 
+    @property
+    def look(self) -> float:
+        """Seconds between two publications of a node's records: under a short limit a live node must not seem silent."""
+        return min(10.0, (self.step or LEAST) / 4)
+
 
 def first_step_of(resume: str | None) -> int:
     """The step that a life of a run begins with: behind the checkpoint that it resumes from."""

@@ -203,9 +203,9 @@ def _publisher(job: Job, ranks: Ranks, *, by_others: bool) -> Publisher | None:
     """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
     if ranks.local_rank != 0:
         return None
-    run, first = job.run, first_step_of(job.config.checkpoint.resume)
-    write = NodeWatch(run, job.plan, Limits.of(job.config.launch), first) if by_others else run.write_heartbeats
-    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write)
+    run, first, limits = job.run, first_step_of(job.config.checkpoint.resume), Limits.of(job.config.launch)
+    write = NodeWatch(run, job.plan, limits, first) if by_others else run.write_heartbeats
+    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write, limits.look)
     publisher.start()
     return publisher
 

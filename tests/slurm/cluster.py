@@ -24,12 +24,15 @@ ROOT = HERE.parents[1]
 PATIENCE = 240.0
 """Seconds for anything that includes a start of ranks: CI's machines import torch slowly."""
 SMALL = ("+recipe=quickstart", *TINY, "vpp=1")
+TWO = ("nodes=2", "gpus_per_node=1", "pp=2")
 
 
 def missing() -> str | None:
     """Why no cluster can be started here, or None."""
     if os.getuid() != 0:
-        return "SLURM's daemons and /etc/hosts want root"
+        return "SLURM's daemons want root"
+    if not os.access("/etc/hosts", os.W_OK):
+        return "/etc/hosts, in which the nodes get their names, cannot be written"
     absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     return f"{', '.join(absent)} not installed: tests/slurm/cluster.sh install" if absent else None
 
@@ -45,6 +48,7 @@ class Cluster:
         """Run one command in the cluster's environment; `more` reaches the ranks of what it submits."""
         variables = environment(SLURM_CONF=str(self.conf), **more)
         variables["PYTHONPATH"] = str(HERE / "faults")
+        variables.pop("COLUMNS", None)  # a job's log is no terminal
         return subprocess.run(words, cwd=self.cwd, env=variables, capture_output=True, text=True, timeout=timeout)
 
     def ppctl(self, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -63,6 +67,10 @@ class Cluster:
         text = self.command("scontrol", "-o", "show", "job", number).stdout
         return next((word.partition("=")[2] for word in text.split() if word.startswith(f"{key}=")), "")
 
+    def end(self, number: str) -> float:
+        """When a job ended, to the second; since the epoch."""
+        return time.mktime(time.strptime(self.job(number, "EndTime"), "%Y-%m-%dT%H:%M:%S"))
+
     def lose(self, node: str, job: str) -> set[int]:
         """Stop a node's daemon, its step daemons and the job's ranks at once, as if the machine were gone."""
         found: set[int] = set()
@@ -78,10 +86,6 @@ class Cluster:
         for number in found:
             os.kill(number, signal.SIGSTOP)
         return found
-
-    def idle(self, node: str) -> bool:
-        """Whether a node has nothing to do and may be used."""
-        return self.command("sinfo", "-h", "-p", "main", "-n", node, "-o", "%T").stdout.strip() == "idle"
 
     def wait_for(self, number: str, *states: str) -> str:
         """Wait until the job is in one of `states`; returns it."""
@@ -100,10 +104,9 @@ class Submitted:
         """Wait for the job's end; its state."""
         return self.cluster.wait_for(self.job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
-    def trains(self) -> None:
-        """Wait until this life of the run has done a step."""
-        before = len(self.metrics())
-        wait(lambda: len(self.metrics()) > before, f"a step of {self.run}\n{self.log()}")
+    def trains(self, steps: int = 1) -> None:
+        """Wait until the run has done so many steps."""
+        wait(lambda: len(self.metrics()) >= steps, f"{steps} steps of {self.run}\n{self.log()}")
 
     def metrics(self) -> list[dict[str, float]]:
         """What metrics.jsonl says."""
@@ -123,6 +126,10 @@ class Submitted:
         """One of the run's JSON files."""
         return json.loads((self.run / name).read_text())
 
+    def told_errors(self) -> list[dict[str, object]]:
+        """The error records of all its lives."""
+        return [json.loads(file.read_text()) for file in self.run.glob("errors*/rank-*.json")]
+
     def status(self) -> dict[str, object]:
         """What `ppctl status --json` says."""
         return json.loads(self.cluster.ppctl("status", str(self.run), "--json").stdout)
@@ -131,15 +138,17 @@ class Submitted:
         """How often SLURM has started the job again."""
         return int(self.cluster.job(self.job, "Restarts"))
 
-    def process(self, rank: int) -> int:
-        """The process number of a rank."""
-        mine = {f"RANK={rank}", f"SLURM_JOB_ID={self.job}"}
+    def processes(self) -> dict[int, int]:
+        """The process number of every rank that lives, by rank."""
+        found = {}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (process / "environ").read_text(errors="replace").split("\0")
-                if mine <= set(words) and "ppctl.worker" in (process / "cmdline").read_text():
-                    return int(process.name)
-        raise AssertionError(f"rank {rank} of job {self.job} does not run")
+                mine = f"SLURM_JOB_ID={self.job}" in words and f"SLURM_CONF={self.cluster.conf}" in words
+                if mine and "ppctl.worker" in (process / "cmdline").read_text():
+                    rank = next(word for word in words if word.startswith("RANK="))
+                    found[int(rank.removeprefix("RANK="))] = int(process.name)
+        return found
 
 
 def wait(found: Callable[[], T], what: str, patience: float = PATIENCE) -> T:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A real SLURM of three pretended nodes on this machine, listening on loopback only, for the tests beside this file.
+# A real SLURM of pretended nodes on this machine, listening on loopback only, for the tests beside this file.
 #   cluster.sh install | start DIR | stop DIR
 # `install` wants root on Debian or Ubuntu; `start` wants root and the packages. Everything lies under DIR, but for one
 # marked line in /etc/hosts, which `stop` takes out again: ranks find the first node by its name.
 set -euo pipefail
 
-NODES=3
+NODES=11
 PORT=${PPCTL_SLURM_PORT:-26817} # slurmctld's; a slurmd's are the next ones, srun's begin 100 above
 CPUS=8
 GPUS=4
@@ -70,7 +70,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 KillWait=10
 MinJobAge=3600
 InactiveLimit=0
-SlurmdTimeout=20
+SlurmdTimeout=12
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
@@ -79,9 +79,14 @@ CONF
     number=$((number + 1))
     echo "NodeName=$name NodeHostname=$host NodeAddr=127.0.0.1 Port=$((PORT + number)) CPUs=$CPUS Gres=gpu:fake:$GPUS"
   done >>"$SLURM_CONF"
+  local usual="DefaultTime=10:00 MaxTime=60:00"
   cat >>"$SLURM_CONF" <<CONF
-PartitionName=main Nodes=ALL Default=YES DefaultTime=10:00 MaxTime=60:00 PriorityTier=10 PreemptMode=OFF
-PartitionName=low Nodes=ALL DefaultTime=10:00 MaxTime=60:00 PriorityTier=1 PreemptMode=REQUEUE GraceTime=30
+# Most have nodes of their own, so that tests run side by side: no node fails, or is taken, under another test's job.
+PartitionName=main Nodes=ppctl[1-3] Default=YES $usual
+PartitionName=sick Nodes=ppctl[4-6] $usual
+PartitionName=frail Nodes=ppctl[7-9] $usual
+PartitionName=low Nodes=ppctl[10-11] PriorityTier=1 PreemptMode=REQUEUE GraceTime=30 $usual
+PartitionName=high Nodes=ppctl[10-11] PriorityTier=10 $usual
 CONF
   # slurmd insists on device files before it hands out GPUs: copies of /dev/null will do.
   for ((i = 0; i < GPUS; i++)); do mknod "$DIR/gpus/gpu$i" c 1 3; done
@@ -98,7 +103,7 @@ start() {
   slurmctld -c -f "$SLURM_CONF"
   local name deadline=$((SECONDS + 60))
   for name in $(names); do slurmd -c -f "$SLURM_CONF" -N "$name"; done
-  until [ "$(timeout 5 sinfo -h -N -p main -t idle -o %N 2>/dev/null | wc -l)" = "$NODES" ]; do
+  until [ "$(timeout 5 sinfo -h -N -t idle -o %N 2>/dev/null | sort -u | wc -l)" = "$NODES" ]; do
     if ((SECONDS >= deadline)) || ! pid slurmctld >/dev/null; then
       tail -n 15 "$DIR"/log/* >&2
       exit 1

@@ -1,8 +1,10 @@
-"""One cluster for the whole tier; skipped with a reason where it cannot run."""
+"""One cluster for the whole tier, whichever of xdist's workers come first and last; skipped with a reason elsewhere."""
 
+import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,15 +15,35 @@ from cluster import HERE, Cluster, missing
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A SLURM of three nodes."""
+def cluster(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Cluster]:
+    """A SLURM of eleven nodes."""
     reason = missing()
     if reason:
         pytest.skip(reason)
-    home = tmp_path_factory.mktemp("slurm")
-    script = str(HERE / "cluster.sh")
-    try:
-        subprocess.run([script, "start", str(home)], check=True, timeout=120)
+    own = tmp_path_factory.getbasetemp()
+    home = (own if worker_id == "master" else own.parent) / "slurm"
+    with shared(home):
         yield Cluster(home / "slurm.conf", tmp_path_factory.mktemp("work"))
+
+
+@contextmanager
+def shared(home: Path) -> Iterator[None]:
+    """The first to come starts the cluster in `home`, the last to go stops it."""
+    home.mkdir(exist_ok=True)
+    count(home, 1, "start")
+    try:
+        yield
     finally:
-        subprocess.run([script, "stop", str(home)], check=True, timeout=120)
+        count(home, -1, "stop")
+
+
+def count(home: Path, more: int, turn: str) -> None:
+    """Add `more` to the number of workers that use the cluster, and start or stop it where nobody did or will."""
+    with open(home / "users", "a+") as users:
+        fcntl.flock(users, fcntl.LOCK_EX)
+        users.seek(0)
+        before = int(users.read() or 0)
+        if 0 in (before, before + more):
+            subprocess.run([str(HERE / "cluster.sh"), turn, str(home)], check=True, timeout=120)
+        users.truncate(0)
+        users.write(str(before + more))

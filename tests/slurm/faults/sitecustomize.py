@@ -1,4 +1,4 @@
-"""Faults for the ranks of a submitted job: python imports this file by itself from PYTHONPATH.
+"""Faults for the ranks of a submitted job's first life: python imports this file by itself from PYTHONPATH.
 
 SLOW_STEP is seconds that every step takes at least. SLOW_SAVE is `0.2,1,2,5`: seconds that each rank takes to bring its
 files to the disk. RAISE is `RANK STEP`: that rank raises in that step (counted in its process, from 0).
@@ -36,7 +36,7 @@ def _arm() -> None:
     Engine.run, Trainer.step, writing.sync_files = raising_run, slow_step, slow_sync
 
 
-if "RANK" in os.environ and "ppctl.worker" in sys.orig_argv:
+if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "ppctl.worker" in sys.orig_argv:
     try:
         _arm()
     except BaseException:

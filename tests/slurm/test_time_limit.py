@@ -1,0 +1,23 @@
+"""A submitted run and the end of its time."""
+
+from __future__ import annotations
+
+import pytest
+from cluster import TWO, Cluster, Submitted
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+def test_the_stop_begins_before_the_time_limit_and_requeue_goes_on(cluster: Cluster) -> None:
+    """A limit of a minute leaves less than the margin: each life does one step, and this job may have one only."""
+    limit = ("launch.time=1", "launch.signal_lead=5", "launch.max_requeues=0")
+    run = cluster.submit(*TWO, "steps=2", *limit)
+    assert run.ends() == "FAILED"
+    assert cluster.job(run.job, "ExitCode") == "75:0"
+    assert "PP-E626" in run.log()
+    assert (run.told("status.json")["state"], len(run.metrics())) == ("stopped", 1)
+    assert cluster.ppctl("requeue", run.job).returncode == 0
+    again = Submitted(cluster, run.run, run.told("job.json")["job"])
+    assert again.ends() == "COMPLETED", again.log()
+    assert (again.job != run.job, [step for step, *_ in again.numbers()]) == (True, [0, 1])
+    assert cluster.ppctl("requeue", again.job).returncode == 2  # it has done its steps
