@@ -118,8 +118,21 @@ pid() {
   number=$(cat "$DIR/run/$1.pid" 2>/dev/null) && [ -d "/proc/$number" ] && echo "$number"
 }
 
+# Ask daemons of ours to end, all at once; those that do not are killed. munged goes last: the others want it.
+end() {
+  local name number numbers=()
+  for name in "$@"; do
+    number=$(pid "$name") && kill "$number" && numbers+=("$number")
+  done
+  for ((i = 0; i < 50; i++)); do
+    kill -0 "${numbers[@]}" 2>/dev/null || break
+    sleep 0.1
+  done
+  kill -9 "${numbers[@]}" 2>/dev/null || true
+}
+
 stop() {
-  local job number name
+  local job number
   if pid slurmctld >/dev/null; then
     # Steps first: an srun that dies before its step leaves the step's daemon waiting for it.
     for job in $(timeout 5 squeue -h -o %A | sort -u); do
@@ -131,28 +144,20 @@ stop() {
       sleep 0.2
     done
   fi
-  for name in $(names | sed 's/^/slurmd./') slurmctld munged; do
-    number=$(pid "$name") || continue
-    kill "$number"
-    for ((i = 0; i < 50; i++)); do
-      if [ ! -d "/proc/$number" ]; then break; fi
-      sleep 0.1
-    done
-    kill -9 "$number" 2>/dev/null || true
-  done
+  # shellcheck disable=SC2046 # one word a daemon
+  end $(names | sed 's/^/slurmd./') slurmctld
+  end munged
   # What a step left behind has our configuration in its environment.
-  for number in /proc/[0-9]*; do
-    if tr '\0' '\n' 2>/dev/null <"$number/environ" | grep -qxF "SLURM_CONF=$SLURM_CONF" && leftover "$number"; then
-      kill -9 "${number#/proc/}" 2>/dev/null || true
-    fi
-  done
+  while IFS=/ read -r _ _ number _; do
+    if leftover "/proc/$number"; then kill -9 "$number" 2>/dev/null || true; fi
+  done < <(grep -lzxF "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ 2>/dev/null)
   # /etc/hosts may be a mount: written anew in place, never renamed.
   local kept
   kept=$(grep -vF "$MARK" /etc/hosts) && printf '%s\n' "$kept" >/etc/hosts
 }
 
 leftover() {
-  [[ $(readlink "$1/exe") == */slurmstepd ]] || tr '\0' '\n' 2>/dev/null <"$1/environ" | grep -q '^SLURM_JOB_ID='
+  [[ $(readlink "$1/exe") == */slurmstepd ]] || grep -qz '^SLURM_JOB_ID=' "$1/environ" 2>/dev/null
 }
 
 if [ "${1:-}" = install ]; then
