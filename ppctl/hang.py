@@ -158,7 +158,7 @@ class Limits:
 
     @property
     def look(self) -> float:
-        """Seconds between two publications of a node's records: under a short limit a live node must not seem silent."""
+        """Seconds between publications of a node's records: under a short limit a live node must not seem silent."""
         return min(10.0, (self.step or LEAST) / 4)
 
 
