@@ -65,6 +65,7 @@ _SPLIT = "unit/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
 _PACKED = "dist/test_packed_documents.py::test_any_cut_of_packed_documents_gives_the_same_bits"
 _RECOMPUTE = "dist/test_recompute.py"
+_SHARDED = "dist/test_sharded.py"
 _API = "on the config of a model that the schedules' functions run"
 _PLAIN = "from Python: the schedules' functions do it in plain torch"
 _STEPS = "torch/test_schedule_steps.py"
@@ -129,7 +130,7 @@ _PARALLEL = {
     ),
     **_each("sequence_parallel", PLANS, "tensor parallelism"),
     **_each("hierarchical_context_parallel_sizes", LATER),
-    "data_parallel_sharding": Support(PLANS, "weights in parts (FSDP2)", ("none", "optimizer_gradients")),
+    **_works({"data_parallel_sharding": f"{_SHARDED}::test_every_way_of_sharding_agrees_with_replicas"}),
     **_each("overlap_moe_expert_parallel_comm delay_wgrad_compute", LATER),
     **_each("cross_entropy_loss_fusion cross_entropy_fusion_impl", PLANS, "fused cross entropy"),
     **_each("perform_initialization", LATER),

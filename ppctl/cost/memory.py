@@ -34,6 +34,10 @@ PRECISIONS = {
 }
 
 
+SHARED_OPTIMIZER = 12
+"""Bytes per parameter of a part: its float32 master and AdamW's two moments."""
+
+
 class State(NamedTuple):
     """Bytes on one device."""
 
@@ -59,25 +63,23 @@ class Spread(NamedTuple):
     """Ranks that hold the same experts."""
 
 
-def state_bytes(count: Count, spread: Spread, precision: Precision, sharding: str, largest: Count) -> State:
-    """Weights, gradients and optimizer state of `count` parameters.
+def state_bytes(count: Count, spread: Spread, precision: Precision, sharding: str) -> State:
+    """Weights, gradients and optimizer state of `count` parameters while a step uses them.
 
-    `optimizer_gradients` (ZeRO-1 and 2): the optimizer's state is shared out; gradients are whole until the one
-    reduction of a step. `full` (ZeRO-3): all is shared out, and the `largest` layer is gathered with its gradients.
+    Sharding divides the optimizer's state, in which there is a float32 master of every weight then. Weights and
+    gradients are whole, since gradients are summed once a step; with `full` only for as long as `Passing` says.
     """
     dense, experts = count.on_device(spread.tp, spread.ep, spread.etp)
     whole = dense + experts
+    weights, gradients = whole * precision.weight, whole * precision.gradient
     if sharding == "none":
-        return State(whole * precision.weight, whole * precision.gradient, whole * precision.optimizer)
-    shared = -(-dense // spread.dense) - (-experts // spread.experts)
-    if sharding == "optimizer_gradients":
-        return State(whole * precision.weight, whole * precision.gradient, shared * precision.optimizer)
-    gathered = sum(largest.on_device(spread.tp, spread.ep, spread.etp))
-    return State(
-        (shared + gathered) * precision.weight,
-        (shared + gathered) * precision.gradient,
-        shared * precision.optimizer,
-    )
+        return State(weights, gradients, whole * precision.optimizer)
+    return State(weights, gradients, shared(dense, experts, spread) * SHARED_OPTIMIZER)
+
+
+def shared(dense: int, experts: int, spread: Spread) -> int:
+    """Parameters of a device that are its part of what its data-parallel ranks share."""
+    return -(-dense // spread.dense) - (-experts // spread.experts)
 
 
 def workspace_bytes(allocator: Allocator, cublas_mib: float, te_mib: float) -> int:

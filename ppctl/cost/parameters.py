@@ -176,6 +176,30 @@ def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
     return Count().plus(*parts, *([embedding(model)] if has_mtp else []))
 
 
+def largest_matrix(model: ModelConfig, layer_names: Iterable[str], expert_ranks: int = 1) -> int:
+    """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
+    h, pattern, sizes = model.hidden_size, moe_layer_pattern(model), [0]
+    experts = (model.num_moe_experts or 0) // expert_ranks
+    for name in layer_names:
+        kind, _, index = name.partition(".")
+        if kind != "decoder":
+            sizes.append(embedding(model).total)
+        if kind in ("decoder", "mtp"):
+            moe = pattern[int(index)] if kind == "decoder" else mtp_is_moe(model)
+            sizes.append(_largest_of_attention(model))
+            sizes.append(experts * h * expert_width(model) if moe else h * model.ffn_hidden_size)
+    return max(sizes)
+
+
+def _largest_of_attention(model: ModelConfig) -> int:
+    h, heads, rope = model.hidden_size, model.num_attention_heads, model.qk_pos_emb_head_dim
+    if not model.multi_latent_attention:
+        return h * heads * head_dim(model)
+    queries = (model.q_lora_rank or h) * (model.qk_head_dim + rope)
+    up = model.kv_lora_rank * (model.qk_head_dim + model.v_head_dim)
+    return heads * max(queries, up, model.v_head_dim * h)
+
+
 def stage_parameters(model: ModelConfig, layer_names: Iterable[str]) -> int:
     """Parameters that a stage builds, replicas included."""
     return stage_count(model, layer_names).total

@@ -38,6 +38,8 @@ class StageProgram:
     around_backward: Callable[[int, Callable[[], None]], None] | None = None
     """Called as `around_backward(mb, run)` in place of a backward; it must call `run()`, which is that backward, once.
     What has to happen around forwards, `forward` does itself."""
+    prepare: Callable[[int], None] | None = None
+    """Called as `prepare(mb)` before a forward, where its input is waited for: what it does is no time of the stage."""
 
 
 class Live(NamedTuple):
@@ -82,7 +84,9 @@ class Stage:
         self._live: dict[int, Live] = {}
 
     def wait_for_input(self, mb: int) -> None:
-        """Return once the input of a microbatch is there."""
+        """Return once the input of a microbatch is there, and what else its forward needs."""
+        if self.program.prepare is not None:
+            self.program.prepare(mb)
         if not self.is_first:
             self.inbox[mb].wait()
 

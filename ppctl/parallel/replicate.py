@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-BUCKET_ELEMENTS = 32 * 1024 * 1024
-"""Largest flat bucket, unless one gradient is larger: bounds what a reduction needs beside the gradients."""
+from ppctl.cost.passing import BUCKET_ELEMENTS
 
 
 class GradientReducer:

@@ -6,7 +6,7 @@ size n, and cut into n runs; rank r holds the r-th. Every rank of the group make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ class Arriving(NamedTuple):
     """Sums on their way."""
 
     work: dist.Work | None
+    sent: Tensor
+    """Some backends hold it until they are waited for; so it is held on all."""
     flat: Tensor
     widths: list[int]
 
@@ -42,26 +44,60 @@ def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _rows(tensor, group.size())[group.rank()].clone()
 
 
-def scatter_sums(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Arriving:
-    """Start summing tensors of one dtype over the group; they may be freed or overwritten at once."""
-    size = group.size()
-    flat = torch.cat([_rows(tensor, size) for tensor in tensors], dim=1).flatten()
-    own = flat.new_empty(flat.numel() // size)
-    work = _reduce_scatter(own, flat, group=group, async_op=True)
-    return Arriving(work, own, [width(tensor, size) for tensor in tensors])
+def scatter_sums(
+    tensors: Iterable[Tensor], widths: Sequence[int], group: dist.ProcessGroup, device: torch.device | None = None
+) -> Arriving:
+    """Start summing float32 tensors, whose parts have these `widths`, over the group.
+
+    They are asked for one by one, and may be freed or overwritten as soon as the next one is.
+    """
+    flat = torch.empty(group.size(), sum(widths), device=device)
+    for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
+        _cut(tensor, rows)
+    own = flat.new_empty(flat.shape[1])
+    work = _reduce_scatter(own, flat.view(-1), group=group, async_op=True)
+    return Arriving(work, flat, own, list(widths))
+
+
+class Coming(NamedTuple):
+    """Wholes on their way."""
+
+    work: dist.Work | None
+    flat: Tensor
+    widths: list[int]
+
+    def into(self, wholes: Iterable[Tensor]) -> None:
+        """Fill the wholes, one after the other."""
+        if self.work is not None:
+            self.work.wait()
+        for whole, rows in zip(wholes, self.flat.split(self.widths, dim=1), strict=True):
+            whole.copy_(rows.reshape(-1)[: whole.numel()].view_as(whole))
+
+
+def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Coming:
+    """Start making tensors whole from the parts that the ranks hold, rounded to `dtype` before they travel."""
+    own = torch.cat([part.to(dtype) for part in parts])
+    flat = own.new_empty(group.size(), own.numel())
+    work = _all_gather(flat.view(-1), own, group=group, async_op=True)
+    return Coming(work, flat, [part.numel() for part in parts])
 
 
 def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Fill tensors of one dtype from the parts that the ranks hold, rounded to that dtype before they travel."""
-    own = torch.cat([part.to(wholes[0].dtype) for part in parts])
-    flat = own.new_empty(group.size() * own.numel())
-    _all_gather(flat, own, group=group)
-    rows = flat.view(group.size(), -1).split([part.numel() for part in parts], dim=1)
-    for whole, row in zip(wholes, rows, strict=True):
-        whole.copy_(row.reshape(-1)[: whole.numel()].view_as(whole))
+    """Fill tensors of one dtype from the parts that the ranks hold."""
+    start_gather(parts, wholes[0].dtype, group).into(wholes)
 
 
 def _rows(tensor: Tensor, size: int) -> Tensor:
     """The parts of all ranks, [size, width], zeros behind the end."""
     padding = size * width(tensor, size) - tensor.numel()
     return torch.nn.functional.pad(tensor.reshape(-1), (0, padding)).view(size, -1)
+
+
+def _cut(tensor: Tensor, rows: Tensor) -> None:
+    """Write the parts of all ranks into `rows` [size, width], zeros behind the end."""
+    flat, wide = tensor.reshape(-1), rows.shape[1]
+    full, rest = divmod(flat.numel(), wide)
+    rows[:full] = flat[: full * wide].view(full, wide)
+    if full < len(rows):
+        rows[full:] = 0
+        rows[full, :rest] = flat[full * wide :]

@@ -18,7 +18,7 @@ from ppctl.plan.cut import AUTO, Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_problems
 from ppctl.plan.given import chunks_wanted, read_given, take_given
-from ppctl.plan.memory import device_of, rank_costs
+from ppctl.plan.memory import device_of, gathered, rank_costs
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Measured, read_profile
@@ -206,7 +206,7 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=said[CAPACITY],
-        derived=(*derivation.derived, *decided),
+        derived=(*derivation.derived, *decided, *gathered(config, sizes, ranks)),
         provenance=dict(said.provenance),
         problems=tuple(wrong),
     )

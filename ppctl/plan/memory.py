@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import Setting, Shares, stage_activations
 from ppctl.cost.allocator import ALLOCATORS, TORCH_ON_CPU
 from ppctl.cost.devices import DEVICES, Device
-from ppctl.cost.memory import Spread, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
-from ppctl.cost.parameters import Count, stage_count
+from ppctl.cost.memory import Spread, State, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
+from ppctl.cost.parameters import Count, largest_matrix, stage_count
+from ppctl.cost.passing import BUCKET_ELEMENTS, Passing, most, passing
 from ppctl.plan.stages import precision_of
-from ppctl.plan.types import RankCost, StageSpec, TensorSpec
+from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
 from ppctl.topology import ParallelSizes
 
+GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -59,18 +61,18 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
+    spread, sharding = spread_of(sizes), _sharding(config, sizes)
     costs = []
     for pp_rank, actions in enumerate(schedule.actions):
         own = [stage for stage in stages if stage.pp_rank == pp_rank]
         counts = [stage_count(model, stage.layers) for stage in own]
-        state = state_bytes(
-            Count().plus(*counts),
-            spread_of(sizes),
-            precision_of(config),
-            config.parallel.data_parallel_sharding,
-            _largest(model, own),
-        )
+        state = state_bytes(Count().plus(*counts), spread, precision_of(config), sharding)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
+        in_step = state.total + activations
+        if sharding == "full":
+            held = most(actions, kept, again, _passing(config, own, spread))
+            state = State(held.weights, held.gradients, state.optimizer)
+            in_step = held.total + state.optimizer
         buffers = _buffers(config, own, sizes, setting)
         messages = _messages(stages, schedule, pp_rank) if setting.allocator.receives else 0
         costs.append(
@@ -79,13 +81,28 @@ def rank_costs(
                 sum(count.total for count in counts),
                 *state,
                 activation_bytes=activations,
-                peak_bytes=state.total + activations + buffers + messages,
+                peak_bytes=in_step + buffers + messages,
                 in_flight=in_flight,
                 buffer_bytes=buffers,
                 message_bytes=messages,
             )
         )
     return tuple(costs)
+
+
+def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:
+    """What is whole only at times, in words; nothing where all that a rank holds is there all the time."""
+    if _sharding(config, sizes) != "full":
+        return ()
+    weights, gradients, rest = (
+        max(sizes) / GIB
+        for sizes in zip(*((c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs), strict=True)
+    )
+    equation = (
+        f"gathered weights {weights:.2f} GiB at most: a stage's are whole from its first forward to its last backward, "
+        f"its gradients ({gradients:.2f}) from its first backward on; between steps a rank holds {rest:.2f}"
+    )
+    return (Derived("gathered weights", round(weights, 2), equation),)
 
 
 def held_bytes(
@@ -96,15 +113,21 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), stage_count(config.model, layers)
-    sharding = config.parallel.data_parallel_sharding
-    state = state_bytes(count, spread_of(sizes), precision_of(config), sharding, count)
+    state = state_bytes(count, spread_of(sizes), precision_of(config), _sharding(config, sizes))
     return state.total, stage_activations(config.model, layers, setting, stage).kept
 
 
-def _largest(model: ModelConfig, stages: Sequence[StageSpec]) -> Count:
-    """The largest layer: what is gathered at once where weights are shared out."""
-    layers = {name for stage in stages for name in stage.layers}
-    return max((stage_count(model, [name]) for name in layers), key=lambda count: count.total, default=Count())
+def _passing(config: RunConfig, own: Sequence[StageSpec], spread: Spread) -> dict[int, Passing]:
+    """What the stages of a rank hold of state only while they compute."""
+    model, precision = config.model, precision_of(config)
+    matrices = [largest_matrix(model, stage.layers, spread.ep * spread.etp) for stage in own]
+    bucket = max(BUCKET_ELEMENTS, *matrices)
+    return {stage.stage: passing(stage_count(model, stage.layers), spread, precision, bucket) for stage in own}
+
+
+def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:
+    """What is shared out, where there is somebody to share it with."""
+    return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 
 
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:

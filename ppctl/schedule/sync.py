@@ -100,6 +100,19 @@ def sync_of_chunks(
     )
 
 
+def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
+    """Before which forwards of a rank's list the weights of which stage begin to be gathered, once a step.
+
+    Before the forward that stands before the stage's first one, so that they travel beside it; those of the stage that
+    the list begins with, before that.
+    """
+    forwards = _of(row, Op.F)
+    first: dict[int, int] = {}
+    for index, action in enumerate(forwards):
+        first.setdefault(action.stage, index)
+    return {forwards[index - 1]: stage for stage, index in first.items() if index}
+
+
 def _gathers_ahead(forwards: list[Action], pp_rank: int, stages: Sequence[int]) -> dict[Action, _Events]:
     """Before which forwards the chunks from the third on are gathered: when the chunk before begins, or is about to."""
     following = dict(pairwise(stages[1:]))

@@ -7,6 +7,7 @@ one pass over the whole window, so that this is the forward that was trained, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -89,10 +90,14 @@ def write_sample(session: Session) -> dict[str, str] | None:
 
     None off rank 0, and where the tokens have no text.
 
-    A collective of the ranks that hold the first copies of all weights; the others return at once.
+    A collective of all ranks, of which those that hold the first copies of all weights do the work.
     """
-    if RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] != 0:
-        return None
+    with nullcontext() if session.gathered is None else session.gathered.all_held():  # by all, whoever writes
+        first = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
+        return _sample(session) if first else None
+
+
+def _sample(session: Session) -> dict[str, str] | None:
     tokenizer = load_tokenizer(session.config.data.tokenizer)
     prompt = torch.full((_PROMPT_LENGTH,), tokenizer.eos or 0)
     if session.corpus is not None:

@@ -36,6 +36,7 @@ from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.schedule.hops import message_times
 from ppctl.topology import RankGrid
+from ppctl.train.gathered import GatheredWeights
 from ppctl.train.grad_norm import GradientNorm
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.optimizer import build_optimizer
@@ -91,6 +92,11 @@ class Session:
     def has_loss(self) -> bool:
         """Whether this rank owns the loss."""
         return any("loss" in spec.layers for spec in self.own.stages)
+
+    @property
+    def gathered(self) -> GatheredWeights | None:
+        """The weights, where they are whole only while a stage computes."""
+        return self.weights if isinstance(self.weights, GatheredWeights) else None
 
     def batches(self, first_step: int = 0, consumed_samples: int = 0) -> Batches | None:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
@@ -204,7 +210,12 @@ def _weights(
     dp_group = groups["dp"]
     edp_group = groups.get("edp", dp_group)
     if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":
-        sharded = ShardedWeights(model, lambda name: edp_group if name in spread else dp_group)
+        full = config.parallel.data_parallel_sharding == "full"
+
+        def group_of(name: str) -> ProcessGroup:
+            return edp_group if name in spread else dp_group
+
+        sharded = GatheredWeights(names, model, group_of) if full else ShardedWeights(model, group_of)
         return sharded, GradientScatter(names, sharded)
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppctl.parallel.replicate import BUCKET_ELEMENTS
+from ppctl.cost.passing import BUCKET_ELEMENTS
 from ppctl.parallel.shard import Arriving, gather_into, part_of, scatter_sums
 
 GroupOf = Callable[[str], dist.ProcessGroup]
@@ -65,15 +65,14 @@ class ShardedWeights:
         if part is not whole:
             part.copy_(part_of(whole, self.group_of(name)))
 
-    def take_sums(self, names: Iterable[str]) -> list[Tensor]:
-        """The gradients summed so far, zeros where there are none, which are forgotten here."""
-        taken = []
-        for name in names:
-            parameter = self.model[name]
-            gradient, parameter.grad = parameter.grad, None
-            gradient = self.sums.pop(name, gradient)
-            taken.append(torch.zeros_like(parameter, dtype=torch.float32) if gradient is None else gradient)
-        return taken
+    def take_sum(self, name: str) -> Tensor:
+        """The gradient summed so far, zeros where there is none, which is forgotten here."""
+        parameter = self.model[name]
+        gradient, parameter.grad = parameter.grad, None
+        gradient = self.sums.pop(name, gradient)
+        if gradient is None:
+            return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        return gradient
 
     def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
         """Neighbours that one group shares, up to the bucket's size."""
@@ -118,12 +117,21 @@ class GradientScatter:
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
-        """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it."""
-        for names in self.weights.buckets(self.stages[stage]):
-            sums = self.weights.take_sums(names)
-            for gradient in sums if divisor != 1.0 else ():
-                gradient.div_(divisor)
-            self._running.append((names, scatter_sums(sums, self.weights.group_of(names[0]))))
+        """Start summing the stage's gradients / `divisor`, and return: the rest of the pipeline runs beside it.
+
+        Those of the stage before are waited for first, so that no more than one stage's are on their way.
+        """
+        self.finish()
+        weights = self.weights
+
+        def scaled(name: str) -> Tensor:
+            gradient = weights.take_sum(name)
+            return gradient if divisor == 1.0 else gradient.div_(divisor)
+
+        for names in weights.buckets(self.stages[stage]):
+            widths = [weights.master[name].numel() for name in names]
+            group, device = weights.group_of(names[0]), weights.model[names[0]].device
+            self._running.append((names, scatter_sums(map(scaled, names), widths, group, device)))
 
     def finish(self) -> None:
         """Wait for every sum started since the last call: the masters' gradients are there."""

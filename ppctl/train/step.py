@@ -25,6 +25,7 @@ from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
+from ppctl.schedule.sync import gathers_ahead
 from ppctl.schedules import StageProgram, run_schedule
 from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.topology import RankGrid
@@ -63,6 +64,9 @@ class Trainer:
         self.first = 0
         """The step's microbatch that is the schedule call's number 0."""
         self.spared = _spared_from_recompute(session)
+        row = session.plan.schedule.actions[session.own.pp_rank]
+        self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
+        """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
         self.peak_flops = _peak_flops(session)
         programs = [self._program(spec, session.stages[spec.stage]) for spec in session.own.stages]
         autocast = autocast_dtype(session.config.parallel)
@@ -144,12 +148,16 @@ class Trainer:
         for call in range(self.calls):
             self.first = call * s.plan.num_microbatches
             run_schedule(s.plan.forward_schedule, self.programs, s.communicator, heartbeat=s.heartbeat)
+        if s.gathered is not None:
+            s.gathered.release_all()
         for stage in s.stages.values():
             stage.train()
         return [float(self.losses[mb]) for mb in sorted(self.losses)]
 
     def _reduce(self, stage: int) -> None:
-        """What happens to a stage's gradients once the step's last one is there."""
+        """What happens to a stage's weights and gradients once the step's last gradient is there."""
+        if self.session.gathered is not None:
+            self.session.gathered.release(stage)
         scaled = self.session.config.pipeline.scale_grads_in_schedule
         self.session.reducer.reduce(stage, self._microbatches_of_all() if scaled else 1.0)
 
@@ -171,7 +179,17 @@ class Trainer:
             outputs: Message = module(*given, tokens=tokens, packing=packing)
             return (self._loss(mb, *outputs),) if ends else outputs
 
-        return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+        gathered = self.session.gathered
+
+        def prepare(mb: int) -> None:
+            assert gathered is not None
+            gathered.hold(spec.stage)
+            if (spec.stage, mb) in self.gathers:
+                gathered.begin(self.gathers[spec.stage, mb])
+
+        return StageProgram(
+            spec.stage, forward, spec.receives, spec.sends, prepare=None if gathered is None else prepare
+        )
 
     def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
         """The loss to start from; notes the microbatch's share of the step's, and of its MTP modules'.

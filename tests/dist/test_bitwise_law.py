@@ -95,9 +95,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bool = False):
+def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bool = False, clip_grad: float = 1.0):
     config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
-    config.optim.eps = eps
+    config.optim.eps, config.optim.clip_grad = eps, clip_grad
     batches = Batches(
         load_corpus(str(text), ByteTokenizer()),
         seq_length=SEQ,

@@ -59,3 +59,24 @@ def test_live_storages_at_the_peak_are_the_planned_bytes_on_every_rank(text: Pat
     found = run_ranks(live_and_planned, 4, to_mapping(config_of(text, DENSE, **more)))
     for rank, (live, cost) in enumerate(found):
         assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"
+
+
+WIDE = ModelConfig(num_layers=4, hidden_size=96, ffn_hidden_size=288, num_attention_heads=4, vocab_size=260)
+"""Of weights rather than activations, with short sequences."""
+
+
+def live_and_planned_each(mappings):
+    return [live_and_planned(mapping) for mapping in mappings]
+
+
+def test_weights_and_gradients_of_full_sharding_live_when_the_plan_says_so(text: Path) -> None:
+    """Also in a schedule that is through with one chunk's gradients before it makes the next one's."""
+    configs = []
+    for name, bf16 in (("interleaved_1f1b", False), ("gpipe", True)):
+        config = config_of(text, WIDE, data_parallel_sharding="full", data_parallel_size=2, bf16=bf16)
+        config.parallel.pipeline_model_parallel_size, config.pipeline.pp_schedule = 2, name
+        config.data.seq_length, config.train.micro_batch_size, config.train.global_batch_size = 16, 1, 8
+        configs.append(to_mapping(config))
+    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, configs)):
+        for live, cost in found:
+            assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"

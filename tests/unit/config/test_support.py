@@ -29,7 +29,6 @@ SPECIAL = {
     "model.attention_backend": "unfused",
     "model.attention_dropout": 0.1,
     "model.hidden_dropout": 0.1,
-    "parallel.data_parallel_sharding": "full",
     "model.num_moe_experts": 8,
     "model.mtp_num_layers": 1,
     "parallel.hierarchical_context_parallel_sizes": "[2,4]",
