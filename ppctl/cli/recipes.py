@@ -1,4 +1,4 @@
-"""`ppctl recipes list | show NAME | copy NAME [DIR]`: the recipes that ship, and the user's own.
+"""`ppctl recipes list | show NAME | copy NAME [FILE]`: the recipes that ship, and the user's own.
 
 Knows files. Must not know what a recipe says. Imports no torch, no Hydra and no rich.
 """
@@ -6,12 +6,12 @@ Knows files. Must not know what a recipe says. Imports no torch, no Hydra and no
 from __future__ import annotations
 
 import argparse
-import os
+import shlex
 import shutil
 from pathlib import Path
 
 from ppctl.config.keys import did_you_mean, nearest
-from ppctl.config.resources import RECIPES_PATH, Recipe, recipes
+from ppctl.config.resources import Recipe, recipes
 from ppctl.errors import ConfigError, Problem
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copy = actions.add_parser("copy", help="copy a recipe to edit it; never overwrites")
     for parser_of_action in (show, copy):
         parser_of_action.add_argument("name", metavar="NAME")
-    copy.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where to (default: here)")
+    copy.add_argument("to", metavar="FILE", nargs="?", help="the file, or a directory (default: NAME.yaml here)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         print(find(args.name).path.read_text(encoding="utf-8"), end="")
     elif args.action == "copy":
-        print(copy_to(find(args.name), Path(args.directory)))
+        print(copy_to(find(args.name), args.to))
     else:
         found = recipes()
         width = max(map(len, found))
@@ -46,24 +46,26 @@ def find(name: str) -> Recipe:
     if name in found:
         return found[name]
     close = nearest(name, found)
-    message = f"there is no recipe {name}{did_you_mean(name, found)} there are {', '.join(sorted(found))}"
-    remedy = f"ppctl recipes show {close[0]}" if close else "ppctl recipes list"
+    message = f"there is no recipe {name}{did_you_mean(name, found)}"
+    remedy = f"ppctl recipes show {close[0]}" if close else "ppctl recipes"
     raise ConfigError(Problem("PP-E104", message, remedy, "command line"))
 
 
-def copy_to(recipe: Recipe, directory: Path) -> str:
+def copy_to(recipe: Recipe, to: str | None) -> str:
     """Copy the file and say how to use it. Raises ConfigError where that would overwrite or cannot be written."""
-    target = directory / recipe.path.name
+    target = Path(to or ".")
+    if target.suffix != ".yaml":
+        target = target / recipe.path.name
     if target.exists():
-        free = next(f for n in range(2, 1000) if not (f := directory / f"{recipe.name}-{n}").exists())
+        free = next(f for n in range(2, 1000) if not (f := target.with_stem(f"{target.stem}-{n}")).exists())
         message = f"{target} exists, and a copy never overwrites"
-        raise ConfigError(Problem("PP-E126", message, f"ppctl recipes copy {recipe.name} {free}", "command line"))
+        again = f"ppctl recipes copy {recipe.name} {shlex.quote(str(free))}"
+        raise ConfigError(Problem("PP-E126", message, again, "command line"))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(recipe.path, target)
     except OSError as error:
         raise ConfigError(
             Problem("PP-E126", f"{target} cannot be written: {error.strerror}", place="command line")
         ) from None
-    where = os.path.relpath(directory)
-    return f"{target}\nuse it with: {RECIPES_PATH}={where} ppctl plan +recipe={recipe.name}"
+    return f"{target}\nuse it with: ppctl plan {shlex.quote(f'+recipe={target}')}"

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppctl.config.flags import LISTS, MEGATRON, SWITCHES, flag_problem
+from ppctl.config.flags import LISTS, MEGATRON, SEVERAL, SWITCHES, Foreign, flag_problem, flags_problem, foreign
 from ppctl.config.keys import as_typed, keys, sections
 from ppctl.errors import Problem
 
@@ -119,6 +119,7 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
     sorter = _Sorter(list(tokens), own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
+    sorter.tell_foreign_flags_together(command)
     if sorter.sweeps or sorter.multirun:
         sorter.found.problems.append(sorter.sweep_problem(command))
     return sorter.found
@@ -135,6 +136,8 @@ class _Sorter:
         """Key -> its quoted value, and how it was typed."""
         self.sweeps: list[tuple[str, list[str]]] = []
         """Of each list of values: how it was typed, and the values."""
+        self.foreign: list[tuple[Foreign, Problem]] = []
+        """Flags of Megatron's that are keys here, and the problem of each alone."""
         self.multirun = False
         self.line: list[str] = []
         """The command line again as shell text, with a loop variable where a list stood."""
@@ -150,27 +153,47 @@ class _Sorter:
             value = value if equals else self.queue.pop(0)
             self._add(name, MEGATRON[name], value, token if equals else f"{token} {value}")
         elif name in LISTS and (equals or self._value_follows()):
-            words = [value] if equals else []
-            while not equals and self._value_follows() and "=" not in self.queue[0]:
-                words.append(self.queue.pop(0))
+            words = [value] if equals else self._words()
             self._add(name, LISTS[name], f"[{','.join(words)}]", shlex.join([token, *words]) if not equals else token)
         elif name in SWITCHES:
             self._add(name, SWITCHES[name], value if equals else "true", token)
         elif token.startswith("-") and len(token) > 1:
-            if not equals and self._value_follows() and "=" not in self.queue[0]:
-                value = self.queue.pop(0)
-            self.found.problems.append(flag_problem(name, value, self.own))
+            if not equals:
+                words = self._words(None if name in SEVERAL else 1)
+                value = "".join(words) if len(words) < 2 else f"[{','.join(words)}]"
+            self._foreign_flag(name, value)
         else:
             self._positional(token)
 
     def _value_follows(self) -> bool:
         return bool(self.queue) and (not self.queue[0].startswith("-") or self.queue[0][1:2].isdigit())
 
+    def _words(self, most: int | None = None) -> list[str]:
+        """The values that follow a flag, up to the next flag or override."""
+        words: list[str] = []
+        while len(words) != most and self._value_follows() and "=" not in self.queue[0]:
+            words.append(self.queue.pop(0))
+        return words
+
     def _own_flag(self, words: list[str], needs_value: bool) -> None:
         if needs_value and self.queue:
             words.append(self.queue.pop(0))
         self.found.rest += words
         self.line += map(shlex.quote, words)
+
+    def _foreign_flag(self, flag: str, value: str) -> None:
+        self.found.problems.append(flag_problem(flag, value, self.own))
+        known = foreign(flag, value)
+        if known is not None:
+            self.foreign.append((known, self.found.problems[-1]))
+            self.line += [known.override] * bool(known.override)
+
+    def tell_foreign_flags_together(self, command: str) -> None:
+        """Make one problem of several flags of Megatron's: who pastes a command line gets one back."""
+        if len(self.foreign) > 1:
+            told = [problem for _, problem in self.foreign]
+            together = flags_problem([known for known, _ in self.foreign], " ".join(["ppctl", command, *self.line]))
+            self.found.problems = [together, *(one for one in self.found.problems if one not in told)]
 
     def _positional(self, token: str) -> None:
         match = _OVERRIDE.fullmatch(token)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote, retyped
 from ppctl.config.checks import check
 from ppctl.config.draft import DEFAULT, Draft, flat
+from ppctl.config.flags import meant_by
 from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
-from ppctl.config.resources import groups, recipes
+from ppctl.config.resources import find_recipe, groups, is_file_name, recipes
 from ppctl.config.scale import SCALES, smoke
 from ppctl.config.schema import RunConfig
 from ppctl.config.support import ignored
@@ -78,7 +79,8 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     if scale is not None:
         _scale_down(draft, scale, given)
     composed = _finish(draft, arguments.overrides, for_training)
-    return replace(composed, choices=choices, recipe_path=recipes()[recipe].path if recipe else None)
+    found = find_recipe(recipe) if recipe else None
+    return replace(composed, choices=choices, recipe_path=found.path if found else None)
 
 
 def override(
@@ -124,14 +126,24 @@ def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str
             options[key] = list(SCALES)
         if key not in options or (key in sections() and value[:1] == "{"):
             values.append((key, value))
-        elif option in options[key]:
+        elif option in options[key] or (key == "recipe" and find_recipe(option) is not None):
             choices[key] = option
         elif option not in ("", "null"):
-            hint = did_you_mean(option, options[key])
-            message = f"there is no {key} {option}{hint}; there are {', '.join(options[key])}"
-            close = nearest(option, options[key]) or options[key]
-            arguments.problems.append(Problem("PP-E104", message.replace("?;", "?"), f"{key}={close[0]}", PLACE))
+            arguments.problems.append(_no_such(key, option, options[key]))
     return choices, values
+
+
+def _no_such(group: str, option: str, options: Sequence[str]) -> Problem:
+    """The problem of an option that does not exist; a recipe may be meant as a file."""
+    if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
+        here = f"ppctl recipes copy quickstart {shlex.quote(option)}"
+        return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
+    close = nearest(option, options)
+    message = f"there is no {group} {option}{did_you_mean(option, options)}"
+    if not close:
+        message += f"; there {'are' if len(options) > 1 else 'is'} {', '.join(options)}"
+    usual = "ppctl recipes" if group == "recipe" else f"{group}={options[0]}"
+    return Problem("PP-E104", message, f"{group}={close[0]}" if close else usual, PLACE)
 
 
 def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
@@ -226,8 +238,9 @@ def _refuse(key: str, text: str) -> Problem:
         return Problem("PP-E122", f"{key}: Hydra's own settings have no effect here; leave it out", place=PLACE)
     if key in sections():
         return not_a_section(key, PLACE)
-    alias = ALIASES.get(key.rpartition(".")[2])
-    close = [alias] if alias else nearest(key, [*text_keys(), *ALIASES, *groups()])
+    last = key.rpartition(".")[2]
+    known = ALIASES.get(last) or meant_by(last)
+    close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
     fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
     return unknown_key(key, PLACE, close, next(iter(fitting), ""))
 

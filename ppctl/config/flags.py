@@ -5,7 +5,9 @@ Knows names only. Sizes, layout, batch and sequence are accepted as flags; every
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ppctl.config.keys import as_typed, did_you_mean, text_keys, value_text
 from ppctl.errors import Problem
@@ -90,14 +92,20 @@ RENAMED = {
     "--valid-data-path": "data.validation_path",
     "--eval-iters": "train.eval_steps",
     "--tokenizer-model": "data.tokenizer",
-    "--split": "data.validation_split=0.05",
+    "--split": "data.validation_split",
     "--tensorboard-dir": "log.tensorboard=true",
     "--wandb-project": "log.wandb=true",
+    "--swiglu": "model.gated_linear_unit=true",
+    "--disable-bias-linear": "model.add_bias_linear=false",
+    "--use-rotary-position-embeddings": "model.position_embedding_type=rope",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",
     "--nnodes": "launch.nodes",
     "--nproc-per-node": "launch.gpus_per_node",
 }
 """Flags of others whose meaning a key carries: the key, or the override where the flag takes no value."""
+
+SEVERAL = ("--data-path", "--valid-data-path")
+"""Flags of others that take one value or more."""
 
 LATER = frozenset(
     {
@@ -109,16 +117,17 @@ LATER = frozenset(
 )
 """Flags whose work a later release takes up."""
 
+_ATTENTION = "attention is torch's scaled_dot_product_attention, which chooses its kernel"
+
 MEANINGLESS = {
     "--use-mcore-models": "ppctl has one implementation of its model",
     "--transformer-impl": "ppctl has one implementation of its model",
-    "--swiglu": "the decoder's feed-forward is always SwiGLU",
-    "--normalization": "the decoder's norm is always RMSNorm",
-    "--position-embedding-type": "the decoder's positions are always RoPE",
-    "--use-rotary-position-embeddings": "the decoder's positions are always RoPE",
-    "--disable-bias-linear": "the decoder's matrices have no bias",
     "--group-query-attention": "model.num_query_groups alone says it",
-    "--use-flash-attn": "attention is torch's scaled_dot_product_attention, which chooses its kernel",
+    "--use-flash-attn": _ATTENTION,
+    "--attention-softmax-in-fp32": _ATTENTION,
+    "--no-masked-softmax-fusion": _ATTENTION,
+    "--lr-decay-style": "the learning rate warms up linearly and decays as a cosine",
+    "--tokenizer-type": "data.tokenizer alone says it",
     "--distributed-backend": "the device decides: nccl on cuda, gloo on cpu",
     "--log-interval": "every step is logged",
     "--save": "checkpoints are in the run directory: log.dir",
@@ -129,6 +138,71 @@ MEANINGLESS = {
 """Flags that have nothing to say here, and why."""
 
 
+ELSEWHERE = {
+    "max_steps": "train.steps",
+    "learning_rate": "optim.lr",
+    "precision": "parallel.bf16",
+    "seq_len": "data.seq_length",
+    "local_batch_size": "train.micro_batch_size",
+    "tensor_parallel_degree": "parallel.tensor_model_parallel_size",
+    "pipeline_parallel_degree": "parallel.pipeline_model_parallel_size",
+    "context_parallel_degree": "parallel.context_parallel_size",
+    "expert_parallel_degree": "parallel.expert_model_parallel_size",
+    "output_dir": "log.dir",
+    "runs_dir": "log.dir",
+}
+"""What NeMo, torchtitan and people call a key: the last part of the name."""
+
+
+def meant_by(name: str) -> str | None:
+    """The key for which other systems, Megatron's flags included, have `name` (its last part)."""
+    found = ELSEWHERE.get(name) or RENAMED.get(_flag(name))
+    return found.partition("=")[0] if found else None
+
+
+class Foreign(NamedTuple):
+    """A flag of Megatron's that ppctl understands and does not take."""
+
+    typed: str
+    override: str
+    """What says the same; empty where nothing has to be said."""
+    why: str
+    """Why it is left out."""
+
+
+def foreign(flag: str, value: str) -> Foreign | None:
+    """What `flag value` comes to, or None where ppctl does not know the flag."""
+    typed = shlex.join([flag, value] if value else [flag])
+    if flag in RENAMED:
+        value = _validation_share(value) if flag == "--split" else value
+        override = RENAMED[flag] if "=" in RENAMED[flag] else _override(RENAMED[flag], value)
+        return Foreign(typed, override, "")
+    if flag in LATER:
+        return Foreign(typed, "", "it comes in a later release")
+    if flag in MEANINGLESS:
+        return Foreign(typed, "", MEANINGLESS[flag])
+    field = flag.lstrip("-").replace("-", "_")
+    same = [name for name in text_keys() if name.rpartition(".")[2] == field or name == field]
+    return Foreign(typed, _override(same[0], value), "") if same else None
+
+
+def _validation_share(split: str) -> str:
+    """The share of the second of Megatron's three numbers (training, validation, test), such as `949,50,1`."""
+    try:
+        shares = [float(part) for part in split.split(",")]
+        return f"{shares[1] / sum(shares):.4g}"
+    except (ValueError, IndexError, ZeroDivisionError):
+        return split
+
+
+def flags_problem(flags: Sequence[Foreign], line: str) -> Problem:
+    """One problem for several flags at once; `line` is the command line with their keys in their place."""
+    width = max(len(one.typed) for one in flags)
+    rows = [f"{one.typed:<{width}}  {one.override or f'left out: {one.why}'}" for one in flags]
+    message = f"{len(flags)} flags are keys here or say nothing here; the whole line in ppctl's words is below"
+    return Problem("PP-E107", message, line, "\n".join(rows))
+
+
 def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem:
     """What is wrong with a flag that ppctl does not take; `value` is what was typed for it."""
     place = "command line"
@@ -137,17 +211,13 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem
         return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)
     if flag in LISTS:
         return Problem("PP-E107", f"{flag} needs a value", f"ppctl explain {LISTS[flag]}", place)
-    if flag in RENAMED:
-        remedy = RENAMED[flag] if "=" in RENAMED[flag] else _override(RENAMED[flag], value)
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", remedy, place)
+    found = foreign(flag, value)
+    if found is not None and found.override:
+        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", found.override, place)
     if flag in LATER:
         return Problem("PP-E108", f"{flag} comes in a later release; leave it out", place=place)
     if flag in MEANINGLESS:
         return Problem("PP-E109", f"{flag} means nothing here: {MEANINGLESS[flag]}; leave it out", place=place)
-    field = flag.lstrip("-").replace("-", "_")
-    same = [name for name in text_keys() if name.rpartition(".")[2] == field or name == field]
-    if same:
-        return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", _override(same[0], value), place)
     known = [*own, *MEGATRON, *LISTS, *RENAMED]
     return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
 

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
-from ppctl.config.resources import conf_directory, groups, recipes
+from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, recipes
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
 
@@ -49,6 +49,8 @@ class PpctlSource(ConfigSource):
 
     provider: str = "ppctl"
     path: str = ""
+    chosen: Recipe | None = None
+    """The recipe that was asked for, which need not be in a recipe directory."""
     files: dict[str, YamlFile] = field(default_factory=dict)
 
     @staticmethod
@@ -73,7 +75,7 @@ class PpctlSource(ConfigSource):
     def _find(self, name: str) -> YamlFile | None:
         group, _, option = name.rpartition("/")
         if group == "recipe":
-            recipe = recipes().get(option)
+            recipe = self.chosen if self.chosen and option == self.chosen.name else recipes().get(option)
             return YamlFile(recipe.path, recipe.label) if recipe else None
         path = conf_directory() / f"{name}.yaml"
         return YamlFile(path, f"conf/{name}.yaml") if path.is_file() else None
@@ -131,8 +133,9 @@ def load(choices: Mapping[str, str]) -> list[Layer]:
     Raises ConfigError where a defaults list names something that does not exist or contradicts itself.
     """
     version.setbase("1.3")
-    source = PpctlSource()
-    lines = [f"+{group}={option}" if group == "recipe" else f"{group}={option}" for group, option in choices.items()]
+    source = PpctlSource(chosen=find_recipe(choices.get("recipe", "")))
+    lines = [f"{group}={option}" for group, option in choices.items() if group != "recipe"]
+    lines += [f"+recipe='{source.chosen.name}'"] if source.chosen else []
     try:
         found = create_defaults_list(
             repo=_Repository(source),

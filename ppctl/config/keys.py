@@ -169,7 +169,12 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     known = list(known)
     last = word.rpartition(".")[2]
     exact = [name for name in known if name.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(word, known, n=limit, cutoff=0.6)
+    # Names of one section are alike for their first part alone, which says nothing of what was meant.
+    close = [
+        name
+        for name in difflib.get_close_matches(word, known, n=2 * limit, cutoff=0.6)
+        if difflib.SequenceMatcher(None, last, name.rpartition(".")[2]).ratio() >= 0.6
+    ]
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
     tails = [by_last[tail] for tail in difflib.get_close_matches(last, by_last, n=limit, cutoff=0.75)]
     return list(dict.fromkeys([*exact, *close, *tails]))[:limit]

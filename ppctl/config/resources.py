@@ -66,6 +66,19 @@ def recipes() -> dict[str, Recipe]:
     return found
 
 
+def is_file_name(option: str) -> bool:
+    """Whether what stands behind `recipe=` is meant as a file's path and not as a recipe's name."""
+    return "/" in option or option.endswith(".yaml")
+
+
+def find_recipe(option: str) -> Recipe | None:
+    """What `recipe=OPTION` means: a recipe's name, or the path of a file (`mine.yaml`, `../runs/mine.yaml`)."""
+    if not is_file_name(option):
+        return recipes().get(option)
+    path = Path(option).expanduser()
+    return Recipe(path.stem, path, option) if path.is_file() else None
+
+
 def groups() -> dict[str, list[str]]:
     """Config group -> its options: the directories of conf/ and `recipe`."""
     found = {

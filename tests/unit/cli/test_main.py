@@ -93,7 +93,10 @@ def test_a_later_command_says_so(capsys, name):
         (["plan", "stepz=3"], ["PP-E101"]),
         (["plan", "+stepz=3", "++a.b=1"], ["PP-E101", "PP-E101"]),
         (["train", "quickstart"], ["PP-E105"]),
-        (["train", "-m", "steps=1,2", "stepz=3", "--foo", "--swiglu"], ["PP-E107", "PP-E109", "PP-E106", "PP-E101"]),
+        (
+            ["train", "-m", "steps=1,2", "stepz=3", "--foo", "--use-flash-attn"],
+            ["PP-E107", "PP-E109", "PP-E106", "PP-E101"],
+        ),
         (["plan", "recipe=quickstrt", "mbs=x"], ["PP-E104", "PP-E102"]),
         (["train", "+recipe=deepseek_v3"], ["PP-E601"]),
         (["explain", "nothing.like.it"], ["PP-E125"]),

@@ -1,5 +1,7 @@
 """`ppctl recipes`: list, show, copy."""
 
+import shlex
+
 import pytest
 
 from ppctl.cli.main import main
@@ -37,6 +39,13 @@ def test_a_copy_is_usable_and_never_overwrites(capsys, tmp_path, monkeypatch):
     assert main(err.split("try: ppctl ")[1].split()) == 0
     monkeypatch.setenv(RECIPES_PATH, str(copy.parent))
     assert recipes()["quickstart"].path == copy
+
+
+def test_a_copy_may_be_given_a_name_and_is_a_recipe_where_it_lies(capsys, tmp_path):
+    code, out, _ = run(capsys, "copy", "quickstart", str(tmp_path / "mine.yaml"))
+    command = shlex.split(out.partition("use it with: ")[2])
+    assert (code, command) == (0, ["ppctl", "plan", f"+recipe={tmp_path}/mine.yaml"])
+    assert main(command[1:]) == 0
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(capsys, tmp_path):

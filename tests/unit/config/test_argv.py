@@ -107,7 +107,10 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--fp16"], "PP-E107", "parallel.fp16=true"),
         (["--use-distributed-optimizer"], "PP-E107", "data_parallel_sharding=optimizer_gradients"),
         (["--recompute-modules"], "PP-E107", "needs a value"),
-        (["--swiglu"], "PP-E109", "always SwiGLU"),
+        (["--swiglu"], "PP-E107", "model.gated_linear_unit=true"),
+        (["--use-flash-attn"], "PP-E109", "scaled_dot_product_attention"),
+        (["--split", "99,1,0"], "PP-E107", "data.validation_split=0.01"),
+        (["--data-path", "0.3", "a b", "0.7", "c"], "PP-E107", "'data.path=[0.3,a b,0.7,c]'"),
         (["~train.steps"], "PP-E121", "train.steps=100"),
         (["~pp"], "PP-E121", "parallel.pipeline_model_parallel_size=1"),
         (["~nothing"], "PP-E121", "ppctl explain"),
@@ -182,3 +185,15 @@ def test_shell_characters_survive_the_loop():
 def test_python_only_fields_are_not_text_keys():
     assert "parallel.timers" in keys()
     assert "parallel.timers" not in text_keys()
+
+
+def test_a_pasted_megatron_command_line_comes_back_in_ppctls_words():
+    pasted = "--num-layers 8 --lr 3e-4 --bf16 --log-interval 1 --no-such-thing --data-path a nodes=2".split()
+    found = normalise(pasted, command="plan")
+    together, unknown = found.problems
+    assert together.remedy == "ppctl plan --num-layers 8 optim.lr=3e-4 parallel.bf16=true data.path=a nodes=2"
+    assert "--log-interval 1  left out: every step is logged" in together.place
+    assert "--no-such-thing" in unknown.message
+    again = normalise(together.remedy.split()[2:])
+    assert not again.problems
+    assert "optim.lr=3e-4" in again.overrides
