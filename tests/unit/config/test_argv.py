@@ -188,8 +188,8 @@ def test_python_only_fields_are_not_text_keys():
 
 
 def test_a_pasted_megatron_command_line_comes_back_in_ppctls_words():
-    pasted = ["--num-layers", "8", "--lr", "3e-4", "--bf16", "--log-interval", "1", "--no-such-thing", "--data-path", "a", "nodes=2"]
-    found = normalise(pasted, command="plan")
+    pasted = "--num-layers 8 --lr 3e-4 --bf16 --log-interval 1 --no-such-thing --data-path a nodes=2"
+    found = normalise(shlex.split(pasted), command="plan")
     together, unknown = found.problems
     assert together.remedy == "ppctl plan --num-layers 8 optim.lr=3e-4 parallel.bf16=true data.path=a nodes=2"
     assert "--log-interval 1  left out: every step is logged" in together.place
