@@ -60,6 +60,12 @@ class HuggingFaceTokenizer:
             raise DataError(Problem("PP-E410", message, "data.tokenizer=byte", place=str(file))) from None
         return cls(library, _find_eos(library, file.parent))
 
+    @property
+    def end_token(self) -> str | None:
+        """The text of `eos`, as the tokenizer's files write it."""
+        text: str | None = None if self.eos is None else self._library.id_to_token(self.eos)
+        return text
+
     def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
         """The ids of each document, many at a time. Raises DataError naming those that are not UTF-8."""
         texts, problems = [], []

@@ -42,7 +42,7 @@ def model_values(text: str) -> Mapping[str, Any]:
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known = {field.name for field in fields(ModelConfig)} - {"from_"}
-        saved = json.loads((path / "state.json").read_bytes())["model"]
+        saved = _saved(path, "state.json", "model")
         return {name: value for name, value in saved.items() if name in known}
     family, model = read_config(read_config_file(path), str(path / CONFIG))
     unsaid = TRAINING - {field.ours for field in family.fields}
@@ -54,7 +54,14 @@ def check_weights(path: Path, model: ModelConfig) -> None:
     if (path / CONFIG).is_file():
         open_directory(path, model=model)
         return
-    saved = json.loads((path / "manifest.json").read_bytes())["tensors"]
+    cut = [
+        f"{path / name}: {_size(path / name):,} bytes instead of {entry['bytes']:,}"
+        for name, entry in _saved(path, "manifest.json", "files").items()
+        if _size(path / name) != entry["bytes"]
+    ]
+    if cut:
+        raise CheckpointError(_damaged(path, "files are missing or cut short", "\n".join(cut)))
+    saved = _saved(path, "manifest.json", "tensors")
     shapes = model_tensors(model)
     stored = {name.removeprefix("model."): tuple(entry["shape"]) for name, entry in saved.items()}
     wrong = [
@@ -66,3 +73,19 @@ def check_weights(path: Path, model: ModelConfig) -> None:
         message = f"the weights at {path} are not those of this model"
         remedy = f"leave out what changes the model's sizes: {KEY} gives them"
         raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(wrong[:20])))
+
+
+def _saved(path: Path, file: str, key: str) -> Any:
+    """What a checkpoint's file holds under `key`. Raises CheckpointError (PP-E503) where it cannot be read."""
+    try:
+        return json.loads((path / file).read_bytes())[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(_damaged(path, f"{file} cannot be read ({type(error).__name__})")) from None
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
+
+
+def _damaged(path: Path, fault: str, place: str = "") -> Problem:
+    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", f"ls -l '{path}'", place)

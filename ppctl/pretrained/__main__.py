@@ -66,7 +66,8 @@ class _Progress:
 
 def _summary(done: Done) -> str:
     what = f"{done.parameters:,} parameters of a {done.family} model, {done.tensors} tensors, {done.bytes:,} bytes"
-    return f"wrote {what}\n{done.path}"
+    lines = [f"wrote {what}", *([f"with {done.tokenizer}"] if done.tokenizer else []), str(done.path)]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

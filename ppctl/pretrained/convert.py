@@ -26,6 +26,7 @@ from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, mtp_tables, open_directory, stored_names
 from ppctl.families.tensors import model_tensors
 from ppctl.pretrained.reading import Reader
+from ppctl.pretrained.tokenizer_files import TOKENIZER, copy_tokenizer, tokenizer_path
 from ppctl.pretrained.writing import SHARD, Spec, write_shards
 
 Progress = Callable[[str, int, int], None]
@@ -44,6 +45,8 @@ class Done:
     parameters: int
     tensors: int
     bytes: int
+    tokenizer: str = ""
+    """A line about the tokenizer's files, where such are written."""
 
 
 def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool = True) -> Done:
@@ -62,6 +65,8 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
         return reader.tensor(name.removeprefix("model."))
 
     state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(found.model)}
+    if (source / TOKENIZER).is_file():
+        state["tokenizer_path"] = tokenizer_path(str(source))
     with _new_directory(out) as temporary:
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     parameters = sum(spec.numel() for spec in specs.values())
@@ -74,9 +79,11 @@ def export_checkpoint(
 ) -> Done:
     """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps that of the checkpoint.
 
-    Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
+    The files of the tokenizer that it was trained with go beside them, if there are any. Raises ConfigError (PP-E522,
+    PP-E525) and CheckpointError (PP-E502, PP-E503).
     """
-    manifest, model = read_manifest(checkpoint), _model(read_state(checkpoint))
+    manifest, state = read_manifest(checkpoint), read_state(checkpoint)
+    model = _model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
     family, config = write_config(model)
     dtypes = _dtypes(checkpoint, manifest, model, dtype)
@@ -91,12 +98,13 @@ def export_checkpoint(
             yield reader.tensor(f"model.{of}").to(dtypes[of])
 
     with _new_directory(out) as temporary:
+        tokenizer = copy_tokenizer(state, temporary)
         total = write_shards(temporary, specs, tensors(), SHARD)
         config["torch_dtype"] = str(dtypes["norm.weight"]).removeprefix("torch.")
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _verify(temporary, specs, total)
     parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
-    return Done(out, family.model_type, parameters, len(specs), total)
+    return Done(out, family.model_type, parameters, len(specs), total, tokenizer)
 
 
 def _model(state: Mapping[str, Any]) -> ModelConfig:

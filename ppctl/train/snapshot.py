@@ -18,6 +18,7 @@ from ppctl.config.keys import as_typed
 from ppctl.errors import CheckpointError, Problem
 from ppctl.model.initialize import pieces
 from ppctl.model.names import owner_of
+from ppctl.pretrained.tokenizer_files import tokenizer_path
 from ppctl.topology import RankGrid
 from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
@@ -70,6 +71,7 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
         "data_path": session.config.data.path,
         "validation_split": session.config.data.validation_split,
         "tokenizer": session.config.data.tokenizer,
+        "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
         "model": asdict(session.config.model),
