@@ -4,14 +4,15 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
+JOBS ?= 2
 
 .PHONY: train test test-all test-slurm check bench bench-plan golden fix test-gpu clean
 
 train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 3 minutes
 	$(PY) -m ppctl train +recipe=quickstart
 
-test: .venv/ready-test       ## every test file; large grids as a seeded sample
-	$(PY) -m pytest -m "not whole and not gpu and not slurm"
+test: .venv/ready-test       ## every test file, two at a time (JOBS=1: one); large grids as a seeded sample
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not whole and not gpu and not slurm"
 
 test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
 	$(PY) -m pytest -m slurm -rs -n 4 --dist loadfile --durations 10 tests/slurm

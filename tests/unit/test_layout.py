@@ -7,7 +7,7 @@ import sys
 from importlib.resources import files
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.errors import ConfigError, LayoutError
@@ -76,7 +76,6 @@ def written(item, draw):
     return f"({draw(noise)}{''.join(texts)}){stars}{draw(noise)}", "".join(meanings) * count
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.data(), st.lists(items, max_size=5))
 def test_any_text_of_the_grammar_expands_as_its_tree_does(data, tree):
     parts = [written(item, data.draw) for item in tree]
@@ -94,7 +93,6 @@ def as_megatron_reads(text):
     return re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), text)
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(stage_lists)
 def test_the_canonical_string_parses_back_to_the_same_stages_in_megatron_too(stages):
     text = "|".join(stages)
@@ -121,7 +119,6 @@ def test_the_canonical_string_is_short_and_readable(text, canonical):
     assert PipelineParallelLayerLayout(text, 1).canonical() == canonical
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(stage_lists, st.data())
 def test_every_layer_lives_on_exactly_one_stage_of_one_rank(stages, data):
     sizes = [size for size in range(1, len(stages) + 1) if len(stages) % size == 0]
@@ -146,7 +143,6 @@ def test_layers_have_global_names():
     assert layout.layer_names(2) == ("decoder.2", "decoder.3", "mtp.0", "mtp.1", "loss")
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.integers(0, 200), st.integers(1, 40), st.integers(0, 3))
 def test_an_even_layout_is_sound_and_even(num_layers, num_stages, mtp):
     text = even_layout(num_layers, num_stages, mtp)

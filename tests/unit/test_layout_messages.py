@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ppctl.errors import LayoutError
@@ -83,7 +83,6 @@ def test_there_are_enough_cases():
     assert len(CASES) >= 40
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.text(alphabet="EtmL|()*,0123 9eTx?×;٣", max_size=24), st.integers(1, 5))
 @example("(" * 60 + "t" + ")*2" * 60, 1)
 @example("Et*" + "9" * 5000 + "|L", 2)

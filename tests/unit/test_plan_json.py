@@ -16,7 +16,7 @@ def planned(**values: object) -> Plan:
     return build_plan(said.config, said.provenance)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(1, 4),
     st.integers(1, 3),

@@ -147,7 +147,7 @@ layouts = st.none() | st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.fixed_dictionaries(
         dict(

@@ -345,7 +345,7 @@ _TOKENS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.one_of(_TOKENS, st.text(max_size=12)), max_size=4))
 def test_any_command_line_is_a_config_or_a_list_of_problems(tokens):
     try:
