@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from command import TINY, environment, metrics, only_run, ppctl
+from test_train_command import losses, reference_losses
 
 from ppctl import heartbeat
 
@@ -24,7 +25,7 @@ TRAIN = ("train", "+recipe=quickstart", *TINY, "pp=2", "vpp=1")
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     (tmp_path / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
-    return "data.path=corpus.txt"
+    return f"data.path={tmp_path}/corpus.txt"
 
 
 def alive(where: Path) -> list[int]:
@@ -83,6 +84,7 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(
     assert not [path for path in heartbeat.directory().iterdir() if run.name in path.name]
     assert ppctl("resume", cwd=tmp_path).returncode == 0
     assert [record["step"] for record in metrics(run)] == list(range(6))
+    assert losses(run) == reference_losses(run, 6), "in the same cut; test_train_command.py: in another"
 
 
 def test_a_failure_in_the_optimizer_is_told_as_such(text: str, tmp_path: Path) -> None:

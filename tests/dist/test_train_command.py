@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -57,7 +56,8 @@ def reference_losses(run: Path, steps: int) -> list[float]:
     return train_reference(config.model, config.optim, config.train.seed, data, config.train.steps)[0]
 
 
-TWELVE = ("+recipe=quickstart", *TINY, "pp=4", "vpp=1", "steps=12")
+TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
+FOUR = ("pp=4", "vpp=1")
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +65,9 @@ def whole_run(text, tmp_path_factory):
     """An uninterrupted run of 12 steps in 4 ranks, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
     trackers = ("log.tensorboard=true", "log.wandb=true")
-    done = ppctl("train", *TWELVE, text, *trackers, cwd=cwd, WANDB_MODE="offline")
+    done = ppctl("train", *TWELVE, *FOUR, text, *trackers, cwd=cwd, WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
     return done, only_run(cwd)
-
-
-@pytest.fixture(scope="module")
-def killed_run(text, tmp_path_factory):
-    """The same run, its launcher killed at a random step: SIGKILL takes the ranks along."""
-    cwd = tmp_path_factory.mktemp("killed")
-    process = start("train", *TWELVE, text, "checkpoint.interval=2", cwd=cwd)
-    wait_for_step(process, random.randrange(4, 10))
-    process.kill()
-    process.communicate()
-    return only_run(cwd)
 
 
 def losses(run: Path) -> list[object]:
@@ -90,12 +79,9 @@ def test_the_losses_are_those_of_one_process(whole_run):
     assert losses(run) == reference_losses(run, 12)
 
 
-def test_a_longer_warmup_changes_the_schedule_and_no_loss(whole_run, text, tmp_path):
-    command = ("+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=12", "pipeline.extra_warmup=1")
-    done = ppctl("train", *command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    run = only_run(tmp_path)
-    assert losses(run) == losses(whole_run[1])
+def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(whole_run, tmp_path):
+    """That it changes no bit: test_bitwise_law.py."""
+    run = planned_run(tmp_path, *FOUR, "pipeline.extra_warmup=1")
     assert [row.count("F") - row.count("_F") for row in _before_first_backward(run)] == [5, 4, 3, 1]
     assert [row.count("F") - row.count("_F") for row in _before_first_backward(whole_run[1])] == [4, 3, 2, 1]
 
@@ -166,12 +152,18 @@ def test_every_parameter_of_every_stage_moves(whole_run):
         assert not torch.equal(tensor, torch.as_tensor(start)), name
 
 
-@pytest.mark.parametrize("cut", [(), ("pp=2", "vpp=2")], ids=["same cut", "pp=4 to pp=2 vpp=2"])
-def test_a_killed_run_goes_on_bitwise(whole_run, killed_run, tmp_path, cut):
-    """Resume does the rest as if nothing had happened, at whatever step the kill came."""
-    run = shutil.copytree(killed_run, tmp_path / "runs" / "quickstart" / killed_run.name)
+def test_a_killed_run_goes_on_bitwise_in_another_cut(whole_run, text, tmp_path):
+    """Resume does the rest as if nothing had happened, at whatever step the kill came; test_faults.py: in the same cut.
+
+    SIGKILL of the launcher takes the ranks along.
+    """
+    process = start("train", *TWELVE, *FOUR, text, "checkpoint.interval=2", cwd=tmp_path)
+    wait_for_step(process, random.randrange(4, 10))
+    process.kill()
+    process.communicate()
+    run = only_run(tmp_path)
     assert len(metrics(run)) < 12
-    done = ppctl("resume", str(run), *cut, cwd=tmp_path)
+    done = ppctl("resume", str(run), "pp=2", "vpp=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(whole_run[1])
     assert [record["step"] for record in metrics(run)] == list(range(12))
@@ -189,12 +181,12 @@ def torchrun(ranks: int, *arguments: str, cwd: Path, **more: str) -> subprocess.
 def test_ranks_that_torchrun_starts_make_one_run_with_the_same_losses(whole_run, text, tmp_path):
     told = tmp_path / "told"
     told.mkdir()
-    done = torchrun(4, *TWELVE, text, f"launch.env.PPCTL_TELL={told}", cwd=tmp_path)
+    done = torchrun(2, *TWELVE, "pp=2", "vpp=2", text, f"launch.env.PPCTL_TELL={told}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
     assert losses(run) == losses(whole_run[1])
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
-    assert sorted(path.name for path in told.iterdir()) == ["0", "1", "2", "3"], "launch.env is there from the start"
+    assert sorted(path.name for path in told.iterdir()) == ["0", "1"], "launch.env is there from the start"
 
 
 def test_a_config_error_under_torchrun_is_printed_once_and_every_rank_leaves(tmp_path):
@@ -206,7 +198,8 @@ def test_a_config_error_under_torchrun_is_printed_once_and_every_rank_leaves(tmp
 
 
 def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_path):
-    runs = [planned_run(tmp_path / "mine"), planned_run(tmp_path / "other", "pipeline.p2p_capacity=2")]
+    cut = ("pp=2", "vpp=1")
+    runs = [planned_run(tmp_path / "mine", *cut), planned_run(tmp_path / "other", *cut, "pipeline.p2p_capacity=2")]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -233,7 +226,7 @@ def arguments(*typed: str):
 
 def planned_run(root: Path, *overrides: str) -> Path:
     """A run directory that is ready to start."""
-    launch = train.prepare(arguments(*TINY, "pp=2", "vpp=1", f"log.dir={root}", *overrides), Started("person"))
+    launch = train.prepare(arguments(*TINY, f"log.dir={root}", *overrides), Started("person"))
     return new_run(launch, Started("person")).path
 
 
@@ -295,13 +288,13 @@ def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "first_line"),
     [
-        ("raise 2 1 2B1", "rank 2 (stage 2) failed in 2B1: ValueError: struck by a test"),
+        ("raise 0 1 2B1", "rank 0 (stage 2) failed in 2B1: ValueError: struck by a test"),
         ("kill 1 1 1F3", "rank 1 (stage 1) failed in 1F3: "),
-        ("nan 3 2 -", "not finite"),
+        ("nan 1 2 -", "not finite"),
     ],
 )
 def test_the_first_line_names_the_culprit(text, tmp_path, fault, first_line):
-    command = ("+recipe=quickstart", *TINY, text, "pp=4", "vpp=1", "steps=100000")
+    command = ("+recipe=quickstart", *TINY, text, "pp=2", "vpp=2", "steps=100000")
     begin = time.monotonic()
     done = ppctl("train", *command, cwd=tmp_path, PPCTL_FAULT=fault, timeout=60)
     assert done.returncode == 1
