@@ -170,7 +170,7 @@ def saved_before(run: RunDir, outcome: Outcome) -> str:
         return ""
     checkpoint = run.latest_checkpoint()
     if checkpoint is None:
-        return "\n  no checkpoint yet: checkpoint.interval=100 saves every 100 steps, and TERM before it stops"
+        return "\n  no checkpoint yet: checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
     return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(shown(run.path))}"
 
 
@@ -189,7 +189,7 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     if isinstance(sample, dict):
         lines += ["the model is given, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
         lines += [
-            "what the model writes, always taking the likeliest next token:",
+            f"what the model writes, drawn at temperature {TEMPERATURE}:",
             _indented(str(sample.get("text", ""))),
         ]
         lines.append("")

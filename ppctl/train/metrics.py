@@ -12,53 +12,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from ppctl.errors import ConfigError, Problem
-
-Record = Mapping[str, Any]
-
-WIDE = 100
-"""Columns from which a step's line is written out."""
+from ppctl.step_lines import WIDE, Record, StepLines
 
 
 Writer = Callable[[Record], None]
 """Something that takes one record a step."""
 
 
-def clock_text(seconds: float) -> str:
-    """Seconds as `1:23` or `2:03:45`."""
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
-
-
-def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
-    """One step for the screen: what a person watches, in fixed columns; shorter where a line of 100 does not fit."""
-    done = f"{record['step'] + 1:>{len(str(steps))}}/{steps}"
-    if columns < WIDE:
-        return (
-            f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}  lr {record['lr']:.1e}"
-            f"  {record['tokens_per_s']:>6,.0f} tok/s  bubble {record['bubble_fraction']:3.0%}  ETA {clock_text(eta_s)}"
-        )
-    return (
-        f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
-        f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}  ETA {clock_text(eta_s)}"
-    )
-
-
 class Screen:
-    """Prints one line a step to stdout, with the time that is left judged from the last twenty steps."""
+    """Prints every step to stdout, as wide as the launcher says that the terminal is."""
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.recent: list[float] = []
-        self.columns = shutil.get_terminal_size((WIDE, 24)).columns
+        self.shown = StepLines(steps, shutil.get_terminal_size((WIDE, 24)).columns)
 
     def __call__(self, record: Record) -> None:
-        """Print the record's line."""
-        self.recent = [*self.recent[-19:], record["step_time_s"]]
-        left = self.steps - record["step"] - 1
-        print(step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns), flush=True)
-        if "eval_loss" in record:
-            print(f"  held out  loss {record['eval_loss']:.4f}  over {record['eval_samples']:,} samples", flush=True)
+        """Print the record's lines."""
+        print("\n".join(self.shown.lines(record)), flush=True)
 
 
 @contextmanager

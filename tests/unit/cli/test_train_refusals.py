@@ -99,7 +99,9 @@ def test_a_run_that_was_not_submitted_has_no_job(here: Path, capsys: pytest.Capt
     assert "PP-E628" in capsys.readouterr().err
     assert main(["status"]) == 0
     assert "starting, step 0" in capsys.readouterr().out
-    assert main(["logs"]) == 2
+    assert main(["logs"]) == 0
+    assert "has done no step" in capsys.readouterr().err
+    assert main(["logs", "--rank", "0"]) == 2
 
 
 def test_with_json_a_refusal_is_one_object_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

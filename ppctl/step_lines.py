@@ -1,0 +1,53 @@
+"""A step as a line for a person: what rank 0 prints while it trains, and what `ppctl logs` shows again.
+
+Knows the keys of a metrics record and how wide a line may be. Must not know where records come from, nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+WIDE = 100
+"""Columns from which a step's line is written out."""
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as `1:23` or `2:03:45`."""
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
+    """One step for the screen: what a person watches, in fixed columns; shorter where a line of 100 does not fit."""
+    done = f"{record['step'] + 1:>{len(str(steps))}}/{steps}"
+    if columns < WIDE:
+        return (
+            f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}  lr {record['lr']:.1e}"
+            f"  {record['tokens_per_s']:>6,.0f} tok/s  bubble {record['bubble_fraction']:3.0%}  ETA {clock_text(eta_s)}"
+        )
+    return (
+        f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
+        f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}  ETA {clock_text(eta_s)}"
+    )
+
+
+class StepLines:
+    """The lines of one step after another, with the time that is left judged from the last twenty steps."""
+
+    def __init__(self, steps: int, columns: int) -> None:
+        self.steps = steps
+        self.columns = columns
+        self.recent: list[float] = []
+
+    def lines(self, record: Record) -> list[str]:
+        """The step's line, and one for what was held out where there was an evaluation."""
+        self.recent = [*self.recent[-19:], record["step_time_s"]]
+        left = self.steps - record["step"] - 1
+        lines = [step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns)]
+        if "eval_loss" in record:
+            lines.append(f"  held out  loss {record['eval_loss']:.4f}  over {record['eval_samples']:,} samples")
+        return lines
