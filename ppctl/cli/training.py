@@ -189,7 +189,7 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
     if isinstance(sample, dict):
         lines += ["the model is given, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
         lines += [
-            f"what the model writes, drawn at temperature {TEMPERATURE}:",
+            "what the model writes, drawing from its likeliest tokens:",
             _indented(str(sample.get("text", ""))),
         ]
         lines.append("")

@@ -1,4 +1,4 @@
-"""Greedy text from the trained stages, through the forward-only schedule on the same ranks.
+"""Text drawn from the trained stages, through the forward-only schedule on the same ranks.
 
 Knows how a token gets from the last stage back to the first. Must not know training. There is no cache: every token is
 one pass over the whole window, so that this is the forward that was trained, and nothing else.
@@ -37,10 +37,11 @@ class Generator:
         self.packing = ROWS
         self.position = 0
         self.next_token = torch.zeros(1, dtype=torch.int64)
+        self.dice = torch.Generator().manual_seed(session.config.train.seed)
         self.last_rank = dist.get_global_rank(session.pp_group, session.plan.stages[-1].pp_rank)
 
     def continue_prompt(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow `prompt` (at least one token), each the most likely one."""
+        """The `count` tokens that follow `prompt` (at least one token), drawn from the likeliest; the seed and the weights alone decide."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(self._next(tokens))
@@ -72,10 +73,21 @@ class Generator:
             given = (self.window,) if embeds else inputs
             outputs: Message = module(*given, tokens=self.window, packing=self.packing)
             if ends:
-                self.next_token[0] = outputs[0][0, self.position].argmax()
+                self.next_token[0] = drawn(outputs[0][0, self.position], self.dice)
             return outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+
+
+_LIKELIEST = 40
+_TEMPERATURE = 0.8
+"""Small models that always take the likeliest token soon repeat one word; what they draw below 1 shows what they know."""
+
+
+def drawn(logits: torch.Tensor, dice: torch.Generator) -> torch.Tensor:
+    """An index into `logits` [vocabulary], drawn on the CPU by the probabilities of the likeliest ones."""
+    values, tokens = logits.detach().float().cpu().topk(min(_LIKELIEST, logits.numel()))
+    return tokens[torch.multinomial(torch.softmax(values / _TEMPERATURE, dim=0), 1, generator=dice)]
 
 
 SAMPLE_LENGTH = 200
@@ -117,8 +129,7 @@ def _sample(session: Session) -> dict[str, str] | None:
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:
     """From the middle of `tokens`, behind a `newline` if one is nearby; shorter where there is less text.
 
-    The first characters of a corpus are a poor prompt: a licence, a heading, an import. Greedy text repeats itself
-    sooner after a short prompt.
+    The first characters of a corpus are a poor prompt: a licence, a heading, an import.
     """
     middle = max(0, min(len(tokens) // 2, len(tokens) - 2 * _PROMPT_LENGTH))
     nearby = tokens[middle : middle + _PROMPT_LENGTH].tolist()
