@@ -8,6 +8,7 @@ here imports Hydra, torch or rich.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -19,6 +20,7 @@ from ppctl import __version__
 from ppctl.errors import ConfigError, PpctlError, Problem
 
 USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
+_UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ LATER = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own); returns its exit code. A user's error is told, not raised."""
     tokens = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
     try:
         code = _dispatch(tokens)
         sys.stdout.flush()
@@ -71,8 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         discard(sys.stdout)  # the reader (`| head`) has left
         return BROKEN_PIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        from ppctl.launch.output import discard
+
+        discard(sys.stdout)
+        _tell(ConfigError(Problem("PP-E127", f"the output cannot be written: {error.strerror}", "df -h", "stdout")))
+        return 1
     except SystemExit as stop:  # argparse: --help, or a usage error that it has told
         return stop.code if isinstance(stop.code, int) else USAGE
+
+
+def _open_what_is_closed() -> None:
+    """Python has no stdout or stderr where the shell closed it (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _tell(error: PpctlError) -> None:

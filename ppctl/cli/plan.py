@@ -171,7 +171,9 @@ def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Probl
     if plan is not None and composed is not None:
         blocks += [(text, "") for text in plan_text.blocks(plan, composed.config, width)]
     if problems:
-        blocks.append((plan_text.problem_lines(problems, planned=plan is not None), "red"))
+        listed = plan_text.problem_lines(problems, planned=plan is not None)
+        below = terminal and sys.stderr.isatty()  # the same screen shows them in full in a moment
+        blocks.append((listed.partition("\n")[0].rstrip(":") if below else listed, "red"))
     if plan is not None and composed is not None and composed.config.published:
         blocks.append((plan_text.published(composed.config, width), "dim"))
     if terminal:

@@ -170,7 +170,8 @@ def saved_before(run: RunDir, outcome: Outcome) -> str:
         return ""
     checkpoint = run.latest_checkpoint()
     if checkpoint is None:
-        return "\n  no checkpoint yet: checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
+        again = "checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
+        return f"\n  no checkpoint yet: {again}"
     return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(shown(run.path))}"
 
 

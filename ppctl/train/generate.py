@@ -41,7 +41,7 @@ class Generator:
         self.last_rank = dist.get_global_rank(session.pp_group, session.plan.stages[-1].pp_rank)
 
     def continue_prompt(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that follow `prompt` (at least one token), drawn from the likeliest; the seed and the weights alone decide."""
+        """The `count` tokens that follow `prompt` (at least one token), drawn by the seed and the weights alone."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(self._next(tokens))
@@ -81,7 +81,7 @@ class Generator:
 
 _LIKELIEST = 40
 _TEMPERATURE = 0.8
-"""Small models that always take the likeliest token soon repeat one word; what they draw below 1 shows what they know."""
+"""A small model that always takes the likeliest token soon repeats one word."""
 
 
 def drawn(logits: torch.Tensor, dice: torch.Generator) -> torch.Tensor:

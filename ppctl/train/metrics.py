@@ -14,7 +14,6 @@ from typing import Any
 from ppctl.errors import ConfigError, Problem
 from ppctl.step_lines import WIDE, Record, StepLines
 
-
 Writer = Callable[[Record], None]
 """Something that takes one record a step."""
 

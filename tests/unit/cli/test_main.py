@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -121,6 +122,18 @@ def test_own_recipes_reach_every_command(capsys, tmp_path, monkeypatch):
     assert code == 2
     assert f"{tmp_path}/mine.yaml:1" in err
     assert os.environ["PPCTL_RECIPES_PATH"] == os.pathsep.join([str(tmp_path), "/nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "told"),
+    [(">&-", 0, ""), ("2>&-", 0, ""), (">/dev/full", 1, "PP-E127"), ("<&-", 0, "")],
+)
+def test_closed_and_full_outputs_are_no_tracebacks(how, code, told):
+    command = f"{shlex.quote(sys.executable)} -m ppctl layout EtL --pp 1 {how}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def _stub(monkeypatch, raised):
