@@ -24,7 +24,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang import Limits, first_step_of
 from ppctl.launch.environment import Started
-from ppctl.launch.machine import choose_device, one_queue, shortage, with_overrides
+from ppctl.launch.machine import choose_device, one_queue, repeatable, shortage, with_overrides
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, with_value
 from ppctl.launch.supervisor import DONE, INTERRUPTED, STOPPED, Outcome, supervise
@@ -84,9 +84,14 @@ def settle(
         problems += shortage(device, ranks_here, arguments, os.environ)
     if device == "cuda" and plan.sizes.pp > 1:
         problems += one_queue(os.environ, config.launch.env)
+    config = with_value(config, "launch", device=device)
+    if device == "cuda" and config.parallel.deterministic_mode:
+        variables, conflicts = repeatable(os.environ, config.launch.env)
+        config = with_value(config, "launch", env=variables)
+        problems += conflicts
     data, wrong = examine(config)
     refuse([*problems, *wrong])
-    return with_value(config, "launch", device=device), data
+    return config, data
 
 
 def not_for_submit(config: RunConfig, arguments: Sequence[str]) -> list[Problem]:

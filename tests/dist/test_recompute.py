@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,16 +84,18 @@ MLA = ModelConfig(
 )  # fmt: skip
 
 
-def forward_and_backward(model: ModelConfig, train: TrainConfig) -> tuple[int, list[torch.Tensor]]:
-    """(bytes that one forward of two layers leaves alive, gradients by name) of a stage without a loss."""
-    spec = StageSpec(0, 0, 0, ("embedding", "decoder.0", "decoder.1"), (), (), 0, 0, 0)
+def forward_and_backward(
+    model: ModelConfig, train: TrainConfig, layers: tuple[str, ...] = ("embedding", "decoder.0", "decoder.1")
+) -> tuple[int, list[torch.Tensor]]:
+    """(bytes that one forward leaves alive, all gradients in order) of a stage without a loss."""
+    spec = StageSpec(0, 0, 0, layers, (), (), 0, 0, 0)
     stage: StageModule = build_stage(spec, model, seed=1, dtype=torch.float32, device="cpu")
     recompute(stage, train, 0)
     tokens = torch.arange(64).view(2, 32) % 32
     with LiveBytes() as live:
-        (out,) = stage(tokens)
+        outputs = stage(tokens)
         held = live.now()
-    out.square().sum().backward()
+    sum(out.square().sum() for out in outputs).backward()
     return held, [p.grad for p in stage.parameters() if p.grad is not None]
 
 
@@ -122,6 +125,25 @@ def test_experts_are_recomputed_to_the_bit(modules):
     assert len(gradients) == len(expected) > 10
     assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
     assert held < 0.95 * kept
+
+
+DENSE = ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, vocab_size=32)
+MTP = {"dense": DENSE, "latent attention": MLA, "experts": EXPERTS}
+
+
+@pytest.mark.parametrize("kind", MTP)
+@pytest.mark.parametrize("way", ["full", "full, two layers a run", "all three"])
+def test_multi_token_prediction_is_recomputed_to_the_bit(kind, way):
+    """Two modules beside two layers: their decoder layers are made again, with the same gradients."""
+    model = replace(MTP[kind], mtp_num_layers=2)
+    layers = ("embedding", "decoder.0", "decoder.1", "mtp.0", "mtp.1")
+    kept, expected = forward_and_backward(model, TrainConfig(), layers)
+    held, gradients = forward_and_backward(model, TrainConfig(**WAYS[way]), layers)
+    assert len(gradients) == len(expected)
+    assert all(torch.equal(g, e) for g, e in zip(gradients, expected, strict=True))
+    decoder_alone = FULL | {"recompute_method": "block", "recompute_num_layers": 2}
+    less = kept if way == "all three" else forward_and_backward(model, TrainConfig(**decoder_alone), layers)[0]
+    assert held < less <= kept
 
 
 LAYERS = ("embedding", "decoder.0", "decoder.1", "decoder.2", "mtp.0", "loss")

@@ -103,7 +103,6 @@ CUTS = [
     pytest.param({"vpp": 3, "batch_p2p_comm": True, "overlap_p2p_comm": False}, id="batched", marks=pytest.mark.whole),
     pytest.param({"dp": 4, "pp": 2, "tied": True}, id="four replicas", marks=pytest.mark.whole),
     pytest.param({"dp": 3, "pp": 1}, id="uneven parts", marks=pytest.mark.whole),
-    pytest.param({"pp": 1, "compile": True}, id="compiled", marks=pytest.mark.whole),
 ]
 
 
@@ -128,6 +127,17 @@ def test_without_clipping_sharded_weights_have_the_bits_of_replicas_and_those_of
             assert way.losses == pytest.approx(losses, rel=1e-6)
             assert way.norms == pytest.approx(norms, rel=1e-6)
             agree(way.weights, {name: weights[name] for name in way.weights})
+
+
+@pytest.mark.whole  # the compiler takes minutes
+@pytest.mark.timeout(900)
+def test_compiled_layers_compute_with_gathered_weights(text: Path) -> None:
+    plain, full = (
+        run_ranks(train, 2, mapping_of(text, way, pp=1, compile=True), timeout=400.0) for way in ("none", "full")
+    )
+    for way, wanted in zip(full, plain, strict=True):
+        assert way.losses == pytest.approx(wanted.losses, rel=1e-6)
+        agree(way.weights, wanted.weights)
 
 
 EXPERTS = [

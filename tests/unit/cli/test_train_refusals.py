@@ -256,3 +256,13 @@ def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str
     given = arguments(*typed).overrides
     assert retyped(given) == shown
     assert arguments(*shlex.split(shown)).overrides == given
+
+
+def test_deterministic_mode_reaches_a_jobs_ranks_as_an_environment_and_another_one_is_refused(capsys) -> None:
+    asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "parallel.deterministic_mode=true", "--dry-run"]
+    assert main(asked) == 0
+    assert "export CUBLAS_WORKSPACE_CONFIG=:4096:8\n" in capsys.readouterr().out
+    other = "launch.env.CUBLAS_WORKSPACE_CONFIG=:0:0"
+    for command in (asked, ["train", *asked[1:-1]]):
+        assert main([*command, other]) == 2
+        assert "error PP-E609: " in capsys.readouterr().err
