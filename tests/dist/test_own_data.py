@@ -125,6 +125,7 @@ def test_bad_files_are_refused_before_any_rank_starts_and_nothing_is_written(
         ("data.path=short.txt", "PP-E404: the data is too short"),
         ("data.path=nothing", "PP-E401: data.path=nothing: no such file"),
         ("data.tokenizer=nothing", "PP-E410: data.tokenizer=nothing"),
+        ("data.path=lines.jsonl model.vocab_size=240", "lines.jsonl:1 (token 22 of its data)"),
     ],
 )
 def test_what_is_no_data_is_refused_likewise(
@@ -133,7 +134,8 @@ def test_what_is_no_data_is_refused_likewise(
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").touch()
     Path("short.txt").write_text("four")
-    assert refusal(typed) == 2
+    Path("lines.jsonl").write_text('{"text": "the first of the lines"}\n')
+    assert refusal(*typed.split()) == 2
     assert said in capsys.readouterr().err and not Path("runs").exists()
 
 
