@@ -27,7 +27,7 @@ from ppctl.families.directory import CONFIG, mtp_tables, open_directory, stored_
 from ppctl.families.tensors import model_tensors
 from ppctl.pretrained.reading import Reader
 from ppctl.pretrained.tokenizer_files import TOKENIZER, copy_tokenizer, tokenizer_path
-from ppctl.pretrained.writing import SHARD, Spec, write_shards
+from ppctl.pretrained.writing import DTYPES, SHARD, Spec, write_shards
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""
@@ -102,7 +102,7 @@ def export_checkpoint(
         total = write_shards(temporary, specs, tensors(), SHARD)
         config["torch_dtype"] = str(dtypes["norm.weight"]).removeprefix("torch.")
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _verify(temporary, specs, total)
+        _verify(temporary, specs)
     parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
     return Done(out, family.model_type, parameters, len(specs), total, tokenizer)
 
@@ -124,11 +124,17 @@ def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dty
     return {name: found if dtype is None or name.endswith(_KEPT_FLOAT32) else dtype for name, found in saved.items()}
 
 
-def _verify(directory: Path, specs: list[Spec], total: int) -> None:
-    """Read back what was written: config.json, every name, shape and dtype, and the number of bytes."""
-    stored = open_directory(directory).stored
-    assert {name: found.shape for name, found in stored.items()} == {spec.name: spec.shape for spec in specs}
-    assert sum(found.bytes for found in stored.values()) == total
+def _verify(directory: Path, specs: list[Spec]) -> None:
+    """Read back what was written: config.json, and every name, shape, dtype and number of bytes.
+
+    Raises CheckpointError (PP-E523) where it is not what was to be written.
+    """
+    found = {name: (each.shape, each.dtype, each.bytes) for name, each in open_directory(directory).stored.items()}
+    wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
+    wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    if wrong:
+        message = f"what lies in {directory} is not what was written there; it is thrown away"
+        raise CheckpointError(Problem("PP-E523", message, f"df -h '{directory.parent}'", "\n".join(wrong[:20])))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from ppctl.pretrained import convert
 from ppctl.pretrained.__main__ import main as convert_command
 from ppctl.pretrained.convert import export_checkpoint, import_directory
 from ppctl.pretrained.reading import Reader, dequantised
+from ppctl.pretrained.writing import write_shards
 
 
 def silent(*_):
@@ -332,6 +333,20 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="PP-E503"):
         export_checkpoint(path, tmp_path / "theirs", silent)
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_was_written_is_read_back_and_thrown_away_if_it_is_something_else(tmp_path, monkeypatch):
+    path, _ = checkpoint_of(MTP, tmp_path / "run")
+
+    def write(directory, specs, tensors, shard):
+        others = [spec._replace(dtype=torch.float16) for spec in specs]
+        return write_shards(directory, others, (tensor.to(torch.float16) for tensor in tensors), shard)
+
+    monkeypatch.setattr(convert, "write_shards", write)
+    with pytest.raises(CheckpointError, match="PP-E523") as caught:
+        export_checkpoint(path, tmp_path / "theirs", silent, dtype=torch.bfloat16)
+    assert "model.embed_tokens.weight" in caught.value.problems[0].place
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
