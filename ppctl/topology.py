@@ -68,20 +68,6 @@ class RankGrid:
             rank, position[axis] = divmod(rank, getattr(self.sizes, axis))
         return position
 
-    def rank_at(self, **position: int) -> int:
-        """The rank at a position, axes not named being 0. Raises KeyError if no view has all the named axes."""
-        axes = next((axes for axes in VIEWS.values() if position.keys() <= set(axes)), None)
-        if axes is None:
-            raise KeyError(f"no view has the axes {', '.join(position)}")
-        rank, stride = 0, 1
-        for axis in axes:
-            size: int = getattr(self.sizes, axis)
-            if not 0 <= position.get(axis, 0) < size:
-                raise IndexError(f"{axis} {position[axis]} is outside 0..{size - 1}")
-            rank += position.get(axis, 0) * stride
-            stride *= size
-        return rank
-
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """All groups along an axis, each in order of that axis, sorted by their first rank."""
         stride, size = self._stride(axis)
@@ -96,12 +82,6 @@ class RankGrid:
         stride, size = self._stride(axis)
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + stride * size, stride))
-
-    def neighbours(self, rank: int, axis: str = "pp") -> tuple[int, int]:
-        """The previous and the next rank along an axis, as on a ring (the loop placement wraps around)."""
-        group = self.group_of(axis, rank)
-        here = group.index(rank)
-        return group[here - 1], group[(here + 1) % len(group)]
 
     def _stride(self, axis: str) -> tuple[int, int]:
         """Distance between neighbours on an axis, and the axis' size. Raises KeyError for an unknown axis."""

@@ -21,8 +21,6 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 GIB = 2**30
 _LONGEST_TIMELINE = 16
 """Most stages that a timeline shows."""
-_LAYERS = 24
-"""Columns of one chunk's layers that are worth a column of the table."""
 
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:

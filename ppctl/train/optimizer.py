@@ -71,11 +71,3 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def state_by_name(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> State:
     """The optimizer's state by canonical name: its own tensors, to be saved, or to be loaded into in place."""
     return {name: dict(optimizer.state[parameter]) for name, parameter in masters.items()}
-
-
-@torch.no_grad()
-def load_state_by_name(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], state: State) -> None:
-    """Copy a saved state in. Names that `masters` does not hold are another rank's; a missing one is a KeyError."""
-    for name, own in state_by_name(optimizer, masters).items():
-        for key, tensor in own.items():
-            tensor.copy_(state[name][key])

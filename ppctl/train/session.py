@@ -84,16 +84,6 @@ class Session:
     heartbeat: Heartbeat | None
 
     @property
-    def reads_inputs(self) -> bool:
-        """Whether this rank owns the embedding."""
-        return any("embedding" in spec.layers for spec in self.own.stages)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank owns the loss."""
-        return any("loss" in spec.layers for spec in self.own.stages)
-
-    @property
     def gathered(self) -> GatheredWeights | None:
         """The weights, where they are whole only while a stage computes."""
         return self.weights if isinstance(self.weights, GatheredWeights) else None

@@ -9,7 +9,7 @@ from torch import nn
 
 from ppctl.config.schema import OptimConfig
 from ppctl.model.stage import build_stage
-from ppctl.train.optimizer import build_optimizer, load_state_by_name, lr_at, set_lr, state_by_name
+from ppctl.train.optimizer import build_optimizer, lr_at, set_lr, state_by_name
 
 
 def masters(layout="EttttL", stage=0, **changes):
@@ -105,7 +105,8 @@ def test_state_moves_by_name_into_another_cut_and_training_continues_bitwise():
     with torch.no_grad():
         for name, parameter in part.items():
             parameter.copy_(whole[name])
-    load_state_by_name(resumed, part, saved)
+            for key, tensor in state_by_name(resumed, part)[name].items():
+                tensor.copy_(saved[name][key])
     gradients = {name: torch.randn_like(p) for name, p in whole.items()}
     for own, opt in ((whole, optimizer), (part, resumed)):
         for name, parameter in own.items():
@@ -123,13 +124,6 @@ def test_a_checkpoint_can_be_read_into_the_state_in_place_before_the_first_step(
     assert optimizer.state[own["norm.weight"]]["exp_avg"].eq(7).all()
     step_once(own, optimizer, 0)
     assert optimizer.state[own["norm.weight"]]["exp_avg"].mean() > 5
-
-
-def test_a_state_that_lacks_a_parameter_is_not_taken():
-    own, model = masters()
-    optimizer = build_optimizer(own, OptimConfig(), model)
-    with pytest.raises(KeyError, match="norm"):
-        load_state_by_name(optimizer, {"norm.weight": own["norm.weight"]}, {})
 
 
 def test_a_rank_without_parameters_has_an_optimizer_whose_step_does_nothing():
