@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hugging_face_models import DENSE, MOE, hugging_face_model, relative
+from oracle.data import whole_batches
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.corpus import load_corpus
-from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.families.directory import open_directory
 from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.loss import token_losses
@@ -91,10 +89,7 @@ def case(request, tmp_path_factory, text):
     model.save_pretrained(directory / "weights")
     config = config_of(directory / "weights", text, *CUTS["pp=1"])
     check_weights(directory / "weights", config.model)
-    batches = Batches(
-        load_corpus(str(text), ByteTokenizer()), seq_length=SEQ, global_batch_size=2 * MICROBATCHES,
-        micro_batch_size=2, dp_rank=0, dp_size=1, seed=config.train.seed, vocab_size=320,
-    ).step(0)  # fmt: skip
+    batches = whole_batches(config).step(0)
     loss = 0.0
     for mb in range(MICROBATCHES):
         losses = token_losses(model(batches.tokens[mb]).logits, batches.labels[mb]) * batches.loss_mask[mb]

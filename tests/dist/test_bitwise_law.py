@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.corpus import load_corpus
-from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.plan.build import build_plan
 from ppctl.schedule.action import Op
 from ppctl.schedule.policies import make_schedule
@@ -98,21 +96,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bool = False, clip_grad: float = 1.0):
     config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
     config.optim.eps, config.optim.clip_grad = eps, clip_grad
-    batches = Batches(
-        load_corpus(str(text), ByteTokenizer()),
-        seq_length=SEQ,
-        global_batch_size=2 * m,
-        micro_batch_size=2,
-        dp_rank=0,
-        dp_size=1,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    data = []
-    for step in range(STEPS):
-        b = batches.step(step)
-        data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)])
-    return train_reference(config.model, config.optim, config.train.seed, data, scale_grads=scale_grads)
+    return train_reference(config.model, config.optim, config.train.seed, microbatches(config, STEPS), scale_grads=scale_grads)
 
 
 def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
@@ -130,11 +114,11 @@ def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) 
     assert losses[-1] < losses[0]
 
 
-def microbatches(pp: int) -> list[int]:
+def numbers_of_microbatches(pp: int) -> list[int]:
     return sorted({1, 2, pp, pp + 1, 2 * pp + 1})
 
 
-GRID = [(pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in microbatches(pp) if vpp == 1 or m >= pp]
+GRID = [(pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in numbers_of_microbatches(pp) if vpp == 1 or m >= pp]
 SAMPLE = random.Random(7).sample(GRID, 8)
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
 
 from ppctl.config.compose import compose
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.corpus import load_corpus
-from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
@@ -92,21 +90,7 @@ def reference(text: Path, kind: str, m: int):
 
 def reference_of(config: RunConfig):
     """What one process makes of the config's model and data."""
-    train = config.train
-    batches = Batches(
-        load_corpus(config.data.path, ByteTokenizer()),
-        seq_length=config.data.seq_length,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        dp_rank=0,
-        dp_size=1,
-        seed=train.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    data = []
-    for step in range(STEPS):
-        b = batches.step(step)
-        data.append([(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(len(b.tokens))])
+    train, data = config.train, microbatches(config, STEPS)
     return train_reference(config.model, config.optim, train.seed, data, train.steps)
 
 

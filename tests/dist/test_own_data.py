@@ -7,14 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
+from oracle.data import microbatches
 from oracle.reference import train_reference
 from test_evaluation import config_of, records_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ppctl.cli.main import main
 from ppctl.config.schema import RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.load import load_data
 
 WORDS = ["the", "of", "stage", "rank", "bubble", "and", "a", "layer"]
 
@@ -64,25 +63,8 @@ def test_what_follows_a_documents_end_does_not_count(home: Path, tmp_path: Path)
     tokens = [record["tokens"] for record in every]
     assert all(m["tokens"] < e for m, e in zip(masked, tokens, strict=True)) and len(set(tokens)) == 1
     steps = config.train.steps
-    data = [list(zip(b.tokens, b.labels, b.loss_mask, strict=True)) for b in map(batches_of(config).step, range(steps))]
-    losses = train_reference(config.model, config.optim, config.train.seed, data, steps)[0]
+    losses = train_reference(config.model, config.optim, config.train.seed, microbatches(config, steps), steps)[0]
     assert [record["loss"] for record in masked] == losses
-
-
-def batches_of(config: RunConfig) -> Batches:
-    """What one process reads."""
-    data, train = load_data(config.data), config.train
-    return Batches(
-        data.training,
-        seq_length=config.data.seq_length,
-        global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size,
-        dp_rank=0,
-        dp_size=1,
-        seed=train.seed,
-        vocab_size=config.model.vocab_size,
-        end=data.end,
-    )
 
 
 def damage(home: Path, tmp_path: Path, *, cut: str = "", poke: tuple[str, int, bytes] | None = None) -> Path:

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from oracle.data import whole_batches
 from oracle.reference import train_reference
 from ranks import run_ranks
 from test_bitwise_models import STEPS, config_of, hold
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.load import load_data
 from ppctl.plan.build import build_plan
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import train
@@ -46,12 +45,7 @@ def packed(text: Path, kind: str, layout: str, pp: int, m: int, **model: object)
 
 def reference_of(config: RunConfig):
     """What one process makes of the same documents."""
-    data, train = load_data(config.data), config.train
-    batches = Batches(
-        data.training, seq_length=config.data.seq_length, global_batch_size=train.global_batch_size,
-        micro_batch_size=train.micro_batch_size, dp_rank=0, dp_size=1, seed=train.seed,
-        vocab_size=config.model.vocab_size, end=data.end,
-    )  # fmt: skip
+    train, batches = config.train, whole_batches(config)
     read = [batches.step(step) for step in range(STEPS)]
     assert sum(len(row) for b in read for rows in b.documents for row in rows) > 2 * STEPS * train.global_batch_size
     given = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from oracle.data import microbatches
 from oracle.reference import train_reference
 from ranks import run_ranks
 
@@ -12,9 +13,6 @@ from ppctl.cli.main import main
 from ppctl.config.compose import compose
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.data.batches import Batches
-from ppctl.data.corpus import load_corpus
-from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
@@ -47,14 +45,7 @@ def train(mapping: dict) -> tuple[list[dict], dict[str, torch.Tensor], dict[str,
 
 
 def reference(config: RunConfig):
-    m = config.train.global_batch_size
-    batches = Batches(
-        load_corpus(config.data.path, ByteTokenizer()), seq_length=config.data.seq_length, global_batch_size=m,
-        micro_batch_size=1, dp_rank=0, dp_size=1, seed=config.train.seed, vocab_size=config.model.vocab_size,
-    )  # fmt: skip
-    steps = [batches.step(step) for step in range(STEPS)]
-    data = [[(b.tokens[i], b.labels[i], b.loss_mask[i]) for i in range(m)] for b in steps]
-    return train_reference(config.model, config.optim, config.train.seed, data)
+    return train_reference(config.model, config.optim, config.train.seed, microbatches(config, STEPS))
 
 
 @pytest.mark.whole

@@ -17,14 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 from command import TINY, environment, metrics, only_run, ppctl, start
+from oracle.data import microbatches
 from oracle.reference import train_reference
 
 from ppctl.cli import main as front
 from ppctl.cli import train
 from ppctl.config.mapping import from_mapping
-from ppctl.data.batches import Batches
-from ppctl.data.corpus import load_corpus
-from ppctl.data.tokenizer import ByteTokenizer
 from ppctl.launch.environment import Started
 from ppctl.launch.prepare import new_run
 
@@ -42,18 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def reference_losses(run: Path, steps: int) -> list[float]:
     """What one plain-torch process makes of the run's own config."""
     config = from_mapping(yaml.safe_load((run / "config.yaml").read_text()))
-    batches = Batches(
-        load_corpus(config.data.path, ByteTokenizer()),
-        seq_length=config.data.seq_length,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        dp_rank=0,
-        dp_size=1,
-        seed=config.train.seed,
-        vocab_size=config.model.vocab_size,
-    )
-    data = [list(zip(b.tokens, b.labels, b.loss_mask, strict=True)) for b in map(batches.step, range(steps))]
-    return train_reference(config.model, config.optim, config.train.seed, data, config.train.steps)[0]
+    return train_reference(config.model, config.optim, config.train.seed, microbatches(config, steps), config.train.steps)[0]
 
 
 TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
