@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace `path` by `text`: written beside, synced (unless not `durable`), renamed. OSError leaves the old one."""
+def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> None:
+    """Replace `path`: written beside, synced (unless not `durable`), renamed. OSError leaves the old one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(draft, "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             if durable:
                 os.fsync(file.fileno())

@@ -7,7 +7,7 @@ processes, clocks or files: a record says since when a rank has been where it is
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -208,17 +208,21 @@ class Progress:
             self._step, self._entered = newest, began
 
 
-def verdict(plan: Plan, standings: Sequence[Standing], still: float, now: float) -> dict[str, object]:
-    """The error record of the rank that all wait for: what goes into errors/ and into the report."""
+def verdict(
+    plan: Plan, standings: Sequence[Standing], still: float, now: float, silent: Collection[int] = ()
+) -> dict[str, object]:
+    """The error record of the rank that all wait for: what goes into errors/ and into the report.
+
+    Ranks that are `silent`, as nobody heard of their node for long, are it before any other.
+    """
     found = waits(plan, standings)
-    culprit = root(found)
+    culprit = root([wait for wait in found if wait.standing.rank in silent] or found)
     assert culprit is not None  # there is a standing, or nothing would be late
     own = culprit.standing
     waiting = [wait for wait in found if wait.on is not None]
     picture = "\n".join(line(wait, now) for wait in found[:32])
-    message = (
-        f"nothing has moved for {still:.0f} s, and {len(waiting)} of {len(found)} ranks wait for this one in the end"
-    )
+    wait_for = f"{len(waiting)} of {len(found)} ranks wait for this one in the end"
+    message = f"nothing has moved for {still:.0f} s, and {wait_for if waiting else 'this rank the longest'}"
     return {
         "rank": own.rank,
         "stage": None if culprit.current is None else culprit.current.stage,

@@ -206,6 +206,10 @@ class RunDir:
             (record for record in found if "rank" in record), key=lambda record: float(record.get("time", 0.0))
         )
 
+    def write_flight_record(self, rank: int, record: bytes) -> None:
+        """Write what torch's flight recorder holds of a rank in a job that hangs: beside the life's errors."""
+        write_atomically(self.flight_record(rank), record, durable=False)
+
     def forget_errors(self) -> None:
         """Remove the error records, where the same life of the run begins anew."""
         for file in (self.path / "errors").glob("rank-*.json"):
@@ -271,12 +275,12 @@ class RunDir:
         """What edges.json says; empty before the ranks have met."""
         return self._mapping("edges.json")
 
-    def write_requeue_mark(self, job: str, life: int, exclude: Iterable[str] = ()) -> None:
+    def write_requeue_mark(self, job: str, life: int, why: str, exclude: Iterable[str] = ()) -> None:
         """Say that life number `life` of SLURM's job `job` ended so that it can go on, without the nodes `exclude`.
 
-        The batch script requeues on this mark alone.
+        The batch script requeues on this mark alone, and prints `why`, one line.
         """
-        self._write(f"requeue.{job}.{life}", ",".join(exclude) + "\n")
+        self._write(f"requeue.{job}.{life}", f"{','.join(exclude)}\n{why}\n")
 
     def write_profile(self, record: Mapping[str, Any]) -> None:
         """Write profile.json: measured seconds per stage, and per message by channel."""
@@ -287,6 +291,14 @@ class RunDir:
     def log(self, rank: int) -> Path:
         """The rank's log file."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
+
+    def flight_record(self, rank: int) -> Path:
+        """The file of torch's flight recorder of a rank; the name ends with the rank, as torch's tools want it."""
+        return self.path / "errors" / f"flight_recorder_rank_{rank}"
+
+    def flight_records(self) -> list[Path]:
+        """Those files that are there."""
+        return sorted((self.path / "errors").glob("flight_recorder_rank_*"))
 
     @property
     def checkpoints(self) -> Path:

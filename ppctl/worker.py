@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ from ppctl.errors import PpctlError
 from ppctl.hang import Limits, first_step_of
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.rundir import RunDir
+from ppctl.train import flight
 from ppctl.train.generate import write_sample
-from ppctl.train.interrupt import on_interrupt
 from ppctl.train.loop import Outcome, train
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.phases import Phases, process_age
@@ -49,7 +50,9 @@ from ppctl.train.rendezvous import (
     receive_job,
     refuse_job,
 )
+from ppctl.train.report import TIME_IS_OVER
 from ppctl.train.session import Session, build_session, gather_costs
+from ppctl.train.signals import Listener, StopRequest, end_after
 from ppctl.train.time_left import TimeLeft, job_end
 from ppctl.train.warm_up import warm_up
 from ppctl.train.watchdog import Alarm, NodeWatch, write_stacks_on_request
@@ -77,25 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _work(job, ranks, store, stop, phases, to_close, by_others=arguments.run is None)
         except Exception as error:
             return _fail(error, run, ranks, by_others=arguments.run is None)
-
-
-class StopRequest:
-    """Whether TERM or USR1 has asked this rank to save and leave; the ranks agree at a step boundary."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a wait in C++
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._ask)
-        # A starter has kept them back until now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
-
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-
-    def __call__(self) -> bool:
-        """Whether it was asked for."""
-        return self.asked
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -139,7 +123,7 @@ def _work(
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     to_close.callback(heartbeat.close)
-    write_stacks_on_request()
+    listener = _ready_for_a_hang(job.run, ranks.rank)
     alarm = Alarm(Limits.of(job.config.launch))
     publisher = _publisher(job, ranks, by_others=by_others)
     with phases("groups"):
@@ -150,7 +134,8 @@ def _work(
     leads = ranks.rank == 0
     if leads and by_others:
         job.run.write_status("running", step=0)
-        on_interrupt(lambda: job.run.write_status("interrupted", step=heartbeat.step))
+        last_words = partial(job.run.write_status, "interrupted")
+        listener.on(signal.SIGINT, lambda: end_after(lambda: last_words(step=heartbeat.step)))
     time_left = _time_left(job) if leads else TimeLeft()
     with phases("warm-up"):
         heartbeat.set_state("warming up")
@@ -176,7 +161,7 @@ def _work(
         job.run.checkpoints,
         resume=None if resume is None else Path(resume),
         write=_writer(job, to_close) if leads else None,
-        stop_requested=lambda: stop() or time_left.over(),
+        stop_requested=lambda: stop() or TIME_IS_OVER * time_left.over(),
         enter=enter,
     )
     heartbeat.set_state("generating")
@@ -189,6 +174,15 @@ def _work(
         publisher.stop()
     dist.destroy_process_group()
     return 0
+
+
+def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
+    """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight record to the run."""
+    listener = Listener()
+    flight.turn_on(run)
+    listener.on(signal.SIGUSR2, lambda: flight.write(run, rank))
+    write_stacks_on_request()
+    return listener
 
 
 def _device(name: str, ranks: Ranks) -> torch.device:
@@ -277,11 +271,14 @@ def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, l
             "start_up": phases.seconds,
         }
     )
-    job.run.write_status(state, step=outcome.step)
+    job.run.write_status(state, step=outcome.step, message=outcome.why)
     slurm_job = os.environ.get("SLURM_JOB_ID")
     if outcome.stopped and slurm_job:
-        job.run.write_requeue_mark(slurm_job, int(os.environ.get("SLURM_RESTART_COUNT") or 0))
-    if by_others:
+        job.run.write_requeue_mark(slurm_job, int(os.environ.get("SLURM_RESTART_COUNT") or 0), str(outcome.why))
+    if job.run.job():
+        why = f"stopped after step {outcome.step}, all saved: {outcome.why}" if outcome.stopped else "finished"
+        print(f"{why}; {outcome.checkpoint}", flush=True)
+    elif by_others:
         print(json.dumps({"run": str(job.run.path), "state": state, "checkpoint": str(outcome.checkpoint)}), flush=True)
 
 

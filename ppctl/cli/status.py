@@ -39,8 +39,9 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
     told["start_up"] = one.result().get("start_up") or one.status().get("start_up")
     told["slowest_edge"] = _slowest_edge(one.edges())
     told["errors"] = [{key: error.get(key) for key in ("rank", "type", "message", "place")} for error in one.errors()]
+    hosts = [host for host in one.heartbeats().values() if "host" in host]
     told["ranks"] = sorted(
-        ({"host": host["host"], **row} for host in one.heartbeats().values() for row in host.get("ranks", ())),
+        ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),
         key=lambda row: int(row["rank"]),
     )
     if told["state"] in ("starting", "running", "lost"):
@@ -96,6 +97,8 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(f"job {job['job']}: SLURM does not know it (any more)")
     elif job:
         more = [f"({job['reason']})"] * bool(job["reason"]) + [f"on {job['nodes']}"] * bool(job["nodes"])
+        if job["state"] == "PENDING" and job["starts"]:
+            more.append(f"until {job['starts']} or later")
         lines.append(" ".join([f"job {job['job']}: {job['state']}", *more]))
         if job["never"]:
             lines.append(f"error PP-E627: it will never start: {job['never']}; ppctl cancel {told['path']}")
@@ -114,13 +117,27 @@ def _lines(told: dict[str, Any]) -> list[str]:
         )
     now = time.time()
     if told["state"] in ("starting", "running", "lost") and told["ranks"]:
-        lines += ["", *_table(told["ranks"], now), ""]
+        lines += ["", *_table(told["ranks"], now), *_ages(told["ranks"], now), ""]
     lines += [f"checkpoint {told['checkpoint']}"] * bool(told["checkpoint"])
     return [*lines, f"directory {told['path']}"]
 
 
+_SILENT = 30.0
+"""Seconds after which a node that publishes every ten has missed more than one turn."""
+
+
+def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
+    """How old the table is: nodes tell every ten seconds at most."""
+    ages = {str(row["host"]): max(0.0, now - row["told"]) for row in rows}
+    silent = [f"{host} has told nothing for {age:.0f} s" for host, age in ages.items() if age > _SILENT]
+    return [f"as the nodes told it {min(ages.values()):.0f} s ago", *silent]
+
+
 def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
-    """A row per rank: where it is by its host's last word, since when, and whom it waits for."""
+    """A row per rank: where it was when its host told it last, for how long, and whom it waited for.
+
+    Of a host that has fallen silent, the time goes on.
+    """
     table = [["rank", "host", "step", "last done", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
@@ -132,7 +149,7 @@ def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
                 str(row["step"] + 1),
                 str(row.get("done") or ""),
                 str(row.get("current") or row["state"]),
-                f"{max(0.0, now - row['since']):.0f} s",
+                f"{max(0.0, (now if now - row['told'] > _SILENT else row['told']) - row['since']):.0f} s",
                 waiting or ("<-- all wait for this one" if row.get("root") else ""),
             ]
         )

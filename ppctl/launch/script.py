@@ -157,7 +157,7 @@ on_every_node() {
   srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --input=none "$@"
 }
 
-# Start the job again, on other nodes than those in $1. Without a slot in `most`, leave with $2.
+# Start the job again, on other nodes than those in $1, because of $3. Without a slot in `most`, leave with $2.
 requeue() {
   if ((life >= most)); then
     echo "error {OFTEN}: the job has requeued itself $life times (launch.max_requeues=$most)" >&2
@@ -166,6 +166,7 @@ requeue() {
   fi
   trap '' TERM # from here on SLURM ends this shell
   local without=$1 before
+  echo "requeue $((life + 1)) of at most $most${without:+, without $without}: $3"
   before=$(scontrol -o show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p')
   scontrol requeue "$SLURM_JOB_ID" || true # after a node's failure SLURM has done it already
   if [ -n "$without" ]; then
@@ -182,7 +183,7 @@ check={check}
 sick=$(on_every_node bash -c '(eval "$1") >&2 || echo "$SLURMD_NODENAME"' check "$check" | sort -u | paste -sd, -)
 if [ -n "$sick" ]; then
   echo "error {SICK}: the health check failed on $sick" >&2
-  requeue "$sick" 1
+  requeue "$sick" 1 "a health check has failed"
 fi
 """
 
@@ -204,7 +205,8 @@ while true; do
 done
 
 if [ -e "$mark" ] && [ -z "$ended" ]; then
-  requeue "$(cat "$mark")" 75
+  { read -r without; read -r why; } <"$mark"
+  requeue "$without" 75 "$why"
 fi
 
 # How it went is what the ranks have written; srun's exit code alone says little.

@@ -32,7 +32,7 @@ _ONE_PRESS = 1.0
 _UNKILLABLE = 5.0
 _LOOK = 1.0
 """Seconds between two looks at whether anything moves."""
-_STACKS = 0.5
+_STACKS = 1.0
 """Seconds that ranks have to write their stacks."""
 
 

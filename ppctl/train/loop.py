@@ -29,6 +29,8 @@ class Outcome:
     eval_loss: float | None
     """Of the last evaluation, if there was one."""
     checkpoint: Path | None
+    why: str | None = None
+    """Why it stopped before the last step."""
 
 
 def train(
@@ -37,7 +39,7 @@ def train(
     *,
     resume: Path | None,
     write: Writer | None,
-    stop_requested: Callable[[], bool],
+    stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
 ) -> Outcome:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
@@ -76,5 +78,5 @@ def train(
             enter("saving", step)
             saved = save_checkpoint(session, checkpoints, done, position(done))
         if result.stop and not last:
-            return Outcome(done, True, loss, eval_loss, saved)
+            return Outcome(done, True, loss, eval_loss, saved, result.stop)
     return Outcome(max(first, config.train.steps), False, loss, eval_loss, saved)

@@ -7,6 +7,7 @@ gather comes before the optimizer, so that wrong data or a non-finite loss never
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 
@@ -17,6 +18,7 @@ from ppctl.data.batches import check_same_samples
 from ppctl.errors import Problem, TrainingError
 
 NOTHING = -1.0
+TIME_IS_OVER = -1
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class RankReport:
     """One rank's numbers of one step. Times are seconds on the job's common clock."""
 
     stop: float = 0.0
-    """1 when a signal asked this rank to stop."""
+    """The signal that asked this rank to stop, or TIME_IS_OVER; 0 where nothing did."""
     loss: float = 0.0
     """This rank's share of the loss (0 where it has no loss stage)."""
     bad_microbatch: float = NOTHING
@@ -84,6 +86,18 @@ def check_reports(reports: Sequence[RankReport], step: int, last_stage: int) -> 
     ]
     if problems:
         raise TrainingError(problems)
+
+
+def stop_reason(reports: Sequence[RankReport]) -> str | None:
+    """Why the run has to stop, in words: what has asked which ranks. None where nothing has."""
+    asked = {rank: int(report.stop) for rank, report in enumerate(reports) if report.stop}
+    if not asked:
+        return None
+    if TIME_IS_OVER in asked.values():
+        return "its time is nearly over"
+    first, number = next(iter(asked.items()))
+    others = "" if len(asked) == 1 else f" and {len(asked) - 1} others"
+    return f"{signal.Signals(number).name.removeprefix('SIG')} on rank {first}{others}"
 
 
 def bubble_fraction(reports: Sequence[RankReport]) -> float:

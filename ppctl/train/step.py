@@ -34,7 +34,15 @@ from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at, set_lr
 from ppctl.train.packing import packing_of
 from ppctl.train.precision import in_precision, unscale
-from ppctl.train.report import NOTHING, RankReport, bubble_fraction, check_reports, gather_reports, slowest_stage
+from ppctl.train.report import (
+    NOTHING,
+    RankReport,
+    bubble_fraction,
+    check_reports,
+    gather_reports,
+    slowest_stage,
+    stop_reason,
+)
 from ppctl.train.session import Session
 
 
@@ -44,14 +52,14 @@ class StepResult:
 
     record: dict[str, Any]
     """The line of metrics.jsonl, without what only the run knows."""
-    stop: bool
-    """Whether some rank was asked to stop."""
+    stop: str | None
+    """Why the run has to stop, where some rank was asked to."""
 
 
 class Trainer:
     """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree."""
 
-    def __init__(self, session: Session, batches: Batches | None, stop_requested: Callable[[], bool]) -> None:
+    def __init__(self, session: Session, batches: Batches | None, stop_requested: Callable[[], int]) -> None:
         self.session = session
         self.batches = batches
         self.stop_requested = stop_requested
@@ -108,7 +116,7 @@ class Trainer:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)
         record |= self._further_losses(reports)
-        return StepResult(record | self._figures(reports, seconds), any(r.stop for r in reports))
+        return StepResult(record | self._figures(reports, seconds), stop_reason(reports))
 
     def _update(self, norm: GradNorm, lr: float) -> None:
         s = self.session

@@ -26,8 +26,11 @@ _STACKS = 1.0
 
 
 def write_stacks_on_request() -> None:
-    """From now on SIGUSR2 writes every thread's stack to stderr, also out of a C call that holds the GIL."""
-    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=False)
+    """From now on SIGUSR2 writes every thread's stack to stderr, also out of a C call that holds the GIL.
+
+    What else was to follow on SIGUSR2 follows then.
+    """
+    faulthandler.register(signal.SIGUSR2, all_threads=True, chain=True)
 
 
 class Alarm:
@@ -79,37 +82,40 @@ class NodeWatch:
         still = self.progress.late(standings, now)
         if still is None:
             return
-        error = verdict(self.plan, standings, still, now)
+        ages = {name: now - float(published.get("time", now)) for name, published in hosts.items()}
+        silent = [name for name, age in ages.items() if age > still / 2 and name != host]
+        error = verdict(self.plan, standings, still, now, [int(row["rank"]) for name, row in rows if name in silent])
         where = next(name for name, row in rows if int(row["rank"]) == error["rank"])
-        error |= {"time": now, "host": where, "message": f"{error['message']} (it is on {where})"}
-        self._ask_for_other_nodes(hosts, where, host, now, still)
+        said = error["message"]
+        if where in silent:
+            said = f"nothing has moved for {still:.0f} s, and its node has told nothing for {ages[where]:.0f} s"
+        error |= {"time": now, "host": where, "message": f"{said} (it is on {where})"}
+        doing = f"rank {error['rank']}" + (f" in {error['action']}" if error["action"] else "")
+        told = f"error {error['code']}: {doing}: {error['message']}"
+        self._ask_for_other_nodes(silent, told)
         with suppress(OSError):
             if not self.run.errors():
                 self.run.write_error(int(str(error["rank"])), error)
                 self.run.write_status("failed", rank=error["rank"])
-        doing = f"rank {error['rank']}" + (f" in {error['action']}" if error["action"] else "")
-        print(f"error {error['code']}: {doing}: {error['message']}\n{error['place']}", file=sys.stderr)
+        print(f"{told}\n{error['place']}", file=sys.stderr)
         sys.stderr.flush()
         _end([int(row["pid"]) for row in record.get("ranks", ())])
 
-    def _ask_for_other_nodes(
-        self, hosts: Mapping[str, Mapping[str, Any]], culprit: str, own: str, now: float, still: float
-    ) -> None:
-        """Where the culprit's whole node has fallen silent, let SLURM's job be requeued without it."""
+    def _ask_for_other_nodes(self, silent: Sequence[str], why: str) -> None:
+        """Where whole nodes have fallen silent, let SLURM's job be requeued without them."""
         job, life = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-        silent = now - float(hosts[culprit].get("time", now)) > still / 2
-        if job is not None and culprit != own and silent and self.run.job().get("job") is not None:
+        if silent and job is not None and self.run.job().get("job") is not None:
             with suppress(OSError):
-                self.run.write_requeue_mark(job, int(life), exclude=[culprit])
+                self.run.write_requeue_mark(job, int(life), why, exclude=silent)
 
 
 def _end(processes: Sequence[int]) -> None:
-    """End this node's ranks, this process last."""
-    others = [pid for pid in processes if pid not in (0, os.getpid())]
-    for number, pause in ((signal.SIGUSR2, _STACKS), (signal.SIGKILL, 0.0)):
-        for pid in others:
+    """Let this node's ranks tell where they are, then end them, this process last."""
+    ranks = [pid for pid in processes if pid != 0]
+    others = [pid for pid in ranks if pid != os.getpid()]
+    for each, number, pause in ((ranks, signal.SIGUSR2, _STACKS), (others, signal.SIGKILL, 0.0)):
+        for pid in each:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
         time.sleep(pause)
-    faulthandler.dump_traceback(all_threads=True)
     os._exit(1)

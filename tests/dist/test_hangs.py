@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import re
 import subprocess
@@ -74,9 +75,14 @@ def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path)
         named = f"error {CODES[fault.kind]}: rank {fault.rank} (stage {fault.rank}) failed in {fault.action}: "
         assert first.startswith(named), (fault, err)
         assert alive(where) == []
+        run = RunDir(only_run(where))
         if fault.kind == "hold":
-            log = (only_run(where) / "logs" / f"rank-{fault.rank:04d}.log").read_text()
-            assert re.search(r"most recent call first", log), "its stack"
+            assert re.search(r"most recent call first", run.log(fault.rank).read_text()), "its stack"
+        if CODES[fault.kind] == "PP-E706":
+            told = {int(path.name.rpartition("_")[2]): pickle.loads(path.read_bytes()) for path in run.flight_records()}
+            assert set(told) == set(range(fault.pp)) - {fault.rank}, "those that could still write"
+            assert all(record["entries"] for record in told.values()), "the step's gather at least"
+            assert "flight_recorder_rank_" in err
 
 
 @pytest.mark.timeout(200)
@@ -99,6 +105,8 @@ def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -
     assert alive(tmp_path) == []
     if rank == 1:
         assert "error PP-E706: rank 1 in 1B2: nothing has moved for" in done.stderr
-        assert [error["rank"] for error in RunDir(only_run(tmp_path)).errors()] == [1]
+        run = RunDir(only_run(tmp_path))
+        assert [error["rank"] for error in run.errors()] == [1]
+        assert run.flight_records() == [run.flight_record(0)]
     else:
         assert "in _strike" in done.stderr, "its own stack"

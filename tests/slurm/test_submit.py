@@ -65,6 +65,7 @@ def test_ranks_see_the_gpus_that_the_plan_asks_for(cluster: Cluster) -> None:
     ("overrides", "said"),
     [
         (("nodes=8", "gpus_per_node=1", "pp=2"), "PP-E627"),
+        ((*TWO, "launch.time=2-00:00:00"), "PP-E627"),
         ((*TWO, "launch.partition=nowhere"), "PP-E621"),
         ((*TWO, 'launch.sbatch_args=["--gpus-per-task=99"]'), "PP-E621"),
         ((*TWO, "launch.after=nobody"), "PP-E61"),
@@ -74,6 +75,21 @@ def test_a_job_that_cannot_start_is_refused_at_once(cluster: Cluster, overrides:
     done = cluster.ppctl("submit", *SMALL, "log.name=refused", *overrides)
     assert (done.returncode, done.stderr.startswith(f"error {said}")) == (2, True), done.stderr
     assert cluster.command("squeue", "-h", "-n", "ppctl-refused", "-o", "%i").stdout == ""
+
+
+def test_a_job_that_can_no_longer_start_is_told_as_such(cluster: Cluster) -> None:
+    """Without `launch.after`, whose script has SLURM cancel it, a job waits for a failed one for ever."""
+    held = 'launch.sbatch_args=["--hold"]'
+    first, second = (cluster.submit(*TWO, "steps=2", held) for _ in range(2))
+    assert "PENDING (JobHeldUser)" in cluster.ppctl("status", first.job).stdout
+    for change in (("update", f"JobId={second.job}", f"Dependency=afterok:{first.job}"), ("release", second.job)):
+        assert cluster.command("scontrol", *change).returncode == 0
+    assert cluster.ppctl("cancel", first.job).stdout == f"job {first.job} is cancelled\n"
+    wait(lambda: cluster.job(second.job, "Reason") == "DependencyNeverSatisfied", "SLURM to see it")
+    said = f"error PP-E627: it will never start: the run that it waits for has failed; ppctl cancel {second.run}\n"
+    assert said in cluster.ppctl("status", second.job).stdout
+    assert cluster.ppctl("cancel", second.job).returncode == 0
+    assert (second.ends(), second.status()["state"]) == ("CANCELLED", "interrupted")
 
 
 def test_an_interpreter_that_no_node_has_ends_the_job_with_one_sentence(cluster: Cluster) -> None:

@@ -15,9 +15,21 @@ def test_the_stop_begins_before_the_time_limit_and_requeue_goes_on(cluster: Clus
     assert run.ends() == "FAILED"
     assert cluster.job(run.job, "ExitCode") == "75:0"
     assert "PP-E626" in run.log()
-    assert (run.told("status.json")["state"], len(run.metrics())) == ("stopped", 1)
+    status = run.told("status.json")
+    assert (status["state"], status["message"], len(run.metrics())) == ("stopped", "its time is nearly over", 1)
     assert cluster.ppctl("requeue", run.job).returncode == 0
     again = Submitted(cluster, run.run, run.told("job.json")["job"])
     assert again.ends() == "COMPLETED", again.log()
     assert (again.job != run.job, [step for step, *_ in again.numbers()]) == (True, [0, 1])
     assert cluster.ppctl("requeue", again.job).returncode == 2  # it has done its steps
+
+
+def test_slurms_own_timer_tells_the_ranks_before_the_limit(cluster: Cluster) -> None:
+    """SLURM looks every half minute: it signals 10 to 40 s after the start; rank 0's clock would after 60."""
+    limit = ("launch.time=2", "launch.signal_lead=80", "launch.max_requeues=0")
+    run = cluster.submit(*TWO, "steps=1000", *limit, SLOW_STEP="0.5")
+    assert run.ends() == "FAILED"
+    status, (checkpoint,) = run.told("status.json"), run.run.glob("checkpoints/step-*")
+    assert (status["state"], status["message"]) == ("stopped", "USR1 on rank 0 and 1 others")
+    assert f"stopped after step {status['step']}, all saved: USR1 on rank 0 and 1 others; {checkpoint}" in run.log()
+    assert (checkpoint.name, len(run.metrics())) == (f"step-{status['step']}", status["step"])
