@@ -260,7 +260,8 @@ def test_one_rank_that_others_signal_stops_all(text, tmp_path):
     wait_for_step(process, 3)
     os.kill(ranks_of(tmp_path)[-1], signal.SIGUSR1)
     process.communicate(timeout=30)
-    assert json.loads((only_run(tmp_path) / "status.json").read_text())["state"] == "stopped"
+    status = json.loads((only_run(tmp_path) / "status.json").read_text())
+    assert (status["state"], status["message"][:12]) == ("stopped", "USR1 on rank")
 
 
 def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
