@@ -55,6 +55,8 @@ class Setting(NamedTuple):
     allocator: Allocator = ALLOCATORS["torch"]
     train: TrainConfig = TrainConfig()
     """Its `recompute_*`."""
+    packed: bool = False
+    """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
 
 
 INPUT = "input"
@@ -87,6 +89,9 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         plain = size * ((0 if normed else heads + groups) + heads + groups)
         yield Part("attention", d * (normed + plain) / tp)
     yield Part("core_attn", 4 * heads / tp + _scores(model, setting))
+    if setting.packed:
+        width = model.v_head_dim if model.multi_latent_attention else head_dim(model)
+        yield Part("core_attn", size * heads * width / tp)
     yield Part("attention", h / shares.sp if model.hidden_dropout else 0)
 
 

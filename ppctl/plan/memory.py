@@ -46,7 +46,8 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
     allocator = ALLOCATORS[config.cost.allocator]
     if allocator.name == "torch" and device_of(config).name == "cpu":
         allocator = TORCH_ON_CPU
-    return Setting(shares, precision_of(config).activation, allocator, config.train)
+    packed = config.data.reset_attention_mask
+    return Setting(shares, precision_of(config).activation, allocator, config.train, packed)
 
 
 def spread_of(sizes: ParallelSizes) -> Spread:

@@ -7,6 +7,7 @@ from cuts import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppctl.cost.activations import Setting, Shares, attention_parts
 from ppctl.data.batches import packing
 from ppctl.data.documents import DocumentEnd, lengths, positions
 from ppctl.model.loss import mtp_targets, token_losses
@@ -108,3 +109,30 @@ def test_each_switch_does_one_thing():
     assert not torch.allclose(restarted, both, rtol=1e-3)
     assert not torch.allclose(restarted, losses(stage, tokens, labels), rtol=1e-3)
     assert packed(tokens, masks_loss=True) == ROWS
+
+
+def test_what_is_kept_more_is_what_the_plan_says():
+    """A result for each document, beside the one for all."""
+    model, (tokens, _) = tiny(), two_rows()
+    stage = whole(model)
+    more = kept(stage, tokens, packed(tokens, separates=True)) - kept(stage, tokens, ROWS)
+    own, without = (
+        sum(size for _, size in attention_parts(model, Setting(Shares(2, 23), 4, packed=apart)))
+        for apart in (True, False)
+    )
+    assert more == model.num_layers * tokens.numel() * (own - without)
+
+
+def kept(stage, tokens, packing):
+    """Bytes that a forward keeps for its backward, each storage once; but not the kernel's sums [b, heads, s]."""
+    storages = {}
+
+    def note(tensor):
+        if not (tensor.dim() == 3 and tensor.shape[1] == 4):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        outputs = stage(tokens, packing=packing)
+    assert outputs
+    return sum(storage.nbytes() for storage in storages.values())
