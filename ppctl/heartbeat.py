@@ -27,11 +27,12 @@ from typing import Any
 STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
 NO_ACTION = -1
 
-_RECORD = struct.Struct("=8sqqqqqqd")  # mark, owner's pid, own pid, rank, state, step, action index, monotonic seconds
-_STATE = struct.Struct("=qqqd")
-_MOVE = struct.Struct("=qqd")
+# mark, owner's pid, own pid, rank, state, step, action index, whether it works on it, monotonic seconds
+_RECORD = struct.Struct("=8sqqqqqqqd")
+_STATE = struct.Struct("=qqqqd")
+_MOVE = struct.Struct("=qqqd")
 _OWNER_AT, _PID_AT, _STATE_AT, _STEP_AT = 8, 16, 32, 40
-_MARK = b"ppctl-1\0"
+_MARK = b"ppctl-2\0"
 _monotonic = time.monotonic
 
 
@@ -47,6 +48,8 @@ class Beat:
     step: int
     index: int
     """Index of the action in the rank's list; -1 outside the list."""
+    working: bool
+    """Whether the action has what it needs; until then it waits for a message."""
     since: float
     """When it began, on this machine's monotonic clock (one for all its processes)."""
 
@@ -74,12 +77,16 @@ class Heartbeat:
         return beat
 
     def enter(self, index: int) -> None:
-        """The action with this index in the rank's list begins, now."""
-        _MOVE.pack_into(self._map, _STEP_AT, self.step, index, _monotonic())
+        """The action with this index in the rank's list begins, now, and may have to wait for a message."""
+        _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 0, _monotonic())
+
+    def work(self, index: int) -> None:
+        """The action has what it needs: from now on it computes."""
+        _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 1, _monotonic())
 
     def set_state(self, state: str) -> None:
         """The rank is in this one of STATES from now on, and in no action."""
-        _STATE.pack_into(self._map, _STATE_AT, STATES.index(state), self.step, NO_ACTION, _monotonic())
+        _STATE.pack_into(self._map, _STATE_AT, STATES.index(state), self.step, NO_ACTION, 0, _monotonic())
 
     def close(self) -> None:
         """Let go of the record. It is removed here only if no launcher made it."""
@@ -104,7 +111,7 @@ def create(run_id: str, rank: int, owner: int) -> Path:
     """Make the record of `rank`, unless it exists, to be removed by process `owner`; returns its path."""
     path = _path(run_id, rank)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(_RECORD.pack(_MARK, owner, 0, rank, 0, 0, NO_ACTION, _monotonic()))
+    draft.write_bytes(_RECORD.pack(_MARK, owner, 0, rank, 0, 0, NO_ACTION, 0, _monotonic()))
     try:
         with suppress(FileExistsError):
             os.link(draft, path)
@@ -117,10 +124,10 @@ def read(run_id: str, rank: int) -> Beat | None:
     """The record of `rank`, or None where there is none."""
     try:
         data = _path(run_id, rank).read_bytes()
-        mark, _, pid, own, state, step, index, since = _RECORD.unpack(data)
+        mark, _, pid, own, state, step, index, working, since = _RECORD.unpack(data)
     except (OSError, struct.error):
         return None
-    return Beat(own, pid, STATES[state], step, index, since) if mark == _MARK else None
+    return Beat(own, pid, STATES[state], step, index, bool(working), since) if mark == _MARK else None
 
 
 def read_all(run_id: str, ranks: Iterable[int]) -> list[Beat]:
@@ -174,6 +181,13 @@ def _lives(pid: int) -> bool:
     return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped (SIGSTOP, a debugger); False where the system does not say."""
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
 def host_name() -> str:
     """This node's name: SLURM's where it runs us (several of its nodes may share one machine), else the machine's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
@@ -213,7 +227,9 @@ class Publisher:
                 "state": beat.state,
                 "step": beat.step,
                 "index": beat.index,
+                "working": beat.working,
                 "since": now - (clock - beat.since),
+                "stopped": is_stopped(beat.pid),
             }
             for beat in read_all(self.run_id, self.ranks)
         ]

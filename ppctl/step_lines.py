@@ -10,7 +10,7 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
-WIDE = 100
+WIDE = 120
 """Columns from which a step's line is written out."""
 
 
@@ -22,16 +22,18 @@ def clock_text(seconds: float) -> str:
 
 
 def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
-    """One step for the screen: what a person watches, in fixed columns; shorter where a line of 100 does not fit."""
+    """One step for the screen: what a person watches, in fixed columns; shorter where a line of 120 does not fit."""
     done = f"{record['step'] + 1:>{len(str(steps))}}/{steps}"
     if columns < WIDE:
         return (
-            f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}  lr {record['lr']:.1e}"
-            f"  {record['tokens_per_s']:>6,.0f} tok/s  bubble {record['bubble_fraction']:3.0%}  ETA {clock_text(eta_s)}"
+            f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}"
+            f"  {record['tokens_per_s']:>6,.0f} tok/s  bubble {record['bubble_fraction']:3.0%}"
+            f"  slowest {record['slowest_stage']:<2}  ETA {clock_text(eta_s)}"
         )
     return (
         f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
-        f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}  ETA {clock_text(eta_s)}"
+        f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}"
+        f"  slowest stage {record['slowest_stage']:<2}  ETA {clock_text(eta_s)}"
     )
 
 

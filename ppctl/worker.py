@@ -27,15 +27,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ppctl.comm.channels import PeerLost
 from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
-from ppctl.hang import Limits, first_step_of
+from ppctl.hang.limits import Limits, first_step_of
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
+from ppctl.plan import Plan
 from ppctl.rundir import RunDir
+from ppctl.topology import RankGrid
 from ppctl.train import flight
 from ppctl.train.generate import write_sample
+from ppctl.train.log import lose_lines_rather_than_fail
 from ppctl.train.loop import Outcome, train
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.phases import Phases, process_age
@@ -65,10 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; returns its exit code. A failure is told in the run directory before anything else."""
     arguments = _parse(argv)
     stop, phases = StopRequest(), Phases()
+    lose_lines_rather_than_fail()
     phases.add("import", process_age())
     ranks = Ranks.from_environment()
     directory = arguments.run or arguments.submitted
-    run = None if directory is None else RunDir(directory)
+    run, plan = None if directory is None else RunDir(directory), None
     with ExitStack() as to_close:
         try:
             with phases("groups"):
@@ -76,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = _find_job(arguments, ranks, store)
             if isinstance(job, int):
                 return job
-            run = job.run
+            run, plan = job.run, job.plan
             return _work(job, ranks, store, stop, phases, to_close, by_others=arguments.run is None)
         except Exception as error:
-            return _fail(error, run, ranks, by_others=arguments.run is None)
+            return _fail(error, run, ranks, plan, by_others=arguments.run is None)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -282,11 +287,11 @@ def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, l
         print(json.dumps({"run": str(job.run.path), "state": state, "checkpoint": str(outcome.checkpoint)}), flush=True)
 
 
-def _fail(error: Exception, run: RunDir | None, ranks: Ranks, *, by_others: bool) -> int:
+def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None, *, by_others: bool) -> int:
     """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     if run is not None and not _outlived(run):
-        record = _error_record(error, ranks, code)
+        record = _error_record(error, ranks, plan, code)
         try:
             run.write_error(ranks.rank, record)
         except OSError:
@@ -305,7 +310,7 @@ def _outlived(run: RunDir) -> bool:
     return run.life() not in ("", own)
 
 
-def _error_record(error: Exception, ranks: Ranks, exit_code: int) -> dict[str, Any]:
+def _error_record(error: Exception, ranks: Ranks, plan: Plan | None, exit_code: int) -> dict[str, Any]:
     engine = error if isinstance(error, EngineError) else None
     cause = error.__cause__ if engine is not None and error.__cause__ is not None else error
     problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]
@@ -320,9 +325,18 @@ def _error_record(error: Exception, ranks: Ranks, exit_code: int) -> dict[str, A
         "place": "" if problem is None else problem.place,
         "remedy": "" if problem is None else problem.remedy,
         "others": [str(other) for other in others],
+        "ends": _ends(cause, ranks, plan),
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": exit_code,
     }
+
+
+def _ends(cause: BaseException, ranks: Ranks, plan: Plan | None) -> list[int] | None:
+    """The global ranks between which a connection broke."""
+    if plan is None or not isinstance(cause, PeerLost):
+        return None
+    pipeline = RankGrid(plan.sizes).group_of("pp", ranks.rank)
+    return [pipeline[end] for end in cause.channel[:2]]
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ def facts(run: RunDir) -> dict[str, Any]:
         "state": _state(run, status),
         "step": last["step"] + 1 if last else 0,
         "loss": last.get("loss"),
+        "slowest_stage": last.get("slowest_stage"),
+        "slowest_rank": last.get("slowest_rank"),
         "time": status.get("time"),
         "message": status.get("message") or None,
         "checkpoint": str(checkpoint) if checkpoint else None,

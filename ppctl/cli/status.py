@@ -15,7 +15,7 @@ from ppctl.cli.jobs import Submitted, add_run, meant, submitted
 from ppctl.cli.plan_text import aligned
 from ppctl.cli.runs import facts
 from ppctl.errors import PpctlError
-from ppctl.hang import Standing, root, waits
+from ppctl.hang.waits import published, root, waits
 from ppctl.rundir import RunDir
 
 
@@ -67,8 +67,8 @@ def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
 
 def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
     """To each rank's row its last and its current action, whom it waits for, and whether all wait for it."""
-    standings = [Standing(*(row[key] for key in ("rank", "state", "step", "index", "since"))) for row in rows]
     with suppress(PpctlError, OSError):  # a damaged plan is for others to tell
+        standings = published(one.heartbeats(), time.time(), _SILENT)
         found = waits(one.read_plan(), standings)
         culprit = root(found) if any(wait.on is not None for wait in found) else None
         for row, wait in zip(rows, found, strict=True):
@@ -76,6 +76,8 @@ def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
             row["current"] = None if wait.current is None else str(wait.current)
             row["waits_for"] = wait.on
             row["needs"] = None if wait.needs is None else str(wait.needs)
+            row["sent"] = wait.sent
+            row["gone"] = wait.standing.gone
             row["root"] = wait is culprit
 
 
@@ -106,6 +108,19 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(told["message"])
     for error in told["errors"][:8]:
         lines.append(f"rank {error['rank']}: {error['type']}: {str(error['message']).partition(chr(10))[0]}")
+    lines += _speeds(told)
+    now = time.time()
+    if told["state"] in ("starting", "running", "lost") and told["ranks"]:
+        lines += ["", *_table(told["ranks"], now), *_ages(told["ranks"], now), ""]
+    lines += [f"checkpoint {told['checkpoint']}"] * bool(told["checkpoint"])
+    return [*lines, f"directory {told['path']}"]
+
+
+def _speeds(told: dict[str, Any]) -> list[str]:
+    """What is slowest, and how long the start took."""
+    lines = []
+    if told["slowest_stage"] is not None:
+        lines.append(f"slowest stage of the last step: {told['slowest_stage']} (rank {told['slowest_rank']})")
     if told["start_up"]:
         lines.append("start-up: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in told["start_up"].items()))
     if told["slowest_edge"]:
@@ -115,11 +130,7 @@ def _lines(told: dict[str, Any]) -> list[str]:
         lines.append(
             f"edges: all {told['slowest_edge']['edges']} answered, the slowest ({ends}) in {milliseconds:.2f} ms"
         )
-    now = time.time()
-    if told["state"] in ("starting", "running", "lost") and told["ranks"]:
-        lines += ["", *_table(told["ranks"], now), *_ages(told["ranks"], now), ""]
-    lines += [f"checkpoint {told['checkpoint']}"] * bool(told["checkpoint"])
-    return [*lines, f"directory {told['path']}"]
+    return lines
 
 
 _SILENT = 30.0
@@ -141,7 +152,9 @@ def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
     table = [["rank", "host", "step", "last done", "now", "for", "waits for"]]
     for row in rows:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
-        waiting += f" ({row['needs']})" if row.get("needs") else ""
+        waiting += f" ({row['needs']}{', sent' if row.get('sent') else ''})" if row.get("needs") else ""
+        mark = "stopped or silent " if row.get("gone") else ""
+        mark += "<-- all wait for this one" if row.get("root") else ""
         table.append(
             [
                 str(row["rank"]),
@@ -150,7 +163,7 @@ def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
                 str(row.get("done") or ""),
                 str(row.get("current") or row["state"]),
                 f"{max(0.0, (now if now - row['told'] > _SILENT else row['told']) - row['since']):.0f} s",
-                waiting or ("<-- all wait for this one" if row.get("root") else ""),
+                f"{waiting} {mark}".strip(),
             ]
         )
     return aligned(table).splitlines()

@@ -22,7 +22,7 @@ from ppctl.config.argv import retyped
 from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
-from ppctl.hang import Limits, first_step_of
+from ppctl.hang.limits import Limits, first_step_of
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import choose_device, one_queue, repeatable, shortage, with_overrides
 from ppctl.launch.others import become_worker

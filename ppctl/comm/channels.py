@@ -6,6 +6,7 @@ stages or autograd.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -26,10 +27,16 @@ class PeerLost(TrainingError):
         super().__init__(
             Problem(
                 "PP-E711",
-                f"the connection on channel {channel} broke: {str(cause).splitlines()[0]}",
+                f"the connection on channel {channel} broke: {_short(cause)}",
                 "look for the first failure of the job: this rank most likely only noticed it",
             )
         )
+
+
+def _short(cause: Exception) -> str:
+    """A library's words without the place in its source and its guesses."""
+    first = str(cause).splitlines()[0]
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", first).partition(" This is typically caused")[0].rstrip(".")
 
 
 class Pending(Protocol):

@@ -39,6 +39,9 @@ class Heartbeat(Protocol):
     def enter(self, index: int) -> None:
         """The action with this index in the rank's list begins."""
 
+    def work(self, index: int) -> None:
+        """The action has the message that it waited for, and computes."""
+
 
 class EngineError(TrainingError):
     """An action failed. `action`, `index` (in the rank's list) and `pp_rank` say which; `__cause__` says why."""
@@ -117,6 +120,7 @@ class Engine:
         self._reduce = reduce_grad
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
         self._enter = _say_nothing if heartbeat is None else heartbeat.enter
+        self._work = _say_nothing if heartbeat is None else heartbeat.work
         self._handlers = _HANDLERS if self._batch is None else _BATCHED
         if timed is not None:
             self._handlers = {op: _timing(op, handler, timed) for op, handler in self._handlers.items()}
@@ -140,6 +144,7 @@ class Engine:
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
         stage.wait_for_input(action.mb)
+        self._work(self._index)
         self.recorder.begin(self._index)
         stage.forward(action.mb)
         self.recorder.end(self._index)
@@ -147,6 +152,7 @@ class Engine:
     def _backward(self, action: Action) -> None:
         stage = self._stages[action.stage]
         stage.wait_for_gradient(action.mb)
+        self._work(self._index)
         self.recorder.begin(self._index)
         stage.backward(action.mb)
         self.recorder.end(self._index)

@@ -65,7 +65,9 @@ def beats(run: RunDir) -> dict[int, Beat]:
 
 def _beat(row: Mapping[str, Any]) -> Beat:
     return Beat(
-        int(row["rank"]), int(row["pid"]), str(row["state"]), int(row["step"]), int(row["index"]), float(row["since"])
+        *(int(row["rank"]), int(row["pid"]), str(row["state"]), int(row["step"]), int(row["index"])),
+        working=bool(row.get("working")),
+        since=float(row["since"]),
     )
 
 

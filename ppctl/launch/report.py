@@ -58,6 +58,8 @@ class Failure:
     remedy: str = ""
     frame: str = ""
     """Where in the code, as a traceback says it."""
+    ends: tuple[int, ...] = ()
+    """The ranks between which a connection broke."""
     others: tuple[str, ...] = ()
     """What else the rank found wrong, each as a person reads it."""
 
@@ -66,7 +68,8 @@ def failures(exits: Sequence[Exit], errors: Sequence[Mapping[str, Any]]) -> list
     """Every rank's failure, the culprit first: what ranks told of themselves, and deaths that nobody told of."""
     told = {int(error["rank"]): _told(error) for error in errors}
     died = [_died(e) for e in exits if e.returncode and not e.ended and e.rank not in told]
-    return sorted([*told.values(), *died], key=lambda failure: (failure.echo, failure.time))
+    # Of echoes alone, one that says which connection broke tells most.
+    return sorted([*told.values(), *died], key=lambda f: (f.echo, f.echo and not f.ends, f.time))
 
 
 def _told(error: Mapping[str, Any]) -> Failure:
@@ -87,6 +90,7 @@ def _told(error: Mapping[str, Any]) -> Failure:
         told=True,
         remedy=str(error.get("remedy") or ""),
         frame=frames[-1] if frames and code == RAISED else "",
+        ends=tuple(map(int, error.get("ends") or ())),
         others=tuple(map(str, error.get("others") or ())),
     )
 
@@ -127,6 +131,8 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
     if first.remedy:
         remedy, *further = first.remedy.splitlines()
         lines += [f"  try: {remedy}", *(f"       {line}" for line in further)]
+    if first.ends:
+        lines.append(f"  {_between(run, first.ends)}")
     lines += [f"error {other}" for other in first.others]
     stepping = beat is not None and (beat.index >= 0 or beat.state == "updating")
     step = f"at step {beat.step + 1}; " if beat is not None and stepping else ""
@@ -149,6 +155,13 @@ def _where(run: RunDir, first: Failure, beat: Beat | None) -> tuple[int | None, 
     if first.told and beat is not None and beat.index >= 0:
         return first.stage, None  # it failed outside the list, and the record still shows the last action
     return place(run, beat)
+
+
+def _between(run: RunDir, ends: Sequence[int]) -> str:
+    """Which connection broke, with the hosts that the ranks met on."""
+    hosts = dict(enumerate(run.edges().get("hosts", ())))
+    named = [f"rank {rank}" + (f" on {hosts[rank]}" if rank in hosts else "") for rank in ends]
+    return f"the connection from {' to '.join(named)} broke, and no rank had told of a failure before"
 
 
 def _others(others: Sequence[Failure], world_size: int) -> str:

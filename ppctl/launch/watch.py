@@ -18,7 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from ppctl import hang, heartbeat
+from ppctl import heartbeat
+from ppctl.hang.limits import Limits, Progress
+from ppctl.hang.verdict import verdict
+from ppctl.hang.waits import Standing
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.output import Pump
 from ppctl.launch.process import RankProcess
@@ -50,7 +53,7 @@ class Job:
     """Seconds that the ranks have to save and leave after a request to stop."""
     kill_grace: float = 3.0
     """Seconds between telling a rank to end and killing it."""
-    limits: hang.Limits | None = None
+    limits: Limits | None = None
     """How long nothing may move; none waits for ever."""
     first_step: int = 0
     """The step that this life begins with."""
@@ -78,7 +81,7 @@ class Watch:
         """Ranks that have been asked to stop, if at all, before they could hear it."""
         self._deadline: float | None = None
         self._killed = False
-        self._progress = hang.Progress(job.limits, time.monotonic(), job.first_step) if job.limits is not None else None
+        self._progress = Progress(job.limits, time.monotonic(), job.first_step) if job.limits is not None else None
 
     def run(self, port: int) -> None:
         """Start all ranks and return when none is left, whatever happens."""
@@ -123,17 +126,21 @@ class Watch:
             if self._progress is not None and self.cause is None:
                 self._look(self._progress)
 
-    def _look(self, progress: hang.Progress) -> None:
+    def _look(self, progress: Progress) -> None:
         """End a job in which nothing moves any more: who is waited for is told first."""
         now = time.monotonic()
-        beats = heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
-        standings = [hang.Standing(b.rank, b.state, b.step, b.index, b.since) for b in beats]
+        standings = [
+            Standing(
+                b.rank, b.state, b.step, b.index, b.since, b.working, heartbeat.is_stopped(b.pid), heartbeat.host_name()
+            )
+            for b in heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
+        ]
         still = progress.late(standings, now)
         if still is None:
             return
         for rank in self._alive():  # every stack goes to its log, also out of a call that never returns
             rank.ask(signal.SIGUSR2)
-        record = hang.verdict(self.job.run.read_plan(), standings, still, now) | {"time": time.time()}
+        record = verdict(self.job.run.read_plan(), standings, still, now) | {"time": time.time()}
         try:
             self.job.run.write_error(int(str(record["rank"])), record)
         except OSError:

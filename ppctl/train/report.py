@@ -106,11 +106,11 @@ def bubble_fraction(reports: Sequence[RankReport]) -> float:
     return 1.0 - sum(r.busy for r in reports) / (len(reports) * span) if span > 0 else math.nan
 
 
-def slowest_stage(reports: Sequence[RankReport], stages: Sequence[Sequence[int]]) -> int:
-    """The stage with the most busy seconds; `stages[i]` are the stages of `reports[i]`, in chunk order."""
+def slowest_stage(reports: Sequence[RankReport], stages: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(stage, rank) with the most busy seconds; `stages[i]` and `reports[i]` are those of rank i, in chunk order."""
     seconds = {
-        stage: spent
-        for report, own in zip(reports, stages, strict=True)
+        (stage, rank): spent
+        for rank, (report, own) in enumerate(zip(reports, stages, strict=True))
         for stage, spent in zip(own, report.stage_seconds, strict=True)
     }
-    return max(seconds, key=lambda stage: seconds[stage])
+    return max(seconds, key=lambda which: seconds[which])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ppctl.checkpoint import load, read_state, save
 from ppctl.config.keys import as_typed
-from ppctl.errors import CheckpointError, Problem
+from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.model.initialize import pieces
 from ppctl.model.names import owner_of
 from ppctl.pretrained.tokenizer_files import tokenizer_path
@@ -62,7 +62,10 @@ def named_tensors(session: Session, parts: list[Part] | None = None) -> dict[str
 
 
 def save_checkpoint(session: Session, directory: Path, step: int, consumed_samples: int) -> Path:
-    """Write `directory`/step-`step` after `step` completed steps. A collective over the world."""
+    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
+
+    Raises TrainingError on all ranks where one cannot write; the earlier checkpoints are as they were.
+    """
     state = {
         "step": step,
         "consumed_samples": consumed_samples,
@@ -80,7 +83,10 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
     tensors, keep = named_tensors(session), session.config.checkpoint.keep
     # The first replica of every parameter writes: spread experts are not all on the first data-parallel rank.
     writer = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
-    return save(directory, step, tensors, state, writer=writer, keep=keep)
+    try:
+        return save(directory, step, tensors, state, writer=writer, keep=keep)
+    except CheckpointError as error:  # nothing is wrong with what there is: the training has failed to add to it
+        raise TrainingError(error.problems) from error
 
 
 def start_from(session: Session, path: Path) -> None:

@@ -80,9 +80,11 @@ class Trainer:
         autocast = autocast_dtype(session.config.parallel)
         self.programs = [in_precision(each, autocast, session.device, session.loss_scale) for each in programs]
         plan = session.plan
-        self.pipeline = RankGrid(plan.sizes).group_of("pp", 0)
+        grid = RankGrid(plan.sizes)
+        self.pipeline = grid.group_of("pp", 0)
         stages = [plan.for_rank(rank).stages for rank in self.pipeline]
-        self.pipeline_stages = [[spec.stage for spec in own] for own in stages]
+        numbers = [[spec.stage for spec in own] for own in stages]
+        self.stages_of = [numbers[grid.coordinates(rank)["pp"]] for rank in range(plan.sizes.world)]
         self.auxiliary_width = auxiliary_width(stages, session.config.model)
         self.balance = Balance(
             [router for module in session.stages.values() for router in module.routers()],
@@ -274,6 +276,7 @@ class Trainer:
         """Throughput and balance, from rank 0's pipeline where a figure belongs to one."""
         s = self.session
         own = [reports[rank] for rank in self.pipeline]
+        stage, rank = slowest_stage(reports, self.stages_of)
         tokens = sum(r.tokens for r in reports)
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.
@@ -285,7 +288,8 @@ class Trainer:
             "tokens_per_s_per_device": tokens / seconds / world,
             "step_time_s": seconds,
             "bubble_fraction": bubble_fraction(own),
-            "slowest_stage": slowest_stage(own, self.pipeline_stages),
+            "slowest_stage": stage,
+            "slowest_rank": rank,
             "tflops_per_device": tflops,
             "mfu": None if self.peak_flops is None else tflops * 1e12 / self.peak_flops,
             "max_memory_bytes": int(max(r.memory_bytes for r in reports)),

@@ -8,6 +8,7 @@ that others started, and for a launcher's death.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -16,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ppctl.hang import Limits, Progress, Standing, verdict
+from ppctl.hang.limits import Limits, Progress
+from ppctl.hang.verdict import verdict
+from ppctl.hang.waits import published
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 
@@ -73,23 +76,16 @@ class NodeWatch:
 
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
         hosts = self.run.heartbeats() | {host: dict(record)}
-        rows = [(name, row) for name, published in hosts.items() for row in published.get("ranks", ())]
-        standings = [
-            Standing(int(row["rank"]), str(row["state"]), int(row["step"]), int(row["index"]), float(row["since"]))
-            for _, row in rows
-        ]
         now = time.time()
+        standings = published(hosts, now, math.inf)
         still = self.progress.late(standings, now)
         if still is None:
             return
-        ages = {name: now - float(published.get("time", now)) for name, published in hosts.items()}
+        ages = {name: now - float(told.get("time", now)) for name, told in hosts.items()}
         silent = [name for name, age in ages.items() if age > still / 2 and name != host]
-        error = verdict(self.plan, standings, still, now, [int(row["rank"]) for name, row in rows if name in silent])
-        where = next(name for name, row in rows if int(row["rank"]) == error["rank"])
-        said = error["message"]
-        if where in silent:
-            said = f"nothing has moved for {still:.0f} s, and its node has told nothing for {ages[where]:.0f} s"
-        error |= {"time": now, "host": where, "message": f"{said} (it is on {where})"}
+        error = verdict(self.plan, published(hosts, now, still / 2), still, now)
+        where = next(standing.host for standing in standings if standing.rank == error["rank"])
+        error |= {"time": now, "host": where}
         doing = f"rank {error['rank']}" + (f" in {error['action']}" if error["action"] else "")
         told = f"error {error['code']}: {doing}: {error['message']}"
         self._ask_for_other_nodes(silent, told)

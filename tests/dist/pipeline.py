@@ -136,6 +136,9 @@ class Trail:
     def enter(self, index):
         self.entered.append(index)
 
+    def work(self, index):
+        """What it needs is there."""
+
     def count(self, op, stage):
         """How many actions of a kind have begun."""
         return sum(self.actions[i].op is op and self.actions[i].stage == stage for i in self.entered)

@@ -87,14 +87,6 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(
     assert losses(run) == reference_losses(run, 6), "in the same cut; test_train_command.py: in another"
 
 
-def test_a_failure_in_the_optimizer_is_told_as_such(text: str, tmp_path: Path) -> None:
-    done = ppctl(*TRAIN, text, "steps=6", cwd=tmp_path, PPCTL_FAULT="update 1 2 -")
-    assert done.returncode == 1
-    first = done.stderr.splitlines()[0]
-    assert first == "error PP-E701: rank 1 failed while updating: ValueError: struck by a test"
-    assert "at step 2; its log: " in done.stderr
-
-
 def agent_of_two_ranks(text: str, where: Path) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.Popen(

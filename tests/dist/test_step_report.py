@@ -24,7 +24,9 @@ def test_the_bubble_is_what_is_idle_between_the_first_start_and_the_last_end() -
 
 def test_the_slowest_stage_is_the_one_with_the_most_busy_seconds() -> None:
     reports = [RankReport(stage_seconds=[1.0, 4.0]), RankReport(stage_seconds=[3.0, 2.0])]
-    assert slowest_stage(reports, [[0, 2], [1, 3]]) == 2
+    assert slowest_stage(reports, [[0, 2], [1, 3]]) == (2, 0)
+    replicas = [*reports, RankReport(stage_seconds=[9.0, 4.0]), reports[1]]
+    assert slowest_stage(replicas, [[0, 2], [1, 3]] * 2) == (0, 2)
 
 
 def test_a_report_survives_its_vector() -> None:

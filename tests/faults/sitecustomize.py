@@ -1,13 +1,16 @@
 """Faults for ranks that a test starts with this directory on PYTHONPATH; python imports this file by itself.
 
 PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
-raise, kill (SIGKILL), stop (SIGSTOP), hold (a C call that never returns and holds the GIL), slow (one second), noise
-(from that step on, every stage input is noise), nan (the stage's output),
-save (SIGKILL in the STEP-th save, when this rank's tensors are written), update (raise in the STEP-th optimizer step).
+raise, kill (SIGKILL), stop (SIGSTOP), hold (a C call that never returns and holds the GIL), slow (every forward
+takes a tenth of a second longer, from that step on), deaf-N and cut-N (the connections with rank N lose everything; are
+shut), full (no room on the disk for metrics any more), dumb (nor for this rank's log, to which every step then writes),
+noise (from that step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when
+this rank's tensors are written), room (no room for them), update (raise in the STEP-th optimizer step).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
 
+import glob
 import os
 import signal
 import sys
@@ -27,15 +30,18 @@ def _arm() -> None:
     def counting_run(self: Engine) -> None:
         steps[0] += 1
         index = next((i for i, a in enumerate(self.actions) if str(a) == action), None)
-        if steps[0] == int(step) and index is not None and kind in ("raise", "kill", "stop", "hold", "slow"):
-            inner = self._enter
+        due = steps[0] == int(step) or (kind == "dumb" and steps[0] > int(step))
+        if due and index is not None and kind not in ("noise", "nan", "slow"):
+            # A stopped process may be anywhere; what computes has its message.
+            name = "_enter" if kind == "stop" else "_work"
+            inner = getattr(self, name)
 
-            def enter(at: int) -> None:
+            def strike(at: int) -> None:
                 inner(at)
                 if at == index:
                     _strike(kind)
 
-            self._enter = enter
+            setattr(self, name, strike)
         run(self)
 
     def spoilt_forward(self: Stage, mb: int) -> None:
@@ -44,16 +50,28 @@ def _arm() -> None:
                 tensor.normal_() if kind == "noise" else tensor.fill_(float("nan"))
         forward(self, mb)
 
+    def slow_forward(self: Stage, mb: int) -> None:
+        time.sleep(0.1 if steps[0] >= int(step) else 0.0)
+        forward(self, mb)
+
     Engine.run = counting_run
-    if kind in ("noise", "nan"):
-        Stage.forward = spoilt_forward
+    Stage.forward = {"noise": spoilt_forward, "nan": spoilt_forward, "slow": slow_forward}.get(kind, forward)
 
 
 def _strike(kind: str) -> None:
     if kind == "raise":
         raise ValueError("struck by a test")
-    if kind == "slow":
-        time.sleep(1.0)
+    if kind == "full":
+        _no_room_for_metrics()
+        return
+    if kind == "dumb":
+        _write_to_a_full_log()
+        return
+    if kind.startswith(("deaf-", "cut-")):
+        import connections
+
+        how = connections.go_deaf if kind.startswith("deaf-") else connections.cut
+        assert how(connections.sibling(int(kind.partition("-")[2]))) > 0
         return
     if kind == "hold":
         import ctypes
@@ -61,6 +79,46 @@ def _strike(kind: str) -> None:
         while True:
             ctypes.PyDLL(None).pause()
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def _no_room_for_metrics() -> None:
+    """As on a full disk: from now on nothing can be added to metrics.jsonl; what is there is kept beside."""
+    (path,) = glob.glob("runs/*/*/metrics.jsonl")
+    os.rename(path, f"{path}.kept")
+    os.symlink("/dev/full", path)
+
+
+def _write_to_a_full_log() -> None:
+    """What a rank prints goes to its log, and the disk that this is on is full."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for descriptor in (1, 2) if os.environ["RANK"] != "0" else (2,):  # rank 0's stdout is the launcher's pipe
+        os.dup2(full, descriptor)
+    os.close(full)
+    print("a line for the log")
+    print("a line for the log", file=sys.stderr, flush=True)
+
+
+def _arm_room() -> None:
+    """A limit on the size of files stands in for a disk that fills while a rank writes its tensors."""
+    import resource
+
+    from ppctl.checkpoint.writing import Writer
+
+    _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
+    write, saves = Writer.write_data, [0]
+
+    def cramped_write(self: Writer, *arguments: object) -> object:
+        saves[0] += 1
+        if os.environ["RANK"] != rank or saves[0] != int(number):
+            return write(self, *arguments)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+        try:
+            return write(self, *arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    Writer.write_data = cramped_write
 
 
 def _arm_update() -> None:
@@ -113,7 +171,7 @@ def _watch() -> None:
 
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    {"save": _arm_save, "update": _arm_update}.get(os.environ["PPCTL_FAULT"].split()[0], _arm)()
+    {"save": _arm_save, "room": _arm_room, "update": _arm_update}.get(os.environ["PPCTL_FAULT"].split()[0], _arm)()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ:
     _watch()
 if "RANK" in os.environ and "PPCTL_TELL" in os.environ:

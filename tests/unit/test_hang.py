@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from unit_plan import plan
 
-from ppctl.hang import LEAST, TIMES, Limits, Progress, Standing, root, waits
-from ppctl.schedule.action import MESSAGES, Schedule, deps
+from ppctl.hang.limits import LEAST, TIMES, Limits, Progress
+from ppctl.hang.verdict import verdict
+from ppctl.hang.waits import Standing, root, waits
+from ppctl.schedule.action import MESSAGES, Action, Op, Schedule, deps
 
 PLANS = {
     "1f1b": dict(pp=4, gbs=8, mbs=1),
@@ -53,13 +56,66 @@ def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int) -> None:
         pp_rank = made.for_rank(rank).pp_rank
         over = positions[pp_rank] >= len(made.schedule.actions[pp_rank])
         standings.append(
-            Standing(rank, "updating", 3, -1, 10.0) if over else Standing(rank, "training", 3, positions[pp_rank], 10.0)
+            Standing(rank, "updating", 3, -1, 10.0)
+            if over
+            else Standing(rank, "training", 3, positions[pp_rank], 10.0, working=pp_rank == culprit)
         )
     found = waits(made, standings)
     told = root(found)
     assert told is not None
     assert made.for_rank(told.standing.rank).pp_rank == culprit
     assert str(told.current) == str(row[at])
+
+
+@pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, seed: int) -> None:
+    """One rank waits for ever for what its neighbour has sent; all others wait for the two in the end."""
+    made, draw = plan(**sizes), random.Random(seed)
+    receiver = draw.randrange(made.sizes.pp)
+    row = made.schedule.actions[receiver]
+    waiting = [i for i, action in enumerate(row) if message(made.schedule, receiver, action) is not None]
+    at = draw.choice(waiting)
+    positions = stuck_at(made.schedule, receiver, at)
+    standings = [
+        Standing(rank, "training", 3, positions[made.for_rank(rank).pp_rank], 10.0, host=f"host{rank}")
+        if positions[made.for_rank(rank).pp_rank] < len(made.schedule.actions[made.for_rank(rank).pp_rank])
+        else Standing(rank, "updating", 3, -1, 10.0, host=f"host{rank}")
+        for rank in range(made.sizes.world)
+    ]
+    told = verdict(made, standings, 5.0, 15.0)
+    need = message(made.schedule, receiver, row[at])
+    assert need is not None
+    ends = {made.schedule.placement.rank_of(need.stage), receiver}
+    assert told["code"] == "PP-E707"
+    named = {int(rank) for rank in re.findall(r"rank (\d+) on host\1", str(told["message"]))}
+    assert {made.for_rank(rank).pp_rank for rank in named} == ends
+    assert f"{need} was sent" in str(told["message"])
+
+
+def message(schedule: Schedule, pp_rank: int, action: Action) -> Action | None:
+    """What another rank makes for an action that computes."""
+    if action.op not in (Op.F, Op.B):
+        return None
+    stage = action.stage + (-1 if action.op is Op.F else 1)
+    if not 0 <= stage < schedule.placement.num_stages or schedule.placement.rank_of(stage) == pp_rank:
+        return None
+    return Action(action.op, stage, action.mb)
+
+
+def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
+    """What it has sent last may wait in its queue: a stopped process delivers nothing."""
+    made = plan(pp=2, gbs=8, mbs=1)
+    first = [str(action) for action in made.schedule.actions[0]]
+    second = [str(action) for action in made.schedule.actions[1]]
+    standings = [
+        Standing(0, "training", 3, first.index("0F1"), 9.0, working=True),
+        Standing(1, "training", 3, second.index("1F0"), 8.0),
+    ]
+    (told,) = {wait.standing.rank for wait in [root(waits(made, standings))] if wait is not None}
+    assert told == 0
+    stopped = [standings[0]._replace(working=False, gone=True), standings[1]]
+    assert "stopped" in str(verdict(made, stopped, 5.0, 15.0)["message"])
 
 
 def test_in_a_collective_whoever_is_behind_is_waited_for() -> None:

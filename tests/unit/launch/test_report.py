@@ -73,14 +73,14 @@ def text(run: RunDir, exits: list[Exit], errors: list[dict[str, Any]], beats: di
 
 
 def test_a_rank_is_believed_where_it_says_what_it_did(run: RunDir) -> None:
-    beats = {3: Beat(3, 1, "training", 16, 99, time.monotonic())}
+    beats = {3: Beat(3, 1, "training", 16, 99, True, time.monotonic())}
     lines = text(run, [], [told(3, 1.0, stage=5, action="5B2")], beats, 1)
     assert lines[0] == "error PP-E701: rank 3 (stage 5) failed in 5B2: ValueError: boom"
     assert lines[1] == f"  at step 17; its log: {run.log(3)}"
 
 
 def test_a_rank_that_failed_outside_its_list_is_not_given_its_last_action(run: RunDir) -> None:
-    beats = {3: Beat(3, 1, "training", 16, 99, time.monotonic())}
+    beats = {3: Beat(3, 1, "training", 16, 99, True, time.monotonic())}
     error = told(3, 1.0, "step 16: the gradient norm is not finite", code="PP-E733", remedy="lower optim.lr")
     lines = text(run, [], [error], beats, 1)
     assert lines[0] == "error PP-E733: rank 3 failed: step 16: the gradient norm is not finite"
@@ -89,14 +89,14 @@ def test_a_rank_that_failed_outside_its_list_is_not_given_its_last_action(run: R
 
 @pytest.mark.parametrize("state", ["starting", "warming up", "saving"])
 def test_outside_the_list_the_state_says_what_it_did(run: RunDir, state: str) -> None:
-    beats = {0: Beat(0, 1, state, 0, -1, time.monotonic())}
+    beats = {0: Beat(0, 1, state, 0, -1, False, time.monotonic())}
     assert text(run, [Exit(0, -11, 1.0, False)], [], beats, 1)[0] == (
         f"error PP-E702: rank 0 failed while {state}: killed by signal 11 (SIGSEGV)"
     )
 
 
 def test_without_a_plan_and_a_heartbeat_the_report_comes_all_the_same(run: RunDir) -> None:
-    beats = {0: Beat(0, 1, "training", 0, 4, time.monotonic())}
+    beats = {0: Beat(0, 1, "training", 0, 4, True, time.monotonic())}
     assert text(run, [Exit(0, -9, 1.0, False)], [], beats, 1)[0].startswith("error PP-E702: rank 0 failed in action 4:")
     assert text(run, [Exit(0, -9, 1.0, False)], [], {}, 1)[0].startswith("error PP-E702: rank 0 failed: killed")
 

@@ -7,15 +7,19 @@ from ppctl.train.metrics import Screen
 
 RECORD = {
     "step": 6, "loss": 4.87504, "grad_norm": 13.1391, "lr": 7e-4, "tokens_per_s": 11600.4, "bubble_fraction": 0.1291,
-    "step_time_s": 0.5,
+    "step_time_s": 0.5, "slowest_stage": 2,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
-        (80, "  7/400  loss 4.875  norm 13.14  lr 7.0e-04  11,600 tok/s  bubble 13%  ETA 3:17"),
-        (100, "step   7/400  loss 4.8750  grad norm 13.139  lr 7.00e-04   11,600 tokens/s  bubble 12.9%  ETA 3:17"),
+        (80, "  7/400  loss 4.875  norm 13.14  11,600 tok/s  bubble 13%  slowest 2   ETA 3:17"),
+        (
+            120,
+            "step   7/400  loss 4.8750  grad norm 13.139  lr 7.00e-04   11,600 tokens/s  bubble 12.9%"
+            "  slowest stage 2   ETA 3:17",
+        ),
     ],
 )
 def test_a_step_fits_into_one_line_of_the_terminal(columns: int, line: str) -> None:

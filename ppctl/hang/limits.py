@@ -1,0 +1,84 @@
+"""How long nothing may move, by what a job is doing, and whether that is over.
+
+Knows the limits of a config and what records say. Must not know clocks or processes: a caller says what time it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ppctl.config.durations import seconds
+from ppctl.config.schema import LaunchConfig
+from ppctl.hang.waits import Standing
+
+LEAST, TIMES = 120.0, 10.0
+"""The adaptive limit of a step: so many times the slowest one so far, and at least so many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds for which nothing may move, by what the job is doing."""
+
+    start: float
+    first_step: float
+    step: float | None
+    """None adapts: `TIMES` the slowest step so far, at least `LEAST`."""
+
+    @classmethod
+    def of(cls, launch: LaunchConfig) -> Limits:
+        """The limits of a config that has been checked."""
+        step = None if launch.step_limit is None else float(seconds(launch.step_limit))
+        return cls(seconds(launch.start_limit), seconds(launch.first_step_limit), step)
+
+    @property
+    def look(self) -> float:
+        """Seconds between publications of a node's records: under a short limit a live node must not seem silent."""
+        return min(10.0, (self.step or LEAST) / 4)
+
+
+def first_step_of(resume: str | None) -> int:
+    """The step that a life of a run begins with: behind the checkpoint that it resumes from."""
+    found = re.search(r"step-(\d+)/?$", resume or "")
+    return int(found[1]) if found else 0
+
+
+class Progress:
+    """Watches one life of a job: `late` says when nothing has moved for too long."""
+
+    def __init__(self, limits: Limits, now: float, first_step: int = 0) -> None:
+        self.limits = limits
+        self._first = first_step
+        self._began = now
+        self._step = -1
+        self._entered = now
+        self._slowest = 0.0
+
+    def late(self, standings: Sequence[Standing], now: float) -> float | None:
+        """Seconds since anything moved, if that is longer than allowed; else None."""
+        self._count(standings)
+        if not standings or all(standing.state == "done" for standing in standings):
+            return None
+        moved = max(self._began, *(standing.since for standing in standings))
+        still = now - moved
+        return still if still > self.limit(standings) else None
+
+    def limit(self, standings: Sequence[Standing]) -> float:
+        """What holds now."""
+        states = {standing.state for standing in standings}
+        if states & {"starting", "warming up", "loading"}:
+            return self.limits.start
+        if self._step <= self._first or states & {"saving", "evaluating", "generating", "done"}:
+            return self.limits.first_step
+        return max(LEAST, TIMES * self._slowest) if self.limits.step is None else self.limits.step
+
+    def _count(self, standings: Sequence[Standing]) -> None:
+        """Note when a step begins, and how long the one before took (its start-up does not count)."""
+        trained = [standing for standing in standings if standing.state == "training"]
+        newest = max((standing.step for standing in trained), default=-1)
+        if newest > self._step:
+            began = min(standing.since for standing in trained if standing.step == newest)
+            if self._step >= 0:
+                self._slowest = max(self._slowest, (began - self._entered) / (newest - self._step))
+            self._step, self._entered = newest, began
