@@ -42,7 +42,7 @@ def _message(found: Sequence[Wait], culprit: Wait, still: float) -> str:
     own, waiting = culprit.standing, [wait for wait in found if wait.on is not None]
     nothing = f"nothing has moved for {still:.0f} s"
     if own.gone:
-        return f"{nothing}, and this rank's process is stopped or its host does not answer{_on(own)}"
+        return f"{nothing}, and this rank's process is stopped, or its host {own.host} does not answer"
     states = {(wait.standing.state, wait.standing.step) for wait in found}
     if not waiting and len(found) > 1 and len(states) == 1 and culprit.current is None:
         return f"{nothing}, and all ranks wait in the same collective: a connection between two of them may be dead"
