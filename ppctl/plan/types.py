@@ -63,7 +63,7 @@ class RankCost:
 
     @property
     def steady_bytes(self) -> int:
-        """What is allocated between two steps."""
+        """What is allocated between two steps, where none of it is gathered for a step."""
         return self.state_bytes + self.buffer_bytes
 
 

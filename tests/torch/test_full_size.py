@@ -8,6 +8,7 @@ import yaml
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import (
+    largest_matrix,
     mtp_parameters,
     replicated_parameters,
     stage_parameters,
@@ -35,6 +36,7 @@ def test_what_is_built_is_what_is_planned(name: str) -> None:
         tensors: dict[str, torch.Tensor] = {**stage.canonical_parameters(), **stage.canonical_buffers()}
         count = sum(tensor.numel() for tensor in tensors.values())
         assert count == stage_parameters(model, layers)
+        assert largest_matrix(model, layers) == max(tensor.numel() for tensor in tensors.values())
         tensors.pop(MTP_EMBEDDING, None)
         built |= {
             piece: tuple(part.shape)

@@ -10,6 +10,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan import Plan, TensorSpec, build_plan
 from ppctl.plan.said import Said
+from ppctl.plan.types import RankCost
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 
@@ -257,6 +258,25 @@ def test_bytes_per_device_follow_from_precision_and_parallel_sizes() -> None:
     assert plan(pp=2, tp=2).pp_ranks[0].weight_bytes < fp32.pp_ranks[0].weight_bytes
     experts = dict(pp=2, model__num_moe_experts=4, dp=2)
     assert plan(**experts, ep=2).pp_ranks[0].weight_bytes < plan(**experts).pp_ranks[0].weight_bytes
+
+
+def test_full_sharding_holds_a_stage_while_it_computes() -> None:
+    """Breadth first a rank's stages are open one after the other; in 1F1B all at once, as with a sharded optimizer."""
+    sizes = dict(pp=2, vpp=2, dp=2, gbs=16, mbs=1, parallel__bf16=True, model__vocab_size=1000)
+
+    def ranks(sharding: str, **more: object) -> tuple[RankCost, ...]:
+        return plan(**sizes, parallel__data_parallel_sharding=sharding, **more).pp_ranks
+
+    for more in ({}, {"pipeline__pp_schedule": "gpipe"}):
+        for full, sharded, whole in zip(*(ranks(way, **more) for way in SHARDINGS), strict=True):
+            assert full.optimizer_bytes == sharded.optimizer_bytes == whole.optimizer_bytes // 2
+            assert (full.weight_bytes, full.gradient_bytes) == (sharded.weight_bytes, sharded.gradient_bytes)
+            assert (full.peak_bytes < sharded.peak_bytes) == bool(more)
+    alone = sizes | {"dp": 1}
+    assert plan(**alone, parallel__data_parallel_sharding="full").pp_ranks == plan(**alone).pp_ranks
+
+
+SHARDINGS = ("full", "optimizer_gradients", "none")
 
 
 def test_peak_activations_do_not_grow_with_microbatches_but_do_with_gpipe() -> None:

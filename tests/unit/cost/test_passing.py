@@ -1,0 +1,55 @@
+"""What `full` sharding holds only at times, against lists counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppctl.cost.memory import PRECISIONS, Spread
+from ppctl.cost.parameters import Count
+from ppctl.cost.passing import Passing, most, passing
+from ppctl.schedule.action import Action
+
+FIRST, THIRD = Passing(10, 100, 50, 0, 0), Passing(20, 200, 100, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        # At the end: whole gradients on their way, and the part that they become.
+        ("0F0 0B0", (10, 100, 150)),
+        ("0F0 0F1 0B0 0B1", (10, 100, 150)),
+        ("0F0 0I0 0W0", (10, 100, 150)),
+        # Breadth first: stage 2 is through before stage 0 begins with its gradients, whose sums are under way then.
+        ("0F0 2F0 2B0 0B0", (30, 300, 410)),
+        ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", (30, 300, 411)),
+        # All stages are open at once; then stage 2 leaves, beside stage 0 and a microbatch of it.
+        ("0F0 2F0 2B0 0F1 0B0 2F1 2B1 0B1", (30, 300, 10 + 300 + 100 + 1)),
+        ("", (0, 0, 0)),
+    ],
+)
+def test_weights_live_from_first_forward_to_last_backward_and_gradients_until_they_are_parts(actions, expected) -> None:
+    found = most(list(map(Action.parse, actions.split())), [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
+    assert found == expected
+
+
+def test_weights_begin_to_travel_beside_the_forward_before() -> None:
+    actions = list(map(Action.parse, ["0F0", "0F1", "2F0"]))
+    alone = most(actions[:1], [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
+    beside = most(actions, [1, 0, 0], [0, 0, 0], {0: FIRST, 2: THIRD})
+    assert (alone.weights, beside.weights, beside.total) == (10, 30, 32)
+
+
+def test_what_travels_is_counted_beside_what_it_becomes() -> None:
+    stage = Passing(10, 100, 50, 7, 70)
+    assert most([Action.parse("0F0")], [1], [0], {0: stage}).total == 17
+    assert most(list(map(Action.parse, ["0F0", "0B0"])), [1], [0], {0: stage}).total == 170
+
+
+@pytest.mark.parametrize(
+    ("bucket", "arriving", "leaving"),
+    [(1000, (60 // 4 + 40 // 2 + 60) * 2, 60 * 4), (30, (60 // 4 + 40 // 2 + 30) * 2, 30 * 4)],
+)
+def test_a_stage_holds_its_part_and_sends_a_bucket_of_one_group_at_a_time(bucket, arriving, leaving) -> None:
+    count, spread = Count(tensor=40, whole=20, experts=80), Spread(ep=2, dense=4, experts=2)
+    found = passing(count, spread, PRECISIONS["bfloat16"], bucket)
+    assert found == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)
