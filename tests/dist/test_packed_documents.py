@@ -12,7 +12,7 @@ import torch.distributed as dist
 from oracle.data import whole_batches
 from oracle.reference import train_reference
 from ranks import run_ranks
-from test_bitwise_models import STEPS, config_of, hold
+from test_bitwise_models import STEPS, config_of, hold, train_cut
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
@@ -68,6 +68,19 @@ def test_any_cut_of_packed_documents_gives_the_same_bits(text, kind, layout, pp,
     if pp == 4:
         config.train.recompute_granularity, config.train.recompute_modules = "selective", ["core_attn", "mla_up_proj"]
     hold(config, reference_of(config))
+
+
+def test_replicas_whose_documents_differ_agree_with_one_process_to_a_millionth(text):
+    """They count unequally many tokens; only the order of sums differs, and eps is 1e-4 as in the law of replicas."""
+    config, one = (packed(text, "dense, MTP", layout, pp, m) for layout, pp, m in (("Et*3|t*2mL", 2, 2), ("", 1, 4)))
+    config.parallel.data_parallel_size, config.launch.gpus_per_node, config.train.global_batch_size = 2, 4, 8
+    config.parallel.data_parallel_sharding = "full"
+    config.optim.eps = one.optim.eps = 1e-4
+    expected = reference_of(one)
+    for records, _ in run_ranks(train_cut, 4, to_mapping(config)):
+        assert [r["loss"] for r in records] == pytest.approx(expected.losses, rel=1e-6)
+        assert [r["mtp_loss"] for r in records] == pytest.approx(expected.mtp_losses, rel=1e-6)
+        assert [r["grad_norm"] for r in records] == pytest.approx(expected.norms, rel=1e-6)
 
 
 def whole_run(mapping: dict, directory: str) -> tuple[list[float | None], dict | None]:
