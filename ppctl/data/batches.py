@@ -97,7 +97,7 @@ class Batches:
         counts = torch.ones_like(tokens, dtype=torch.float32)
         if self.end.masks_loss:
             counts[tokens == self.end.token] = 0.0
-        places, documents = packing(tokens, self.end)
+        places, documents = find_documents(tokens, self.end)
         return StepBatch(
             tokens=tokens,
             labels=windows[..., 1:].contiguous(),
@@ -116,7 +116,7 @@ class Batches:
         return max(1, int(np.count_nonzero(inputs != self.end.token)))
 
 
-def packing(tokens: torch.Tensor, end: DocumentEnd) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
+def find_documents(tokens: torch.Tensor, end: DocumentEnd) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
     """A StepBatch's `positions` and `documents`, from its `tokens`; each None where `end` does not ask for it."""
     if not (end.restarts_positions or end.separates):
         return None, None

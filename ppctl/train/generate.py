@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
-from ppctl.data.batches import packing
+from ppctl.data.batches import find_documents
 from ppctl.data.tokenizer import ByteTokenizer, Tokens, load_tokenizer
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
@@ -63,7 +63,7 @@ class Generator:
         end = self.session.document_end
         if end is None:
             return ROWS
-        positions, documents = packing(self.window[None].cpu(), end)
+        positions, documents = find_documents(self.window[None].cpu(), end)
         return packing_of(None if positions is None else positions.to(self.window.device), documents, 0)
 
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:

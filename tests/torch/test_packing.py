@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.cost.activations import Setting, Shares, attention_parts
-from ppctl.data.batches import packing
+from ppctl.data.batches import find_documents
 from ppctl.data.documents import DocumentEnd, lengths, positions
 from ppctl.model.loss import mtp_targets, token_losses
 from ppctl.model.packing import ROWS, Documents, Packing
@@ -71,7 +71,7 @@ def two_rows():
 
 
 def packed(tokens, **switches):
-    places, documents = packing(tokens[None], DocumentEnd(END, **switches))
+    places, documents = find_documents(tokens[None], DocumentEnd(END, **switches))
     return Packing(None if places is None else places[0], None if documents is None else Documents(documents[0]))
 
 
