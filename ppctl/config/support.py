@@ -71,6 +71,8 @@ _PLAIN = "from Python: the schedules' functions do it in plain torch"
 _STEPS = "torch/test_schedule_steps.py"
 _CALLS = "torch/test_schedule_functions.py"
 _STORES = "test_a_step_stores_finalizes_and_leaves_the_config_alone"
+_PYXIS = "needs pyxis and enroot on the nodes; with these it was not run yet"
+_PYXIS_TEST = "unit/launch/test_script.py::test_the_script_with_every_option_is_as_recorded"
 _TE = "Transformer Engine's userbuffers"
 
 _PARALLEL = {
@@ -190,6 +192,10 @@ _ELSEWHERE = {
             for name in ("granularity", "method", "num_layers", "modules", "stages")
         }
     ),
+    **{
+        f"launch.container_{name}": Support(WORKS, _PYXIS, None, f"tests/{_PYXIS_TEST}")
+        for name in ("image", "mounts", "workdir")
+    },
     **_each("log.profile", LATER, "measured costs per stage"),
     **_each("model.gated_linear_unit model.add_bias_linear model.normalization", PLANS, "GPT-3's blocks"),
     **_each("model.position_embedding_type", PLANS, "GPT-3's blocks"),

@@ -156,6 +156,12 @@ def test_a_killed_run_goes_on_bitwise_in_another_cut(whole_run, text, tmp_path):
     assert [record["step"] for record in metrics(run)] == list(range(12))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -165,14 +171,31 @@ def torchrun(ranks: int, *arguments: str, cwd: Path, **more: str) -> subprocess.
     return subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=120)
 
 
-def test_ranks_that_torchrun_starts_make_one_run_with_the_same_losses(whole_run, text, tmp_path):
-    told = tmp_path / "told"
-    told.mkdir()
-    done = torchrun(2, *TWELVE, "pp=2", "vpp=2", text, f"launch.env.PPCTL_TELL={told}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    run = only_run(tmp_path)
-    assert losses(run) == losses(whole_run[1])
-    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+AGENT = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=7")
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "plain variables"])
+def test_ranks_that_others_start_make_one_run_with_the_same_losses(whole_run, text, tmp_path, starter):
+    """As on two nodes, each with its own working directory: two agents of torchrun, or a scheduler's variables."""
+    told, port = tmp_path / "told", free_port()
+    train = ["-m", "ppctl", "train", *TWELVE, "pp=2", "vpp=2", text, f"launch.env.PPCTL_TELL={told}"]
+    plain = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    nodes = []
+    for node in range(2):
+        agent, more = [*AGENT, f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", *train], {}
+        if starter == "plain variables":
+            agent, more = [*train, "launch=env"], plain | {"RANK": str(node)}
+        for path in (told, tmp_path / str(node)):
+            path.mkdir(exist_ok=True)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        nodes.append(
+            subprocess.Popen([sys.executable, *agent], cwd=tmp_path / str(node), env=environment(**more), **quiet)
+        )
+    said = [node.communicate(timeout=120)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    (config,) = tmp_path.glob("*/runs/*/*/config.yaml")
+    assert losses(config.parent) == losses(whole_run[1])
+    assert json.loads((config.parent / "status.json").read_text())["state"] == "finished"
     assert sorted(path.name for path in told.iterdir()) == ["0", "1"], "launch.env is there from the start"
 
 
@@ -187,9 +210,7 @@ def test_a_config_error_under_torchrun_is_printed_once_and_every_rank_leaves(tmp
 def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_path):
     cut = ("pp=2", "vpp=1")
     runs = [planned_run(tmp_path / "mine", *cut), planned_run(tmp_path / "other", *cut, "pipeline.p2p_capacity=2")]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "ppctl.worker", "--run", str(run)],
@@ -199,7 +220,7 @@ def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_
         )
         for rank, run in enumerate(runs)
     ]
-    assert [rank.wait(timeout=60) for rank in ranks] == [2, 2]
+    assert [rank.wait(timeout=110) for rank in ranks] == [2, 2]
     for rank, run in enumerate(runs):
         record = json.loads((run / "errors" / f"rank-{rank:04d}.json").read_text())
         assert (record["code"], record["exit_code"], record["action"]) == ("PP-E742", 2, None)

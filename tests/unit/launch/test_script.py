@@ -16,6 +16,7 @@ from ppctl.config.compose import compose
 from ppctl.launch.script import Batch, directives, render
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "submit_deepseek_v3.sbatch"
+CONTAINER = GOLDEN.with_name("submit_container.sbatch")
 QUICK = ("+recipe=quickstart", "launch.device=cpu")
 
 
@@ -114,9 +115,17 @@ def test_the_script_for_the_largest_recipe_is_as_recorded(dry_run: str) -> None:
     assert dry_run == GOLDEN.read_text()
 
 
+def test_the_script_with_every_option_is_as_recorded() -> None:
+    """pyxis is not here: what it gets are srun's arguments as they stand in this file."""
+    if os.environ.get("PPCTL_GOLDEN") == "write":
+        CONTAINER.write_text(render(batch(*FULL)))
+    assert render(batch(*FULL)) == CONTAINER.read_text()
+
+
 FULL = (
     "launch.account=a", "launch.qos=b", "launch.partition=c", "launch.time=1:00:00", "launch.exclusive=true",
-    "launch.container_image=i", 'launch.container_mounts=["/d:/d"]', 'launch.setup=["module load x"]',
+    "launch.container_image=nvcr.io#nvidia/pytorch:25.01", 'launch.container_mounts=["/d:/d","/e e:/f:ro"]',
+    "launch.container_workdir=/d", 'launch.setup=["module load x"]',
     'launch.health_check="true && echo $HOME"', "launch.env.A=b c", 'launch.srun_args=["--mpi=none"]',
 )  # fmt: skip
 
@@ -126,10 +135,10 @@ def scripts() -> dict[str, str]:
     shipped = {path.name: path.read_text() for path in root.glob("recipes/sbatch/*.sbatch")}
     assert len(shipped) == 2
     own = (root / "tests/slurm/cluster.sh").read_text()
-    return shipped | {"golden": GOLDEN.read_text(), "full": render(batch(*FULL)), "cluster.sh": own}
+    return shipped | {"golden": GOLDEN.read_text(), "container": CONTAINER.read_text(), "cluster.sh": own}
 
 
-@pytest.mark.parametrize("name", ["single_node.sbatch", "multi_node.sbatch", "golden", "full", "cluster.sh"])
+@pytest.mark.parametrize("name", ["single_node.sbatch", "multi_node.sbatch", "golden", "container", "cluster.sh"])
 def test_shells_and_shellcheck_accept_it(name: str, tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(scripts()[name])
