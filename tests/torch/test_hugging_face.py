@@ -93,6 +93,21 @@ def test_many_files_are_read_and_written_through_their_index(tmp_path, monkeypat
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
+def test_a_tokenizers_files_go_where_the_weights_go(tmp_path):
+    hugging_face_model("llama").save_pretrained(tmp_path / "theirs")
+    files = {"tokenizer.json": "{}", "tokenizer_config.json": '{"eos_token": "</s>"}', "merges.txt": "a b"}
+    for name, content in (files | {"README.md": "not a tokenizer's"}).items():
+        (tmp_path / "theirs" / name).write_text(content)
+    imported = import_directory(tmp_path / "theirs", tmp_path / "ours", silent)
+    done = export_checkpoint(imported.path, tmp_path / "back", silent)
+    assert done.tokenizer == f"the tokenizer of {tmp_path / 'theirs'}"
+    assert {name: (tmp_path / "back" / name).read_text() for name in files} == files
+    assert not (tmp_path / "back" / "README.md").exists()
+    (tmp_path / "theirs" / "tokenizer.json").unlink()
+    assert "is not there any more" in export_checkpoint(imported.path, tmp_path / "later", silent).tokenizer
+    assert (tmp_path / "later" / "config.json").exists()
+
+
 # --- multi-token prediction ----------------------------------------------------------------------------------------
 
 MTP = ModelConfig(
