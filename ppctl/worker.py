@@ -41,6 +41,7 @@ from ppctl.train import flight
 from ppctl.train.generate import write_sample
 from ppctl.train.log import lose_lines_rather_than_fail
 from ppctl.train.loop import Outcome, train
+from ppctl.train.measured import gather_costs
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.phases import Phases, process_age
 from ppctl.train.rendezvous import (
@@ -55,7 +56,7 @@ from ppctl.train.rendezvous import (
     refuse_job,
 )
 from ppctl.train.report import TIME_IS_OVER
-from ppctl.train.session import Session, build_session, gather_costs
+from ppctl.train.session import Session, build_session
 from ppctl.train.signals import Listener, StopRequest, end_after
 from ppctl.train.time_left import TimeLeft, job_end
 from ppctl.train.warm_up import warm_up

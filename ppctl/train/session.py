@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.clock import clock_offset
@@ -19,7 +18,6 @@ from ppctl.comm.modes import pipeline_backend
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
-from ppctl.cost.profile import subject
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.documents import DocumentEnd
 from ppctl.data.load import Samples, load_data
@@ -34,11 +32,11 @@ from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.plan import Plan, RankPlan, StageSpec
-from ppctl.schedule.hops import message_times
 from ppctl.topology import RankGrid
 from ppctl.train.gathered import GatheredWeights
 from ppctl.train.grad_norm import GradientNorm
 from ppctl.train.loss_scale import LossScale
+from ppctl.train.measured import RecentSteps
 from ppctl.train.optimizer import build_optimizer
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GradientScatter, ShardedWeights
@@ -81,6 +79,7 @@ class Session:
     document_end: DocumentEnd | None
     """What ends a document, where the config lets anything follow from it; on the same ranks."""
     recorder: Recorder
+    steps: RecentSteps
     heartbeat: Heartbeat | None
 
     @property
@@ -177,6 +176,7 @@ def build_session(
         held_out=None if data is None else data.held_out,
         document_end=None if data is None else data.end,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
+        steps=RecentSteps(),
         heartbeat=heartbeat,
     )
 
@@ -223,29 +223,3 @@ def _communicator(
     # A V has other neighbours than a loop.
     # The warm-up connects them, with a limit.
     return P2PCommunicator(group, config.parallel, channels=plan.schedule.capacities, device=device, connect=False)
-
-
-def gather_costs(session: Session) -> dict[str, Any] | None:
-    """What the last step cost, measured, on rank 0: seconds of one microbatch's forward and backward by stage, and of a
-    message by channel (`message_times`). A collective over the world."""
-    totals = session.recorder.totals()
-    own = {} if totals is None else {s: (totals.forward[s], totals.backward[s]) for s in session.stages}
-    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
-    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((own, spans), rows)
-    if rows is None:
-        return None
-    measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
-    layers = {spec.stage: list(spec.layers) for spec in session.plan.stages}
-    stages = [
-        {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
-    ]
-    times = message_times([[span for _, spans in rows for span in spans]], session.plan.schedule.placement)
-    messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
-    return {
-        "plan": session.plan.digest,
-        "device": session.device.type,
-        "subject": subject(session.config),
-        "stages": stages,
-        "messages": messages,
-    }

@@ -1,0 +1,70 @@
+"""What a run's steps cost, for profile.json: one microbatch on every stage, and one message.
+
+Knows the keys that `plan/profile.py` reads. Must not know prices or plans of other runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ppctl.cost.profile import subject
+from ppctl.engine.recorder import StepTotals
+from ppctl.schedule.hops import message_times
+
+if TYPE_CHECKING:
+    from ppctl.train.session import Session
+
+KEPT = 16
+"""Steps that are looked back on: one that was disturbed, or the slow first one, must not set the price."""
+
+
+class RecentSteps:
+    """This rank's last steps: seconds of a microbatch's forward and backward by stage."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepTotals] = deque(maxlen=KEPT)
+
+    def add(self, totals: StepTotals) -> None:
+        """One more step."""
+        self._steps.append(totals)
+
+    def medians(self) -> dict[int, tuple[float, float]]:
+        """(forward, backward) by stage; empty where no step was read."""
+        if not self._steps:
+            return {}
+        forward = _medians([step.forward for step in self._steps])
+        backward = _medians([step.backward for step in self._steps])
+        return {stage: (forward[stage], backward[stage]) for stage in forward}
+
+
+def _medians(steps: list[Mapping[int, float]]) -> dict[int, float]:
+    return {stage: median(step[stage] for step in steps) for stage in steps[-1]}
+
+
+def gather_costs(session: Session) -> dict[str, Any] | None:
+    """What the last steps cost, on rank 0: seconds of one microbatch's forward and backward by stage, and of the last
+    step's messages by channel (`message_times`). A collective over the world."""
+    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
+    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((session.steps.medians(), spans), rows)
+    if rows is None:
+        return None
+    measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
+    layers = {spec.stage: list(spec.layers) for spec in session.plan.stages}
+    stages = [
+        {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
+    ]
+    times = message_times([[span for _, spans in rows for span in spans]], session.plan.schedule.placement)
+    messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
+    return {
+        "plan": session.plan.digest,
+        "device": session.device.type,
+        "subject": subject(session.config),
+        "stages": stages,
+        "messages": messages,
+    }
