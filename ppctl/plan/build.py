@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.clock import timing
 from ppctl.plan.cut import AUTO, Cut, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
-from ppctl.plan.fit import memory_problems
+from ppctl.plan.fit import memory_findings
 from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.memory import device_of, gathered, rank_costs
 from ppctl.plan.plan import Plan
@@ -26,7 +26,17 @@ from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import stage_specs, tie_groups
-from ppctl.plan.timing import CAPACITY, CSV, Choice, check_length, choose_schedule, compute_only, predicted, proved
+from ppctl.plan.timing import (
+    CAPACITY,
+    CSV,
+    Choice,
+    check_length,
+    choose_schedule,
+    compute_only,
+    predicted,
+    proved,
+    settled,
+)
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
 from ppctl.plan.warmup import check_warmup, decide_warmup
 from ppctl.schedule.action import Schedule
@@ -51,10 +61,10 @@ def build_plan(
     said = Said(config, provenance or {})
     derivation = derive(said)
     if derivation.findings or not derivation.complete:
-        found = told(said, derivation.findings, lambda other: derive(other).findings)
+        found = told(said, derivation.findings, _judged)
         raise ConfigError([*problems, *_news(found, problems)])
     plan = _assemble(said, derivation, title or config.recipe or config.log.name)
-    found = [*plan.problems, *memory_problems(said, plan.pp_ranks, _peak)]
+    found = [*plan.problems, *told(said, memory_findings(said, lambda: plan.pp_ranks), _judged)]
     return replace(plan, problems=(*problems, *_news(found, problems)))
 
 
@@ -212,14 +222,25 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     )
 
 
-def _peak(said: Said) -> int | None:
-    """The highest peak of any pp_rank in bytes, without proving anything; None where there is no plan."""
+def _judged(said: Said) -> Findings:
+    """What is wrong with something else that might be said: with its sizes, or else with its memory."""
     derivation = derive(said)
-    if derivation.findings or not (derivation.world and derivation.cut and derivation.batch and derivation.choice):
-        return None
-    sizes = _sizes(said, derivation.world, derivation.cut)
-    placement = derivation.choice.placement
-    stages = stage_specs(said.config, derivation.cut.layout, derivation.batch.micro_batch_size, placement)
-    schedule, _ = _compute_only(said, derivation, stages, sizes)
-    costs = rank_costs(said.config, stages, sizes, schedule, derivation.batch.micro_batch_size)
-    return max(cost.peak_bytes for cost in costs)
+    if derivation.findings or not derivation.complete:
+        return derivation.findings
+    try:
+        return memory_findings(said, lambda: _held(said, derivation))
+    except ScheduleError as error:  # a policy that has no order for these sizes
+        return [Finding(problem.code, "schedule", problem.message, problem.place) for problem in error.problems]
+
+
+def _held(said: Said, derivation: Derivation) -> Sequence[RankCost]:
+    """What the pp_ranks hold, receives that are posted ahead included, without timing anything."""
+    world, cut, batch, choice = derivation.world, derivation.cut, derivation.batch, derivation.choice
+    assert world and cut and batch and choice
+    few = replace(batch, num_microbatches=settled(said, choice, batch.num_microbatches))
+    derivation = replace(derivation, batch=few)
+    sizes, size = _sizes(said, world, cut), batch.micro_batch_size
+    stages = stage_specs(said.config, cut.layout, size, choice.placement)
+    plain, _ = _compute_only(said, derivation, stages, sizes)
+    schedule, _ = proved(said, plain)
+    return rank_costs(said.config, stages, sizes, schedule, size)

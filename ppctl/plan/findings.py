@@ -6,7 +6,8 @@ what the rules are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from ppctl.errors import Problem
 from ppctl.plan.said import Override, Said, command
@@ -14,13 +15,20 @@ from ppctl.plan.said import Override, Said, command
 REMEDIES = 2
 """How many ways out a problem offers."""
 
+_CHAIN = 3
+"""How many rules one way out may have to mend: sizes, experts, memory."""
+
+
+Rule = tuple[str, str]
+Overrides = tuple[Override, ...]
+
 
 class Finding:
     """A broken rule. `subject` tells apart findings of one code; `candidates` are tried in order."""
 
     __slots__ = ("candidates", "code", "message", "place", "subject")
 
-    def __init__(self, code: str, subject: str, message: str, place: str, *candidates: tuple[Override, ...]) -> None:
+    def __init__(self, code: str, subject: str, message: str, place: str, *candidates: Overrides) -> None:
         self.code = code
         self.subject = subject
         self.message = message
@@ -28,7 +36,7 @@ class Finding:
         self.candidates = candidates
 
     @property
-    def rule(self) -> tuple[str, str]:
+    def rule(self) -> Rule:
         """What makes two findings the same."""
         return self.code, self.subject
 
@@ -50,21 +58,48 @@ def told(said: Said, findings: Iterable[Finding], judge: Judge) -> list[Problem]
     ]
 
 
-def _remedies(said: Said, finding: Finding, rules: set[tuple[str, str]], judge: Judge) -> list[str]:
+def _remedies(said: Said, finding: Finding, rules: set[Rule], judge: Judge) -> list[str]:
     """Candidates that work: once typed, the finding's own rule is kept and no other is newly broken.
 
     Those that mend everything come first. One that newly breaks a single other rule is tried again together with that
-    rule's first candidate.
+    rule's own candidates.
     """
+    others = rules - {finding.rule}
     whole: list[str] = []
     partial: list[str] = []
-    together: list[tuple[Override, ...]] = []
+    breaking: list[tuple[Overrides, Finding]] = []
     for candidate in finding.candidates:
+        if len(whole) == REMEDIES:
+            return whole
         broken = list(judge(said.typed(candidate)))
-        new = [other for other in broken if other.rule not in rules - {finding.rule}]
+        new = [other for other in broken if other.rule not in others]
         if not new:
             (partial if broken else whole).append(command(candidate))
         elif len(new) == 1 and new[0].rule != finding.rule:
-            together += [(*candidate, *more) for more in new[0].candidates[:1]]
-    whole += [command(candidate) for candidate in together if not list(judge(said.typed(candidate)))]
+            breaking.append((candidate, new[0]))
+    for candidate, other in breaking:
+        if len(whole) < REMEDIES:
+            for text, clean in islice(_together(said, candidate, other, judge, others, {finding.rule}), 1):
+                (whole if clean else partial).append(text)
     return list(dict.fromkeys([*whole, *partial]))[:REMEDIES]
+
+
+def _together(
+    said: Said, candidate: Overrides, broken: Finding, judge: Judge, others: set[Rule], mended: set[Rule]
+) -> Iterator[tuple[str, bool]]:
+    """The candidate with one more for the rule that it breaks, and for the rule that these break then.
+
+    Only what breaks nothing but `others`; with it, whether it breaks nothing at all.
+    """
+    mended = {*mended, broken.rule}
+    breaking: list[tuple[Overrides, Finding]] = []
+    for more in broken.candidates:
+        both = tuple({**dict(candidate), **dict(more)}.items())
+        found = list(judge(said.typed(both)))
+        new = [other for other in found if other.rule not in others]
+        if not new:
+            yield command(both), not found
+        elif len(new) == 1 and new[0].rule not in mended and len(mended) < _CHAIN:
+            breaking.append((both, new[0]))
+    for both, other in breaking:
+        yield from _together(said, both, other, judge, others, mended)

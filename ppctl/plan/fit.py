@@ -8,26 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ppctl.config.checks import memory_bytes
-from ppctl.errors import Problem
-from ppctl.plan.findings import REMEDIES
-from ppctl.plan.said import Override, Said, command
+from ppctl.plan.findings import Finding
+from ppctl.plan.said import Override, Said
 from ppctl.plan.types import RankCost
 
 LIMIT = "launch.device_memory"
 GIB = 2**30
+_DOUBLINGS = 6
+"""How many times expert parallelism is doubled in search of a size that fits."""
 
 
-def memory_problems(said: Said, costs: Sequence[RankCost], peak: Callable[[Said], int | None]) -> list[Problem]:
-    """The pp_rank with the highest peak, if that is more than the device has.
+def memory_findings(said: Said, ranks: Callable[[], Sequence[RankCost]]) -> list[Finding]:
+    """The pp_rank with the highest peak, if that is more than the device has. `ranks` is asked where there is a limit.
 
-    `peak` tells the highest peak in bytes of something else that might be said, None where that is no plan.
+    Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
     """
     if said[LIMIT] is None:
         return []
     try:
         available = memory_bytes(said[LIMIT])
     except ValueError as error:
-        return [Problem("PP-E802", str(error), f"{LIMIT}=80GiB", said.told(LIMIT))]
+        return [Finding("PP-E802", LIMIT, str(error), said.told(LIMIT), ((LIMIT, "80GiB"),))]
+    costs = ranks()
     worst = max(costs, key=lambda cost: cost.peak_bytes)
     if worst.peak_bytes <= available:
         return []
@@ -41,27 +43,23 @@ def memory_problems(said: Said, costs: Sequence[RankCost], peak: Callable[[Said]
         f"{worst.optimizer_bytes / GIB:.2f} + activations {worst.activation_bytes / GIB:.2f} GiB "
         f"({worst.in_flight} in flight)\n{said.told(LIMIT, 'pp', 'mbs')}"
     )
-    return [Problem("PP-E801", message, "\n".join(_remedies(said, worst.peak_bytes, available, peak)), place)]
-
-
-def _remedies(said: Said, needed: int, available: int, peak: Callable[[Said], int | None]) -> list[str]:
-    """Smaller microbatches, a longer pipeline, or a larger device: those that do fit."""
-    found = []
-    for candidate in _smaller(said):
-        other = peak(said.typed(candidate))
-        if other is not None and other <= available:
-            found.append(command(candidate))
-        if len(found) == REMEDIES:
-            return found
-    return [*found, f"{LIMIT}={-(-needed // GIB)}GiB"]
+    larger = ((LIMIT, f"{-(-worst.peak_bytes // GIB)}GiB"),)
+    return [Finding("PP-E801", LIMIT, message, place, *_smaller(said), larger)]
 
 
 def _smaller(said: Said) -> Iterator[tuple[Override, ...]]:
-    pp, mbs = said["pp"], said["mbs"]
+    pp, mbs, ep = said["pp"], said["mbs"], said["ep"]
     if said["pipeline.extra_warmup"] not in (0, "auto"):
         yield (("pipeline.extra_warmup", "auto"),)
     if mbs > 1:
         yield (("mbs", mbs // 2),)
         yield (("mbs", 1),)
+    if said["train.recompute_granularity"] is None:
+        yield (("train.recompute_granularity", "full"),)
+    if said["parallel.data_parallel_sharding"] == "none":
+        yield (("parallel.data_parallel_sharding", "optimizer_gradients"),)
+    if said["model.num_moe_experts"]:
+        for doubling in range(1, _DOUBLINGS + 1):
+            yield (("ep", ep << doubling),)
     yield (("pp", 2 * pp), ("layout", None))
     yield (("pp", 4 * pp), ("layout", None))

@@ -149,8 +149,11 @@ def _expert_worlds(said: Said, dense: int, etp: int, ep: int) -> Iterator[tuple[
     for size in nearest_divisors(dense, ep):
         yield (("ep", size),)
     yield (("ep", 1), ("etp", 1))
-    per_dp = said["tp"] * said["cp"]
-    yield (("dp", -(-dense // (etp * ep)) * etp * ep // per_dp), ("nodes", None), ("gpus_per_node", None))
+    dp = -(-dense // (etp * ep)) * etp * ep // (said["tp"] * said["cp"])
+    world = dp * prod(said[axis] for axis in AXES)
+    if said["nodes"] and said["gpus_per_node"] and said["dp"] is None and world % said["gpus_per_node"] == 0:
+        yield (("nodes", world // said["gpus_per_node"]),)
+    yield (("dp", dp), ("nodes", None), ("gpus_per_node", None))
 
 
 def divide_model(said: Said, findings: Findings) -> None:

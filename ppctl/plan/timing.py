@@ -18,13 +18,16 @@ from ppctl.plan.sizes import CALL, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, forwards_alone, make_schedule
+from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, WARMED_UP, forwards_alone, make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
 
 MOST_ACTIONS = 1_000_000
 """Forwards and backwards of one step."""
+
+_SETTLED = 4
+"""Rounds of the pipeline after which no rank holds more than before."""
 
 SCHEDULE = "pipeline.pp_schedule"
 GROUP = "parallel.microbatch_group_size_per_vp_stage"
@@ -73,6 +76,15 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
     if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
         return Choice("1f1b", (_chosen(vpp, f"{asked} ({said.source(SCHEDULE)}) was given for more chunks"),))
     return Choice(name)
+
+
+def settled(said: Said, choice: Choice, num_microbatches: int) -> int:
+    """So few microbatches that ranks hold as much as with all of them: 1F1B, plain or interleaved, repeats itself."""
+    if choice.name not in WARMED_UP or said["pipeline.extra_warmup"] == "auto":
+        return num_microbatches
+    pp: int = said["pp"]
+    unit: int = said[GROUP] if said.given(GROUP) else pp
+    return min(num_microbatches, num_microbatches % unit + unit * _SETTLED * -(-pp // unit))
 
 
 def check_length(said: Said, num_stages: int, num_microbatches: int, findings: Findings) -> None:

@@ -7,11 +7,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ppctl.cli.plan import planned
+from ppctl.config.compose import compose
+from ppctl.config.resources import recipes
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import build_plan, timing
 from ppctl.plan.build import derive
 from ppctl.plan.said import Said, command, typed
+from ppctl.plan.timing import Choice, settled
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import in_flight
 
 
 def said(**values: object) -> Said:
@@ -176,6 +182,88 @@ def test_whatever_disagrees_each_remedy_is_accepted(values: dict[str, object]) -
         for line in problem.remedy.splitlines():
             after = {finding.rule for finding in derive(start.typed(typed(line))).findings}
             assert after < rules, f"{values}: {problem.code} {line}"
+
+
+moe = dict(model__num_moe_experts=8, model__moe_ffn_hidden_size=512)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        dict(
+            pp=st.sampled_from([1, 2, 3]), dp=st.sampled_from([1, 2, 4]), mbs=st.sampled_from([1, 4]), gbs=st.just(16)
+        ),
+        optional=dict(
+            experts=st.just(moe),
+            ep=st.sampled_from([2, 3]),
+            nodes=st.sampled_from([1, 3]),
+            gpus_per_node=st.sampled_from([1, 4]),
+            parallel__data_parallel_sharding=st.just("optimizer_gradients"),
+            train__recompute_granularity=st.just("full"),
+            layout=st.sampled_from(["Et*4|t*4L", "Et*6|ttL", "Et*8L"]),
+        ),
+    ),
+    st.integers(8, 200),
+)
+def test_under_a_memory_limit_each_remedy_fits_as_well(values: dict[str, object], mib: int) -> None:
+    values |= values.pop("experts", {})
+    start = said(**values, launch__device_memory=f"{mib}MiB")
+    before = problems_of(start)
+    assume(before)
+    for problem in before:
+        assert problem.remedy
+        for line in problem.remedy.splitlines():
+            after = problems_of(start.typed(typed(line)))
+            assert {p.code for p in after} < {p.code for p in before}, f"{problem} -- {line} -> {after}"
+            assert len(before) > 1 or after == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "codes", "remedies"),
+    [
+        (["ep=2"], ["PP-E801"], ["ep=8", "ep=16"]),
+        (["nodes=2"], ["PP-E205"], ["nodes=128", "dp=64 nodes=null gpus_per_node=null"]),
+        (["nodes=3"], ["PP-E204"], ["nodes=128", "nodes=64 gpus_per_node=16"]),
+        (["train.recompute_granularity=null"], ["PP-E801"], ["train.recompute_granularity=full"]),
+    ],
+)
+def test_deepseek_v3_on_its_own_cluster_is_never_advised_into_a_full_device(
+    overrides: list[str], codes: list[str], remedies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    _, _, problems = planned(["+recipe=deepseek_v3", *overrides])
+    assert [problem.code for problem in problems] == codes
+    assert problems[0].remedy.splitlines()[: len(remedies)] == remedies
+    for line in remedies:
+        words = dict(word.split("=", 1) for word in (*overrides, *shlex.split(line)))
+        _, plan, after = planned(["+recipe=deepseek_v3", *(f"{key}={value}" for key, value in words.items())])
+        assert plan is not None
+        assert after == []
+
+
+@pytest.mark.parametrize("sizes", [("1f1b", 4, 1, 4), ("interleaved_1f1b", 4, 2, 4), ("interleaved_1f1b", 3, 3, 5),
+                                   ("interleaved_1f1b", 4, 2, 8)])  # fmt: skip
+def test_remedies_are_weighed_with_so_few_microbatches_that_ranks_hold_the_same(sizes) -> None:
+    name, pp, vpp, group = sizes
+    asked = said(pp=pp, vpp=vpp, parallel__microbatch_group_size_per_vp_stage=group)
+    for count in (1, 2, 3, 5, 8, 17, 18, 19, 20, 31, 35, 48, 63):
+        few = settled(asked, Choice(name), count)
+        held = [
+            (in_flight(schedule), lower(schedule).capacities)
+            for schedule in (
+                make_schedule(name, pp=pp, vpp=vpp, num_microbatches=number, microbatch_group_size=group)
+                for number in {count, few}
+            )
+        ]
+        assert held[0] == held[-1], (count, few)
+    assert few < 63
+
+
+@pytest.mark.parametrize("recipe", sorted(set(recipes()) - {"quickstart"}))
+def test_every_recipe_names_its_device_and_the_memory_that_its_plan_is_held_against(recipe: str) -> None:
+    config = compose([f"+recipe={recipe}"]).config
+    assert config.cost.device is not None
+    assert config.launch.device_memory == "80GiB"
 
 
 @pytest.mark.parametrize(
