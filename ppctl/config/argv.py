@@ -285,6 +285,13 @@ def quote(key: str, value: str) -> str:
     return f"'{body}'"
 
 
+def _unquoted(value: str) -> str:
+    """What `quote` was given, of what it made."""
+    body = re.sub(r"(\\*)\\'", lambda match: match[1][::2] + "'", value[1:-1])
+    ends = len(body) - len(body.rstrip("\\"))
+    return body[: len(body) - ends // 2]
+
+
 def _is_quoted(text: str) -> bool:
     return (
         len(text) > 1
@@ -350,7 +357,8 @@ def retyped(overrides: Sequence[str]) -> str:
     words = []
     for override in overrides:
         key, _, value = override.partition("=")
-        plain = f"{key}={value[1:-1]}" if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else override
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        plain = f"{key}={_unquoted(value)}" if quoted else override
         word = plain if normalise([plain]).overrides == [override] else override
         words.append(f"+{word}" if key in ("recipe", "scale") else word)
     return shlex.join(words)

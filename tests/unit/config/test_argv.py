@@ -197,3 +197,11 @@ def test_a_pasted_megatron_command_line_comes_back_in_ppctls_words():
     again = normalise(together.remedy.split()[2:])
     assert not again.problems
     assert "optim.lr=3e-4" in again.overrides
+
+
+@pytest.mark.parametrize("path", ["it's", "a b", "\\'", "x\\", 'say "x"', "'", "a,b"])
+def test_a_path_is_typed_again_as_it_was(path):
+    from ppctl.config.argv import retyped
+
+    overrides = normalise([f"log.dir={path}"]).overrides
+    assert retyped(overrides) == shlex.join([f"log.dir={path}"])
