@@ -25,7 +25,7 @@ from ppctl.comm.exchange import Exchange, is_single_shape, shapes_in
 from ppctl.comm.modes import Modes
 from ppctl.comm.neighbours import Handle, Neighbours
 from ppctl.comm.wiring import loop_channels, make_lanes, moves_on_device, warm_up
-from ppctl.errors import Problem, ScheduleError
+from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
 Shape = list[int] | torch.Size
@@ -61,6 +61,9 @@ class P2PCommunicator:
         connect: bool = True,
     ) -> None:
         self.modes = Modes.of(config)
+        if not isinstance(pp_group, ProcessGroup):
+            message = f"P2PCommunicator is made over the pipeline's process group, and was given {pp_group!r}"
+            raise ConfigError(Problem("PP-E396", message, "P2PCommunicator(torch.distributed.group.WORLD, config)"))
         self.pp_group = pp_group
         self.config = config
         self._rank = pp_group.rank()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -164,7 +164,7 @@ class Stage:
     def _check_outputs(self, mb: int, outputs: Message) -> None:
         if self.is_last:
             self._check_loss(mb, outputs)
-        elif not (isinstance(outputs, tuple) and self.sends.fits(outputs)):
+        elif not (_is_message(outputs) and self.sends.fits(outputs)):
             stage = self.program.stage
             raise TrainingError(
                 Problem(
@@ -176,7 +176,7 @@ class Stage:
             )
 
     def _check_loss(self, mb: int, outputs: Message) -> None:
-        if isinstance(outputs, tuple) and len(outputs) == 1 and outputs[0].numel() == 1 and outputs[0].requires_grad:
+        if _is_message(outputs) and len(outputs) == 1 and outputs[0].numel() == 1 and outputs[0].requires_grad:
             return
         raise TrainingError(
             Problem(
@@ -195,9 +195,14 @@ def _run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Te
         torch.autograd.backward([edge for edge, _ in pairs], [seed for _, seed in pairs])
 
 
+def _is_message(outputs: object) -> TypeGuard[Message]:
+    return isinstance(outputs, tuple) and all(isinstance(t, torch.Tensor) for t in outputs)
+
+
 def _describe(outputs: object) -> str:
-    if not isinstance(outputs, tuple) or not all(isinstance(t, torch.Tensor) for t in outputs):
-        return f"a {type(outputs).__name__} instead of a tuple of tensors"
+    if not _is_message(outputs):
+        one = outputs[0] if isinstance(outputs, tuple) and len(outputs) == 1 else outputs
+        return f"a {type(one).__name__} instead of a tuple of tensors"
     texts = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in outputs)
     frozen = bool(outputs) and not any(t.requires_grad for t in outputs)
     return (", ".join(texts) or "nothing") + (" without a gradient" if frozen else "")

@@ -44,6 +44,12 @@ class Call:
     numbered: bool
     """Whether chunks have numbers (vp_stage), as they have where the schedule interleaves."""
 
+    def __post_init__(self) -> None:
+        if not callable(self.forward_step_func):
+            given = type(self.forward_step_func).__name__
+            message = f"forward_step_func is a {given}, and is called as forward_step_func(data_iterator, model)"
+            raise misuse(message, "forward_step_func=...")
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

@@ -36,9 +36,10 @@ from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
+from ppctl.schedules.agreement import agree
 from ppctl.schedules.call import Call, Order, execute
 from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
-from ppctl.schedules.models import all_chunks, config_of, misuse, only_chunk, setting
+from ppctl.schedules.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
 from ppctl.schedules.pipeline import pipeline_of, place_in
 from ppctl.schedules.shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.schedules.steps import ForwardStep
@@ -118,6 +119,7 @@ def forward_backward_pipelining_without_interleaving(
         checkpoint_flags(row, setting(config, _PARTIAL), ahead + 1),
         _edges(config, sizes, pg_collection, pp, adjust_tensor_shapes_fn),
     )
+    agree(communicator, _asked(call, sizes, varying=adjust_tensor_shapes_fn is not None))
     return execute(call, order, communicator)
 
 
@@ -164,6 +166,7 @@ def forward_backward_pipelining_with_interleaving(
     flags = checkpoint_flags(row, setting(config, _PARTIAL), forwards_in_flight(row))
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
     edges = _edges(config, sizes, pg_collection, pp * len(chunks), None)
+    agree(communicator, _asked(call, sizes, varying=False))
     return execute(call, Order(schedule, pp_rank, sync, flags, edges), communicator)
 
 
@@ -175,7 +178,7 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     """
     if pp_size is None:
         return _chosen_when_called
-    if pp_size <= 1:
+    if whole_number(pp_size, "pp_size") <= 1:
         return forward_backward_no_pipelining
     if vp_size is None:
         return forward_backward_pipelining_without_interleaving
@@ -206,6 +209,7 @@ def _lowered(
     name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, communicator: P2PCommunicator | None = None
 ) -> Schedule:
     """A policy's schedule as the communicator carries it."""
+    num_microbatches = whole_number(num_microbatches, "num_microbatches")
     batched = communicator is not None and communicator.batched
     return _made(name, pp, vpp, num_microbatches, group, batched)
 
@@ -218,6 +222,15 @@ def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None
     if problems := verify(lowered):
         raise ScheduleError(problems)
     return lowered
+
+
+def _asked(call: Call, sizes: tuple[int, int, int | None], *, varying: bool) -> dict[str, int | None]:
+    """What all ranks must ask for alike; sizes only where every edge carries the same shape."""
+    asked: dict[str, int | None] = {"num_microbatches": call.num_microbatches, "forward_only": bool(call.forward_only)}
+    asked["number of model chunks"] = len(call.chunks)
+    if not varying and not setting(call.config, "variable_seq_lengths", False):
+        asked |= dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), sizes, strict=True))
+    return asked
 
 
 def _edges(

@@ -6,6 +6,7 @@ engine or any model class.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,14 @@ def all_chunks(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[An
         )
         raise misuse(message, "data_iterator=[iterator_0, iterator_1]")
     return model, iterators
+
+
+def whole_number(value: Any, name: str) -> int:
+    """`value`, which must be a whole number. Raises ConfigError naming the argument."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise misuse(f"{name} is {value!r}, and must be a whole number", f"{name}=1") from None
 
 
 def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:

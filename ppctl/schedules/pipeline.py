@@ -42,6 +42,9 @@ def pipeline_of(model: nn.Module, communicator: P2PCommunicator | None, groups: 
         if group is None and dist.is_initialized():
             group = _world(config_of(model))
         communicator = None if group is None or group.size() == 1 else _kept(model, group)
+    if communicator is not None and not isinstance(communicator, P2PCommunicator):
+        message = f"p2p_communicator is a {type(communicator).__name__}"
+        raise misuse(message, "p2p_communicator=P2PCommunicator(pp_group, config)")
     return None if communicator is None or communicator.total_stages == 1 else communicator
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppctl.schedules.models import misuse, setting
+from ppctl.schedules.models import misuse, setting, whole_number
 
 TensorShape = tuple[int, ...]
 AdjustShapes = Callable[[list[TensorShape], list[TensorShape]], tuple[list[TensorShape], list[TensorShape]]]
@@ -47,7 +47,10 @@ def get_tensor_shapes(
     """
     if setting(config, "variable_seq_lengths", False):
         return [()]
-    sequence = seq_length if decoder_seq_length is None else decoder_seq_length
+    asked = ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
+    sequence = whole_number(asked[1], asked[0])
+    if min(sequence, whole_number(micro_batch_size, "micro_batch_size")) < 0:
+        raise misuse(f"{asked[0]}={sequence} and micro_batch_size={micro_batch_size}: no shape is negative")
     cp = setting(config, "context_parallel_size", 1) if cp_group is None else cp_group.size()
     tp = 1
     if setting(config, "sequence_parallel", False):
@@ -70,7 +73,11 @@ def edges_of(
     """
     before, after = list(shapes), list(shapes)
     if adjust is not None:
-        before, after = adjust(before, after)
+        adjusted = adjust(before, after)
+        if not isinstance(adjusted, tuple | list) or len(adjusted) != 2:
+            message = f"adjust_tensor_shapes_fn returned a {type(adjusted).__name__}: it returns both lists of shapes"
+            raise misuse(message, "return receive_shapes, send_shapes")
+        before, after = adjusted
     dtype = message_dtype(config)
     return Edges(
         () if first else tuple(EdgeTensor(tuple(shape), dtype) for shape in before),

@@ -55,7 +55,7 @@ def forward_step(
         give_input(model, inputs)
         flag = () if checkpoint_activations_microbatch is None else (checkpoint_activations_microbatch,)
         with _autocast(config, model):
-            output, loss_func = forward_step_func(data_iterator, model, *flag)
+            output, loss_func = _output_and_loss(forward_step_func, data_iterator, model, *flag)
         output, num_tokens = forward_step_calc_loss(
             model,
             output,
@@ -73,6 +73,20 @@ def forward_step(
     if isinstance(input_tensor, list) and not isinstance(output, list):
         output = list(output) if isinstance(output, tuple) else [output]
     return output, num_tokens
+
+
+def _output_and_loss(forward_step_func: ForwardStep, data_iterator: Any, *more: Any) -> tuple[Any, Any]:
+    """What the user's step returned. Raises TrainingError where that is no pair, or where the data had ended."""
+    try:
+        returned = forward_step_func(data_iterator, *more)
+    except StopIteration as ended:
+        message = "the data iterator has ended: it gives less than the microbatches of this call"
+        raise TrainingError(Problem("PP-E728", message, "fewer num_microbatches, or more data")) from ended
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        return returned[0], returned[1]
+    form = f"{len(returned)} things" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+    message = f"forward_step_func returned {form}: it returns the stage's output and the loss function"
+    raise TrainingError(Problem("PP-E728", message, "return model(batch), loss_func"))
 
 
 def backward_step(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -150,14 +151,27 @@ def test_a_pipeline_may_be_a_part_of_the_world():
 
 def whose():
     model = Stage(dist.get_rank(), config_of(pipeline_model_parallel_size=4))
+    call = partial(get_forward_backward_func(), forward_step_func=step, data_iterator=None)
+    told = [refused(call, model=model, **sizes())]
+    model.config.pipeline_model_parallel_size = 2
+    told.append(refused(call, model=model, **sizes(seq_length=S + dist.get_rank())))
+    chunks = [model] * (1 + dist.get_rank())
+    told.append(refused(call, model=chunks, data_iterator=None, **sizes()))
+    return told
+
+
+def refused(call, **arguments):
     try:
-        get_forward_backward_func()(forward_step_func=step, data_iterator=None, model=model, **sizes())
+        call(**arguments)
     except ConfigError as error:
         return str(error)
 
 
-def test_a_world_that_is_not_the_pipeline_that_the_config_describes_is_refused():
-    assert all("the config has 4 pipeline ranks and the world 2" in text for text in run_ranks(whose, 2))
+def test_a_pipeline_that_the_ranks_do_not_agree_on_is_refused():
+    for world, length, chunks in run_ranks(whose, 2):
+        assert "the config has 4 pipeline ranks and the world 2" in world
+        assert f"seq_length is {S} on pp_rank 0 and {S + 1} on pp_rank 1" in length
+        assert "number of model chunks is 1 on pp_rank 0 and 2 on pp_rank 1" in chunks
 
 
 def decoder_lengths(vpp):

@@ -191,6 +191,20 @@ def failing_backward(iterator, model, *flag):
     return output, lambda output: (output.sum(), None)
 
 
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda iterator, model: model(next(iterator)), "forward_step_func returned a Tensor"),
+        (lambda iterator, model: (1, 2, 3), "forward_step_func returned 3 things"),
+        (lambda iterator, model: next(iter(())), "the data iterator has ended"),
+        (lambda iterator, model: (model(next(iterator)), lambda output: (1.0, {})), "it returned a float"),
+    ],
+)
+def test_a_forward_step_that_returns_something_else_is_told_what_it_returns(step, message):
+    with pytest.raises(EngineError, match=message):
+        run(forward_backward_no_pipelining, Syncs().config, step)
+
+
 @pytest.mark.parametrize("function", EVERY)
 @pytest.mark.parametrize(
     ("step", "cause", "action"), [(failing_forward, KeyError, "0F2"), (failing_backward, ZeroDivisionError, "0B0")]
@@ -298,6 +312,10 @@ SIZED = SimpleNamespace(total_stages=2)
         (none, {"adjust_tensor_shapes_fn": max}, "belongs to the schedule without interleaving"),
         (none, {"p2p_communicator": SIZED}, "has 2 ranks, and this function does not pipeline"),
         (one, {"num_microbatches": 0}, "num_microbatches is 0: at least 1"),
+        (one, {"num_microbatches": None}, "num_microbatches is None, and must be a whole number"),
+        (many, {"num_microbatches": 2.0}, "num_microbatches is 2.0"),
+        (one, {"p2p_communicator": 3}, "p2p_communicator is a int"),
+        (one, {"forward_step_func": None}, "forward_step_func is a NoneType"),
     ],
 )
 def test_calls_that_cannot_be_meant_are_refused_before_anything_runs(call, arguments, message):
