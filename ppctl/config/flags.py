@@ -82,6 +82,8 @@ RENAMED = {
     "--bf16": "parallel.bf16=true",
     "--fp16": "parallel.fp16=true",
     "--use-distributed-optimizer": "parallel.data_parallel_sharding=optimizer_gradients",
+    "--use-torch-fsdp2": "parallel.data_parallel_sharding=full",
+    "--data-parallel-sharding-strategy": "parallel.data_parallel_sharding",
     "--loss-scale": "optim.loss_scale",
     "--initial-loss-scale": "optim.initial_loss_scale",
     "--min-loss-scale": "optim.min_loss_scale",
@@ -174,7 +176,7 @@ def foreign(flag: str, value: str) -> Foreign | None:
     """What `flag value` comes to, or None where ppctl does not know the flag."""
     typed = shlex.join([flag, value] if value else [flag])
     if flag in RENAMED:
-        value = _validation_share(value) if flag == "--split" else value
+        value = _TRANSLATED[flag](value) if flag in _TRANSLATED else value
         override = RENAMED[flag] if "=" in RENAMED[flag] else _override(RENAMED[flag], value)
         return Foreign(typed, override, "")
     if flag in LATER:
@@ -193,6 +195,16 @@ def _validation_share(split: str) -> str:
         return f"{shares[1] / sum(shares):.4g}"
     except (ValueError, IndexError, ZeroDivisionError):
         return split
+
+
+def _shared_out(strategy: str) -> str:
+    """What is sharded, by Megatron-FSDP's names."""
+    names = {"no_shard": "none", "optim": "optimizer_gradients", "optim_grads": "optimizer_gradients"}
+    return {**names, "optim_grads_params": "full"}.get(strategy, strategy)
+
+
+_TRANSLATED = {"--split": _validation_share, "--data-parallel-sharding-strategy": _shared_out}
+"""Flags whose values have other names here."""
 
 
 def flags_problem(flags: Sequence[Foreign], line: str) -> Problem:

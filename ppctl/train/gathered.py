@@ -19,7 +19,7 @@ from ppctl.train.sharded import GroupOf, ShardedWeights
 class GatheredWeights(ShardedWeights):
     """As `ShardedWeights`, whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
 
-    All three are collectives of the groups that share the stage's parameters: their ranks call them in one order.
+    `begin` and `hold` are collectives of the groups that share the stage's parameters: all ranks call in one order.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class GatheredWeights(ShardedWeights):
         self.stages = {stage: list(names) for stage, names in stages.items()}
         self._coming: dict[int, list[tuple[list[str], Coming]]] = {}
         self._held: set[int] = set()
+        self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
         self.release_all()
 
     def publish(self) -> None:
@@ -58,8 +59,7 @@ class GatheredWeights(ShardedWeights):
         """Forget the stage's weights, behind its last backward."""
         self._held.discard(stage)
         for name in self.stages[stage]:
-            parameter = self.model[name]
-            parameter.data = _nothing(parameter)
+            self.model[name].data = self._nothing[name]
 
     @contextmanager
     def all_held(self) -> Iterator[None]:

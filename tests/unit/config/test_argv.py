@@ -106,6 +106,8 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--overlap-grad-reduce"], "PP-E108", "later release"),
         (["--fp16"], "PP-E107", "parallel.fp16=true"),
         (["--use-distributed-optimizer"], "PP-E107", "data_parallel_sharding=optimizer_gradients"),
+        (["--use-torch-fsdp2"], "PP-E107", "data_parallel_sharding=full"),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], "PP-E107", "data_parallel_sharding=full"),
         (["--recompute-modules"], "PP-E107", "needs a value"),
         (["--swiglu"], "PP-E107", "model.gated_linear_unit=true"),
         (["--use-flash-attn"], "PP-E109", "scaled_dot_product_attention"),
