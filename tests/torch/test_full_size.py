@@ -21,7 +21,7 @@ from ppctl.model.stage import meta_stage
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 NAMES = sorted({path.stem for path in CONF.glob("*.yaml")} - {"gpt3_175b"})
-"""All whose blocks are built. That the closed forms give the published totals is tested beside them."""
+"""All whose blocks are built. The closed forms' totals are tested in tests/unit/cost, which says what confirms them."""
 
 
 @pytest.mark.parametrize("name", NAMES)

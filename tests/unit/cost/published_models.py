@@ -1,4 +1,4 @@
-"""Published models as conf/model has them, for tests that hold sizes against published totals."""
+"""Published models as conf/model has them, for tests that hold sizes against totals."""
 
 from pathlib import Path
 
@@ -30,7 +30,12 @@ TOTALS = {
     "kimi_k2": 1_026_408_232_448,
     "glm4_5": 358_337_791_296,
 }
-"""Parameters that the other models' published files hold, MTP with its copies of the tables included."""
+"""Parameters of the other models with every tensor that their files hold, MTP with its copies of the tables included.
+
+Our own count from the published configs, frozen: their publishers give rounded figures (405B, 32.8B, 235B, 141B, 15.7B,
+1T), which these round to and which prove little; GLM-4.5's 355B lies between 352.8B without MTP and 358.3B with it.
+That ppctl's blocks have as many is tested where they are built (tests/torch/test_full_size.py).
+"""
 
 
 def published(file: str) -> ModelConfig:
