@@ -38,6 +38,7 @@ def test_a_compiled_stage_agrees_to_a_millionth():
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(300)  # the compiler again, for two sets of lengths
 def test_documents_that_are_kept_apart_agree_too_whatever_their_lengths():
     compiled, plain = stage(), stage()
     compile_stage(compiled, CPU, packed=True)
