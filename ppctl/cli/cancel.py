@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ppctl.cli.jobs import add_run, meant, must_be_submitted
+from ppctl.cli.jobs import add_run, meant, must_be_submitted, together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,13 @@ def run(args: argparse.Namespace) -> int:
 
     found = must_be_submitted(meant(args), "cancel")
     if found.state is None or found.state.ended:
-        print(f"job {found.job} has ended: run {found.run.id} is {found.run.status()['state']}")
+        said = found.run.status()["state"]
+        print(
+            f"job {found.job} has ended: run {found.run.id} is {said if found.state is None else together(said, found)}"
+        )
+        return 0
+    if found.state.ending:
+        print(f"job {found.job} is ending already")
         return 0
     waiting = found.state.state == "PENDING"
     slurm.cancel(found.job, found.cluster)

@@ -48,6 +48,17 @@ def submitted(run: RunDir) -> Submitted | None:
     return Submitted(run, job, cluster, state(job, cluster))
 
 
+def together(said: str, job: Submitted) -> str:
+    """The run's state, where its job says that its directory could not be told how it ended, or that it waits again."""
+    assert job.state is not None
+    lives = said in ("queued", "starting", "running", "lost")
+    if job.state.ended and lives:
+        return "interrupted" if job.state.state == "CANCELLED" else "failed"
+    if job.state.state == "PENDING" and said != "finished":
+        return "queued"
+    return "running" if said == "lost" and job.state.state == "RUNNING" else said
+
+
 def must_be_submitted(run: RunDir, doing: str) -> Submitted:
     """The job of a run. Raises ConfigError (PP-E628) for a run that was not submitted."""
     found = submitted(run)

@@ -27,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
         if found.state.state == "PENDING":
             print(f"job {found.job} is waiting already")
             return 0
+        if found.state.ending:
+            message = f"job {found.job} is ending, and cannot be requeued before it has ended"
+            raise ConfigError(Problem("PP-E613", message, f"ppctl status {going_on.path}", str(going_on.path)))
         slurm.signal(found.job, "USR1", found.cluster)
         print(f"job {found.job} was asked to save; its script then requeues it")
         return 0

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ppctl.cli.jobs import Submitted, add_run, meant, submitted
+from ppctl.cli.jobs import Submitted, add_run, meant, submitted, together
 from ppctl.cli.plan_text import aligned
 from ppctl.cli.runs import facts
 from ppctl.errors import PpctlError
@@ -51,7 +51,7 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
         if job.state is not None:
             told["job"] |= {"state": job.state.state, "reason": job.state.reason, "nodes": job.state.nodes}
             told["job"] |= {"starts": job.state.start, "never": job.state.never}
-            told["state"] = _together(told["state"], job)
+            told["state"] = together(told["state"], job)
     return told
 
 
@@ -79,17 +79,6 @@ def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
             row["sent"] = wait.sent
             row["gone"] = wait.standing.gone
             row["root"] = wait is culprit
-
-
-def _together(said: str, job: Submitted) -> str:
-    """The run's state, where its job says that its directory could not be told how it ended, or that it waits again."""
-    assert job.state is not None
-    lives = said in ("queued", "starting", "running", "lost")
-    if job.state.ended and lives:
-        return "interrupted" if job.state.state == "CANCELLED" else "failed"
-    if job.state.state == "PENDING" and said != "finished":
-        return "queued"
-    return "running" if said == "lost" and job.state.state == "RUNNING" else said
 
 
 def _lines(told: dict[str, Any]) -> list[str]:

@@ -59,6 +59,11 @@ class JobState:
         return self.state in ENDED
 
     @property
+    def ending(self) -> bool:
+        """Whether its processes are being ended: it takes no signal any more."""
+        return self.state == "COMPLETING"
+
+    @property
     def never(self) -> str | None:
         """Why it will never start, in words, or None."""
         return NEVER.get(self.reason) if self.state == "PENDING" else None

@@ -96,8 +96,8 @@ def stop_reason(reports: Sequence[RankReport]) -> str | None:
     if TIME_IS_OVER in asked.values():
         return "its time is nearly over"
     first, number = next(iter(asked.items()))
-    others = "" if len(asked) == 1 else f" and {len(asked) - 1} others"
-    return f"{signal.Signals(number).name.removeprefix('SIG')} on rank {first}{others}"
+    ranks = f"rank {first}" if len(asked) == 1 else f"{len(asked)} ranks" if len(asked) < len(reports) else "every rank"
+    return f"{signal.Signals(number).name.removeprefix('SIG')} on {ranks}"
 
 
 def bubble_fraction(reports: Sequence[RankReport]) -> float:

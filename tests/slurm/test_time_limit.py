@@ -30,6 +30,6 @@ def test_slurms_own_timer_tells_the_ranks_before_the_limit(cluster: Cluster) -> 
     run = cluster.submit(*TWO, "steps=1000", *limit, SLOW_STEP="0.5")
     assert run.ends() == "FAILED"
     status, (checkpoint,) = run.told("status.json"), run.run.glob("checkpoints/step-*")
-    assert (status["state"], status["message"]) == ("stopped", "USR1 on rank 0 and 1 others")
-    assert f"stopped after step {status['step']}, all saved: USR1 on rank 0 and 1 others; {checkpoint}" in run.log()
+    assert (status["state"], status["message"]) == ("stopped", "USR1 on every rank")
+    assert f"stopped after step {status['step']}, all saved: USR1 on every rank; {checkpoint}" in run.log()
     assert (checkpoint.name, len(run.metrics())) == (f"step-{status['step']}", status["step"])

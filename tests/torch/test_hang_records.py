@@ -63,7 +63,8 @@ def test_a_signals_action_is_done_while_the_main_thread_is_busy() -> None:
     [
         ([0, 0, 0], None),
         ([0, signal.SIGUSR1, 0], "USR1 on rank 1"),
-        ([signal.SIGTERM] * 3, "TERM on rank 0 and 2 others"),
+        ([signal.SIGTERM] * 3, "TERM on every rank"),
+        ([0, signal.SIGUSR1, signal.SIGUSR1], "USR1 on 2 ranks"),
         ([TIME_IS_OVER, 0, signal.SIGUSR1], "its time is nearly over"),
     ],
 )
