@@ -21,7 +21,7 @@ def verdict(plan: Plan, standings: Sequence[Standing], still: float, now: float)
     assert culprit is not None  # there is a standing, or nothing would be late
     by_rank = {wait.standing.rank: wait.standing for wait in found}
     code, message = STILL, _message(found, culprit, still)
-    if culprit.sent and culprit.on is not None:
+    if culprit.sent and culprit.on is not None and not culprit.standing.gone:  # else its record is old
         code, message = DEAD_EDGE, _dead_edge(culprit, by_rank[culprit.on], still)
     return {
         "rank": culprit.standing.rank,

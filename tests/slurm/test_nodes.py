@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from contextlib import suppress
@@ -26,7 +25,7 @@ def test_a_lost_node_is_named_by_another_and_the_run_goes_on_without_it(cluster:
     try:
         (error,) = wait(run.told_errors, "an error record")
         assert (error["rank"], error["code"], error["host"]) == (1, "PP-E706", "ppctl8")
-        assert re.search("its node has told nothing for [0-9]+ s .it is on ppctl8.", error["message"])
+        assert "its host ppctl8 does not answer" in error["message"]
         assert error["time"] - began < 1.5 * limit
         assert run.ends() == "COMPLETED", run.log()
         assert (run.restarts(), cluster.job(run.job, "NodeList")) == (1, "ppctl[7,9]")

@@ -118,6 +118,18 @@ def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
     assert "stopped" in str(verdict(made, stopped, 5.0, 15.0)["message"])
 
 
+def test_a_silent_hosts_last_word_is_no_dead_edge() -> None:
+    """Its record is old: what it waited for then has been sent since, and nobody knows whether it came."""
+    made = plan(pp=2, gbs=8, mbs=1)
+    first, second = ([str(action) for action in row] for row in made.schedule.actions)
+    lost = Standing(1, "training", 3, second.index("1F1"), 8.0, host="far")
+    standings = [Standing(0, "training", 3, first.index("0B0"), 9.0, host="near"), lost]
+    assert verdict(made, standings, 5.0, 15.0)["code"] == "PP-E707"
+    told = verdict(made, [standings[0], lost._replace(gone=True)], 5.0, 15.0)
+    assert (told["rank"], told["code"]) == (1, "PP-E706")
+    assert "its host far does not answer" in str(told["message"])
+
+
 def test_in_a_collective_whoever_is_behind_is_waited_for() -> None:
     made = plan(pp=2, gbs=8, mbs=1)
     found = waits(made, [Standing(0, "saving", 5, -1, 1.0), Standing(1, "updating", 5, -1, 0.5)])
