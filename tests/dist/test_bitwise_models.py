@@ -99,7 +99,7 @@ def layouts(kind: str) -> list[tuple[str, int]]:
     m = "m" * (MODELS[kind].get("mtp_num_layers") or 0)
     texts = [
         (f"Et*5{m}L", 1),
-        (f"Et|t*4{m}|L", 1),
+        (f"Et|t*4|{m}L", 1),
         (f"Et*3|t*2{m}L", 2),
         (f"Et*5|{m}L", 2),
         (f"E|t*2|t*3|{m}L", 2),
