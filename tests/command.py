@@ -22,6 +22,9 @@ TINY = (
 )
 """Overrides of the quickstart that make a step take milliseconds."""
 
+STARTED: list[subprocess.Popen[str]] = []
+"""What was started and may still run; the test's end ends it."""
+
 FAULTS = Path(__file__).parent / "faults"
 
 
@@ -33,7 +36,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
     """Start `ppctl arguments` in `cwd`."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "ppctl", *arguments],
         cwd=cwd,
         env=environment(**more),
@@ -42,6 +45,8 @@ def start(*arguments: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def ppctl(*arguments: str, cwd: Path, timeout: float = 90, **more: str) -> subprocess.CompletedProcess[str]:

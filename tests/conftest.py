@@ -6,11 +6,27 @@ import sys
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
+# pytest-xdist's workers are told of a terminal of 80 columns, which would be news to what they start.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 # A shell's background job ignores SIGINT and nohup's SIGHUP, and so would what is started here, as it should.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays():
+    """A test that fails leaves nothing at work: what it started has no end of its own."""
+    yield
+    started = getattr(sys.modules.get("command"), "STARTED", [])
+    while started:
+        process = started.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
