@@ -17,8 +17,10 @@ test: .venv/ready-test       ## every test file, two at a time (JOBS=1: one); la
 test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
 	$(PY) -m pytest -m slurm -rs -n 4 --dist loadfile --durations 10 tests/slurm
 
-test-all: .venv/ready-test   ## whole grids, fault soaks and SLURM; the log belongs under benchmarks/
-	$(PY) -m pytest -m "not gpu" 2>&1 | tee benchmarks/test-all.log
+test-all: .venv/ready-test   ## whole grids, fault soaks and SLURM; dated logs under benchmarks/, one line for every struck run
+	log=benchmarks/test-all-$$(date +%F); export PPCTL_SOAK_LOG=$$PWD/$$log-soak.log; \
+	  { $(PY) -m pytest -m "not gpu" 2>&1; echo $$? >$$log.code; } | tee $$log.log; \
+	  code=$$(cat $$log.code); rm $$log.code; exit $$code
 
 test-gpu: .venv/ready-test   ## what needs a CUDA device; then a stage's step against a bare loop, measured
 	$(PY) -m pytest -m gpu tests/gpu
@@ -34,8 +36,9 @@ fix: .venv/ready-dev         ## let ruff format and mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: .venv/ready-core      ## the engine against its peers, the planner against Hydra
+bench: .venv/ready-core      ## the engine against its peers, the planner against Hydra, the launcher against bare processes
 	$(PY) benchmarks/plan_speed.py
+	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/engine.py
 
 bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles

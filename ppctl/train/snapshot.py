@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ppctl.checkpoint import load, read_state, save
+from ppctl import checkpoint
+from ppctl.checkpoint import read_state
 from ppctl.config.keys import as_typed
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.model.initialize import pieces
@@ -84,7 +85,7 @@ def save_checkpoint(session: Session, directory: Path, step: int, consumed_sampl
     # The first replica of every parameter writes: spread experts are not all on the first data-parallel rank.
     writer = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
     try:
-        return save(directory, step, tensors, state, writer=writer, keep=keep)
+        return checkpoint.save(directory, step, tensors, state, writer=writer, keep=keep)
     except CheckpointError as error:  # nothing is wrong with what there is: the training has failed to add to it
         raise TrainingError(error.problems) from error
 
@@ -115,7 +116,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         return {"step": 0, "consumed_samples": 0}
     try:
         with _filling(session) as tensors:
-            state = load(path, tensors)
+            state = checkpoint.load(path, tensors)
     except CheckpointError as error:
         raise CheckpointError(_with_sizes(error.problems, path, session)) from error
     if session.loss_scale is not None and state.get("loss_scale") is not None:

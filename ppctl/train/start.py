@@ -13,7 +13,6 @@ import torch
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.replicas import copies
-from ppctl.checkpoint.streaming import CheckpointReader
 from ppctl.families.directory import CONFIG, open_directory
 from ppctl.pretrained.reading import Reader
 
@@ -42,6 +41,8 @@ def fill(tensors: Tensors, path: Path, model: ModelConfig) -> None:
 
 def _source(path: Path, model: ModelConfig) -> Callable[[str], Tensor]:
     if not (path / CONFIG).is_file():
+        from ppctl.checkpoint.streaming import CheckpointReader  # it loads torch's checkpoint library
+
         return CheckpointReader(path, read_manifest(path)).tensor
     reader = Reader(open_directory(path, model=model))
     reader.check_copies()

@@ -116,6 +116,10 @@ def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
     assert told == 0
     stopped = [standings[0]._replace(working=False, gone=True), standings[1]]
     assert "stopped" in str(verdict(made, stopped, 5.0, 15.0)["message"])
+    receiver = verdict(
+        made, [standings[0]._replace(at=first.index("0B0")), standings[1]._replace(gone=True)], 5.0, 15.0
+    )
+    assert (receiver["rank"], receiver["code"]) == (1, "PP-E706"), "it was sent to a process that is stopped"
 
 
 def test_a_silent_hosts_last_word_is_no_dead_edge() -> None:

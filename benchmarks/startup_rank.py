@@ -1,0 +1,37 @@
+"""One rank of the plain side of `startup.py`: the imports, groups, stages and first step of a run, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import ppctl.worker  # noqa: F401  the same imports
+from ppctl.rundir import RunDir
+from ppctl.train.phases import Phases, process_age
+from ppctl.train.rendezvous import Ranks, join_world, meet
+from ppctl.train.session import build_session
+from ppctl.train.step import Trainer
+
+
+def main() -> None:
+    phases = Phases()
+    phases.add("import", process_age())
+    run, ranks = RunDir(Path(sys.argv[1])), Ranks.from_environment()
+    config, plan, device = run.read_config(), run.read_plan(), torch.device("cpu")
+    with phases("groups"):
+        join_world(meet(ranks), ranks, device)
+    with phases("build"):
+        session = build_session(config, plan, ranks.rank, device)
+    trainer = Trainer(session, session.batches(), lambda: 0)
+    with phases("first step"):
+        trainer.step(0)
+    print("step", json.dumps(phases.seconds), flush=True)
+    time.sleep(60)  # whoever started this ends it
+
+
+if __name__ == "__main__":
+    main()
