@@ -124,6 +124,8 @@ def _speeds(told: dict[str, Any]) -> list[str]:
 
 _SILENT = 30.0
 """Seconds after which a node that publishes every ten has missed more than one turn."""
+_STANDS = 3.0
+"""Seconds after which a rank that others wait for is worth an arrow: in a pipeline some rank always waits."""
 
 
 def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
@@ -143,7 +145,8 @@ def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
         waiting = "" if row.get("waits_for") is None else f"rank {row['waits_for']}"
         waiting += f" ({row['needs']}{', sent' if row.get('sent') else ''})" if row.get("needs") else ""
         mark = "stopped or silent " if row.get("gone") else ""
-        mark += "<-- all wait for this one" if row.get("root") else ""
+        stood = max(0.0, (now if now - row["told"] > _SILENT else row["told"]) - row["since"])
+        mark += "<-- all wait for this one" if row.get("root") and stood >= _STANDS else ""
         table.append(
             [
                 str(row["rank"]),
@@ -151,7 +154,7 @@ def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
                 str(row["step"] + 1),
                 str(row.get("done") or ""),
                 str(row.get("current") or row["state"]),
-                f"{max(0.0, (now if now - row['told'] > _SILENT else row['told']) - row['since']):.0f} s",
+                f"{stood:.0f} s",
                 f"{waiting} {mark}".strip(),
             ]
         )

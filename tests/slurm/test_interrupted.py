@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from cluster import Cluster, Submitted, wait
+from cluster import TWO, Cluster, Submitted, wait
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -52,7 +52,8 @@ def test_one_rank_hears_usr1_and_all_save_requeue_and_finish_with_the_same_losse
 def test_a_job_of_higher_priority_takes_the_nodes_and_the_run_goes_on_afterwards(
     cluster: Cluster, whole: Submitted
 ) -> None:
-    run = cluster.submit(*FOUR, "launch.partition=low", SLOW_STEP="0.4")
+    two = (*TWO, f"steps={STEPS}")  # another cut: the same bits
+    run = cluster.submit(*two, "launch.partition=low", SLOW_STEP="0.4")
     run.trains()
     taken = cluster.command(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"

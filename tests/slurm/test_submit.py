@@ -29,10 +29,14 @@ def test_a_cancelled_job_ends_and_is_not_requeued(cluster: Cluster) -> None:
     waits = cluster.submit(*TWO, "steps=2", f"launch.after={run.run}")
     run.trains()
     assert cluster.job(waits.job, "Reason") == "Dependency"
-    assert cluster.ppctl("cancel", run.job).returncode == 0
+    assert "as the nodes told it" in cluster.ppctl("status", run.job).stdout
+    assert cluster.ppctl("cancel", run.job).stdout.startswith(f"job {run.job} is cancelled; its ranks have until")
     assert run.ends() == "CANCELLED"
     assert run.restarts() == 0
-    wait(lambda: run.status()["state"] in ("stopped", "interrupted"), "the run's own word", 30)
+    state = wait(
+        lambda: (said := run.status()["state"]) in ("stopped", "interrupted") and said, "the run's own word", 30
+    )
+    assert cluster.ppctl("cancel", run.job).stdout == f"job {run.job} has ended: run {run.run.name} is {state}\n"
     # Nor does a run start that waits for this one to finish.
     assert waits.ends() == "CANCELLED"
     assert waits.status()["state"] == "interrupted"
