@@ -167,7 +167,7 @@ def _work(
         job.run.checkpoints,
         resume=None if resume is None else Path(resume),
         write=_writer(job, to_close) if leads else None,
-        stop_requested=lambda: stop() or TIME_IS_OVER * time_left.over(),
+        stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
         enter=enter,
     )
     heartbeat.set_state("generating")

@@ -25,8 +25,8 @@ def test_the_stop_begins_before_the_time_limit_and_requeue_goes_on(cluster: Clus
 
 
 def test_slurms_own_timer_tells_the_ranks_before_the_limit(cluster: Cluster) -> None:
-    """SLURM looks every half minute: it signals 10 to 40 s after the start; rank 0's clock would after 60."""
-    limit = ("launch.time=2", "launch.signal_lead=80", "launch.max_requeues=0")
+    """SLURM looks every half minute: it signals 10 to 40 s after the start; rank 0's clock would after 2 min."""
+    limit = ("launch.time=3", "launch.signal_lead=140", "launch.max_requeues=0")
     run = cluster.submit(*TWO, "steps=1000", *limit, SLOW_STEP="0.5")
     assert run.ends() == "FAILED"
     status, (checkpoint,) = run.told("status.json"), run.run.glob("checkpoints/step-*")
