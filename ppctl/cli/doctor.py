@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import ppctl
 from ppctl.cli.plan_text import aligned
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import Started, choose_port, detect, rank_environment
@@ -163,26 +164,33 @@ def _uneven(edges: list[dict[str, Any]]) -> Iterator[str]:
 
 def _lines(found: dict[str, Any], wrong: list[str]) -> list[str]:
     lines = [f"wrong: {line}" for line in wrong] or ["nothing is wrong"]
-    versions = found["versions"]
-    if versions:
-        lines += [
-            "",
-            f"python {versions['python']}, torch {versions['torch']}, CUDA {versions['cuda']}, NCCL {versions['nccl']}",
-        ]
-        lines.append(f"devices: {', '.join(versions['devices']) or 'none: ranks run on the CPU over gloo'}")
-    disk = found["disk"]
+    lines += ["", *_software(found["versions"])]
+    disk, shared = found["disk"], found["shared_memory_bytes"]
     if disk["error"] is None:
-        lines.append(
-            f"{disk['path']}: {disk['bytes_per_s'] / 1e6:.0f} MB/s synced, {1e3 * disk['sync_s']:.1f} ms for a sync"
-        )
+        speed = f"{disk['bytes_per_s'] / 1e6:.0f} MB/s written and synced, {_time(disk['sync_s'])} for a small file"
+        lines.append(f"disk     {disk['path']}: {speed}")
+    if shared is not None:
+        lines.append(f"memory   {shared / 2**30:.1f} GiB free in /dev/shm")
     if found["edges"]:
-        rows = [["edge", "hosts", "latency", "16 MiB"]]
+        rows = [["edge", "from", "to", "latency", "bandwidth (16 MiB)"]]
         for edge in found["edges"]:
-            speed = (
-                ["", "no answer"]
-                if edge["error"]
-                else [f"{1e6 * edge['latency_s']:.0f} us", f"{edge['bytes_per_s'] / 1e9:.2f} GB/s"]
-            )
-            rows.append([f"{edge['source']} -> {edge['target']}", " -> ".join(edge["hosts"]), *speed])
+            told = ["no answer", ""]
+            if not edge["error"]:
+                told = [_time(edge["latency_s"]), f"{edge['bytes_per_s'] / 1e9:.2f} GB/s"]
+            rows.append([f"{edge['source']} -> {edge['target']}", *edge["hosts"], *told])
         lines += ["", aligned(rows)]
     return lines
+
+
+def _software(versions: dict[str, Any] | None) -> list[str]:
+    lines = [f"ppctl    {ppctl.__version__}"]
+    if versions is None:
+        return lines
+    cuda = f"CUDA {versions['cuda']}, NCCL {versions['nccl']}" if versions["cuda"] else "without CUDA"
+    lines.append(f"torch    {versions['torch']} ({cuda}), Python {versions['python']}")
+    lines.append(f"devices  {', '.join(versions['devices']) or 'no GPU: ranks run on the CPU, over gloo'}")
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"

@@ -35,7 +35,7 @@ _ONE_PRESS = 1.0
 _UNKILLABLE = 5.0
 _LOOK = 1.0
 """Seconds between two looks at whether anything moves."""
-_STACKS = 1.0
+_STACKS = 2.0
 """Seconds that ranks have to write stacks and flight records, on a machine that is busy with the others."""
 
 

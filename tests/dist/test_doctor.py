@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command import environment, ppctl
 
-from ppctl.cli.doctor import _wrong
+from ppctl.cli.doctor import _lines, _wrong
 
 
 def test_it_times_every_edge_of_the_ring(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_as_ranks_of_a_job_the_first_one_tells(tmp_path: Path) -> None:
 FINE: dict[str, Any] = {
     "failure": None,
     "edges": [{"source": 0, "target": 1, "hosts": ["a", "b"], "error": None, "latency_s": 1e-5, "bytes_per_s": 1e9}],
-    "versions": {"torch": "2.13.0+cpu", "cuda": None, "devices": []},
+    "versions": {"torch": "2.13.0+cpu", "python": "3.11.7", "cuda": None, "nccl": None, "devices": []},
     "disk": {"path": "/runs", "bytes_per_s": 1e9, "sync_s": 0.001, "error": None},
     "shared_memory_bytes": 2**30,
 }
@@ -73,3 +73,12 @@ def test_it_refuses_no_ranks(tmp_path: Path) -> None:
     done = ppctl("doctor", "--ranks", "0", cwd=tmp_path)
     assert done.returncode == 2
     assert "PP-E641" in done.stderr
+
+
+def test_what_is_wrong_comes_first_and_every_edge_has_its_row() -> None:
+    dead = FINE["edges"][0] | {"error": "timed out", "latency_s": None, "bytes_per_s": None}
+    lines = _lines(FINE | {"edges": [FINE["edges"][0], dead]}, ["rank 0 on a does not reach rank 1 on b: timed out"])
+    assert lines[0] == "wrong: rank 0 on a does not reach rank 1 on b: timed out"
+    table = lines[-1].splitlines()
+    assert table[1].split() == ["0", "->", "1", "a", "b", "10", "us", "1.00", "GB/s"]
+    assert table[2].split() == ["0", "->", "1", "a", "b", "no", "answer"]
