@@ -22,16 +22,21 @@ class Arriving(NamedTuple):
     """Sums on their way."""
 
     work: dist.Work | None
-    sent: Tensor
-    """Some backends hold it until they are waited for; so it is held on all."""
     flat: Tensor
+    """What is summed, [n, all widths]; it is held until the sums are there, whatever the backend holds."""
+    own: Tensor
+    """Where this rank's parts arrive."""
+    row: int | None
+    """The row of `flat` that they are, where it becomes the sum itself."""
     widths: list[int]
 
     def wait(self) -> list[Tensor]:
         """This rank's part of each sum."""
         if self.work is not None:
             self.work.wait()
-        return list(self.flat.split(self.widths))
+        if self.row is not None:
+            self.own.copy_(self.flat[self.row])
+        return list(self.own.split(self.widths))
 
 
 def width(tensor: Tensor, size: int) -> int:
@@ -55,8 +60,11 @@ def scatter_sums(
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         _cut(tensor, rows)
     own = flat.new_empty(flat.shape[1])
+    if flat.device.type == "cpu":  # gloo would sum all of it in any case, in a copy of its own
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        return Arriving(work, flat, own, group.rank(), list(widths))
     work = _reduce_scatter(own, flat.view(-1), group=group, async_op=True)
-    return Arriving(work, flat, own, list(widths))
+    return Arriving(work, flat, own, None, list(widths))
 
 
 class Coming(NamedTuple):

@@ -72,9 +72,10 @@ def live_and_planned_each(mappings):
 def test_weights_and_gradients_of_full_sharding_live_when_the_plan_says_so(text: Path) -> None:
     """Also in a schedule that is through with one chunk's gradients before it makes the next one's."""
     configs = []
-    for name, bf16 in (("interleaved_1f1b", False), ("gpipe", True)):
+    for name, vpp, bf16 in (("interleaved_1f1b", 2, False), ("gpipe", 2, True), ("1f1b", None, True)):
         config = config_of(text, WIDE, data_parallel_sharding="full", data_parallel_size=2, bf16=bf16)
         config.parallel.pipeline_model_parallel_size, config.pipeline.pp_schedule = 2, name
+        config.parallel.virtual_pipeline_model_parallel_size = vpp
         config.data.seq_length, config.train.micro_batch_size, config.train.global_batch_size = 16, 1, 8
         configs.append(to_mapping(config))
     for rank, found in enumerate(run_ranks(live_and_planned_each, 4, configs)):
