@@ -24,7 +24,8 @@ from ppctl.schedule.executor import execute
 from ppctl.schedule.simulate import Costs
 
 ALLOWANCE = 2_000_000
-"""Actions that one search may simulate: two to three seconds."""
+"""Actions that one search may simulate: two to three seconds. Finalists of long steps are as many actions again, and
+looking once at all neighbours of a layout of 128 stages takes a second more."""
 
 NEIGHBOURS = 24
 """How many neighbours of the best layout are simulated before it is taken for a minimum."""
@@ -138,6 +139,8 @@ class _Search:
         self.weight = sum(map(len, self.short.actions))
         self.found: dict[Candidate, Found] = {}
         self.prices: dict[tuple[int, int, int, bool], StagePrice] = {}
+        self.seconds: dict[tuple[int, int, int, bool], float] = {}
+        self.bytes_held: dict[tuple[tuple[int, ...], tuple[StagePrice, ...]], int] = {}
 
     def run(self) -> Balance:
         even = self.simulated(self.even())
@@ -159,8 +162,12 @@ class _Search:
                     self.simulated(candidate)
             fruitless = 0 if self.best() != before else fruitless + 1
         ranked = sorted(self.found.values(), key=self.order)
-        final = sorted(map(self.in_full, ranked[:_FINALISTS]), key=self.order)
+        final = sorted(map(self.in_full, ranked[: self.finalists()]), key=self.order)
         return Balance(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
+
+    def finalists(self) -> int:
+        """How many may be simulated in full: fewer where steps are very long, but two."""
+        return max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
 
     @property
     def spent(self) -> int:
@@ -275,20 +282,35 @@ class _Search:
             for stage, count in enumerate(candidate.counts)
         ]
 
+    def stage_seconds(self, candidate: Candidate) -> list[float]:
+        """The same, time alone: a search asks this many thousand times."""
+        first, times, known = 0, [], self.seconds
+        for stage, count in enumerate(candidate.counts):
+            key = (stage, first, count, stage == candidate.mtp_stage)
+            if (seconds := known.get(key)) is None:
+                seconds = known[key] = self.of(first, count, stage, key[3]).seconds
+            times.append(seconds)
+            first += count
+        return times
+
     def peak(self, prices: Sequence[StagePrice]) -> int:
         return max(self.held(rank, prices) for rank in self.ranks)
 
     def held(self, rank: _Rank, prices: Sequence[StagePrice]) -> int:
-        """Bytes on a rank's device at its worst moment."""
-        own = [prices[stage].activation for stage in rank.stages]
-        worst = max(int(sum(map(mul, alive, own))) for alive in rank.alive)
-        return sum(prices[stage].state for stage in rank.stages) + worst
+        """Bytes on a rank's device at its worst moment. Most layouts differ on few ranks: what is known is kept."""
+        own = tuple(map(prices.__getitem__, rank.stages))
+        key = (rank.stages, own)
+        if key not in self.bytes_held:
+            kept = [price.activation for price in own]
+            worst = max(int(sum(map(mul, alive, kept))) for alive in rank.alive)
+            self.bytes_held[key] = sum(price.state for price in own) + worst
+        return self.bytes_held[key]
 
     def score(self, candidate: Candidate) -> _Score:
-        prices = self.stage_prices(candidate)
-        ranks = [sum(prices[stage].seconds for stage in rank.stages) for rank in self.ranks]
-        excess = self.excess(self.peak(prices)) if self.limit is not None else 0
-        return _Score(excess, max(ranks), max(p.seconds for p in prices), sum(p.seconds**2 for p in prices))
+        times = self.stage_seconds(candidate)
+        ranks = [sum(map(times.__getitem__, rank.stages)) for rank in self.ranks]
+        excess = self.excess(self.peak(self.stage_prices(candidate))) if self.limit is not None else 0
+        return _Score(excess, max(ranks), max(times), sum(map(mul, times, times)))
 
     def moves(self, candidate: Candidate, sources: Iterable[int] | None = None) -> Iterator[Candidate]:
         """One decoder layer from a stage to another (those between shift), or the MTP layers to another stage."""

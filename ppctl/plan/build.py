@@ -30,6 +30,7 @@ from ppctl.plan.timing import (
     CAPACITY,
     CSV,
     Choice,
+    Proof,
     check_length,
     choose_schedule,
     compute_only,
@@ -84,6 +85,8 @@ class Derivation:
     batch: Batch | None = None
     choice: Choice | None = None
     measured: Measured | None = None
+    proof: Proof | None = None
+    """Of the schedule that a search for the layout was made with."""
 
     @property
     def complete(self) -> bool:
@@ -129,8 +132,8 @@ def _balanced(said: Said, derivation: Derivation) -> Cut:
     assert world and cut and batch and choice
     from ppctl.plan.auto import balanced_cut  # few plans search
 
-    schedule, _ = proved(said, compute_only(said, choice, cut.vpp, batch.num_microbatches))
-    return balanced_cut(said, cut, batch, schedule, _sizes(said, world, cut), derivation.measured)
+    derivation.proof = proved(said, compute_only(said, choice, cut.vpp, batch.num_microbatches))
+    return balanced_cut(said, cut, batch, derivation.proof.schedule, _sizes(said, world, cut), derivation.measured)
 
 
 def _choice(said: Said, derivation: Derivation, given: Schedule | None, findings: Findings) -> Choice | None:
@@ -189,7 +192,10 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     sizes = _sizes(said, world, cut)
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, choice.placement)
     plain, decided = _compute_only(said, derivation, stages, sizes)
-    schedule, wrong = proved(said, plain)
+    proof = derivation.proof
+    if proof is None or proof.plain != plain:
+        proof = proved(said, plain)
+    schedule, wrong = proof.schedule, proof.wrong
     costs = _priced(said, derivation, stages, sizes)
     run = plain if wrong else schedule
     trace = predicted(run, simulation_costs(costs, stages))
@@ -242,5 +248,5 @@ def _held(said: Said, derivation: Derivation) -> Sequence[RankCost]:
     sizes, size = _sizes(said, world, cut), batch.micro_batch_size
     stages = stage_specs(said.config, cut.layout, size, choice.placement)
     plain, _ = _compute_only(said, derivation, stages, sizes)
-    schedule, _ = proved(said, plain)
+    schedule = proved(said, plain).schedule
     return rank_costs(said.config, stages, sizes, schedule, size)

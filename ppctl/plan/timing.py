@@ -132,26 +132,34 @@ def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int, ex
     )
 
 
-def proved(said: Said, plain: Schedule) -> tuple[Schedule, list[Problem]]:
+class Proof(NamedTuple):
+    """A compute-only schedule, what it was lowered to, and what is wrong with that."""
+
+    plain: Schedule
+    schedule: Schedule
+    wrong: list[Problem]
+
+
+def proved(said: Said, plain: Schedule) -> Proof:
     """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity was given."""
     capacity, batched = said[CAPACITY], in_batches(said.config.parallel)
     if plain.name == GIVEN and (wrong := verify(plain)):
-        return plain, [replace(each, place=f"{each.place}\n{said.told(CSV)}".strip()) for each in wrong]
+        return Proof(plain, plain, [replace(each, place=f"{each.place}\n{said.told(CSV)}".strip()) for each in wrong])
     try:
         free = lower(plain, batched=batched)
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
-        return plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)]
+        return Proof(plain, plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)])
     schedule = free if capacity is None else lower(plain, capacity=capacity, batched=batched)
     wrong = verify(schedule)
     if capacity is None or batched:
-        return schedule, wrong
+        return Proof(plain, schedule, wrong)
     twin = forwards_alone(schedule.placement, plain.num_microbatches)
     wrong = wrong or verify(lower(twin, capacity=capacity))
     enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
-    return schedule, [
-        replace(each, remedy=remedy, place=f"{each.place}\n{said.told(CAPACITY)}".strip()) for each in wrong
-    ]
+    place = said.told(CAPACITY)
+    told = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
+    return Proof(plain, schedule, told)
 
 
 def predicted(schedule: Schedule, costs: Costs) -> Trace:
