@@ -157,7 +157,7 @@ stop() {
 }
 
 leftover() {
-  [[ $(readlink "$1/exe") == */slurmstepd ]] || grep -qz '^SLURM_JOB_ID=' "$1/environ" 2>/dev/null
+  [[ $(readlink "$1/exe") == */slurmstepd* ]] || grep -qz '^SLURM_JOB_ID=' "$1/environ" 2>/dev/null
 }
 
 if [ "${1:-}" = install ]; then
