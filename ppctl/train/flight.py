@@ -1,6 +1,6 @@
 """Torch's flight recorder: the last collectives that a rank asked for, kept in the run directory when the job hangs.
 
-Knows the recorder's variables (torch 2.13's names, and NCCL's older ones) and its dump. Must not know when a job hangs.
+Knows the recorder's variables (torch 2.13's names; an older one is heeded where it is set) and its dump. Must not know when a job hangs.
 gloo records collectives, and no single messages, which the pipeline's edges are on a CPU. What NCCL records was not
 seen yet.
 """
@@ -25,9 +25,8 @@ def turn_on(run: RunDir) -> None:
         (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), prefix),
         (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
     ):
-        given = next((os.environ[name] for name in names if name in os.environ), value)
-        for name in names:
-            os.environ[name] = given
+        # The newest name alone: torch warns of the older one in every rank's log.
+        os.environ.setdefault(names[0], next((os.environ[name] for name in names if name in os.environ), value))
 
 
 def write(run: RunDir, rank: int) -> None:

@@ -35,7 +35,6 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
         "TORCH_FR_BUFFER_SIZE": "77",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "77",
         "TORCH_FR_DUMP_TEMP_FILE": prefix,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     flight.write(run, 3)
