@@ -1,8 +1,8 @@
 """Torch's flight recorder: the last collectives that a rank asked for, kept in the run directory when the job hangs.
 
-Knows the recorder's variables (torch 2.13's names; an older one is heeded where it is set) and its dump. Must not know when
-a job hangs. gloo records collectives, and no single messages, which the pipeline's edges are on a CPU. What NCCL records was
-not seen yet.
+Knows the recorder's variables (torch 2.13's names; an older one is heeded where it is set) and its dump. Must not know
+when a job hangs. gloo records collectives, and no single messages, which the pipeline's edges are on a CPU. What NCCL
+records was not seen yet.
 """
 
 from __future__ import annotations
