@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import CostConfig, RunConfig
 from ppctl.cost import parameters
+from ppctl.cost.allocator import ALLOCATORS
+from ppctl.cost.devices import DEVICES
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.layout.text import MAX_ITEMS
@@ -102,7 +104,7 @@ class Derivation:
 
 def derive(said: Said) -> Derivation:
     """Sizes, layout, batch and the choice of schedule, with everything that is wrong."""
-    derivation = Derivation(list(positive(said)))
+    derivation = Derivation([*positive(said), *_unknown_presets(said)])
     findings = derivation.findings
     if findings:
         return derivation
@@ -125,6 +127,15 @@ def derive(said: Said) -> Derivation:
     if said["layout"] == AUTO and derivation.complete and not findings:
         derivation.cut = _balanced(said, derivation)
     return derivation
+
+
+def _unknown_presets(said: Said) -> Iterable[Finding]:
+    """Names under which no device and no allocator is known: nothing can be priced."""
+    for key, known in (("cost.device", DEVICES), ("cost.allocator", ALLOCATORS)):
+        name = said[key]
+        if name is not None and (name.lower() if key == "cost.device" else name) not in known:
+            message = f"there is no {key} {name}; there are {', '.join(known)}"
+            yield Finding("PP-E103", key, message, said.told(key), ((key, getattr(CostConfig(), key[5:])),))
 
 
 def _balanced(said: Said, derivation: Derivation) -> Cut:

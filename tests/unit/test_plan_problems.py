@@ -271,6 +271,8 @@ def test_every_recipe_names_its_device_and_the_memory_that_its_plan_is_held_agai
     [
         (["pipeline.pp_schedule=foo"], ["pipeline.pp_schedule"]),
         (["launch.device_memory=much"], ["launch.device_memory"]),
+        (["cost.device=h9"], ["cost.device"]),
+        (["cost.allocator=mine"], ["cost.allocator"]),
         (["launch.device_memory=much", "pipeline.pp_schedule=foo"], ["launch.device_memory", "pipeline.pp_schedule"]),
         (["pp=0", "gbs=-1"], ["parallel.pipeline_model_parallel_size", "train.global_batch_size"]),
     ],
