@@ -76,8 +76,10 @@ def _strike(kind: str) -> None:
     if kind == "hold":
         import ctypes
 
+        # Locked twice: no signal wakes it up, as one would wake up a sleep, and Python gets no chance in between.
+        mutex, lock = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock
         while True:
-            ctypes.PyDLL(None).pause()
+            lock(mutex)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
