@@ -15,6 +15,9 @@ from ppctl.plan.said import Override, Said, command
 REMEDIES = 2
 """How many ways out a problem offers."""
 
+MEMORY = "PP-E801"
+"""Costly to judge: where one way out was found, longer ones are not looked for."""
+
 _CHAIN = 3
 """How many rules one way out may have to mend: sizes, experts, memory."""
 
@@ -77,7 +80,8 @@ def _remedies(said: Said, finding: Finding, rules: set[Rule], judge: Judge) -> l
             (partial if broken else whole).append(command(candidate))
         elif len(new) == 1 and new[0].rule != finding.rule:
             breaking.append((candidate, new[0]))
-    for candidate, other in breaking:
+    alone = bool(whole) and finding.code == MEMORY
+    for candidate, other in breaking if not alone else ():
         if len(whole) < REMEDIES:
             for text, clean in islice(_together(said, candidate, other, judge, others, {finding.rule}), 1):
                 (whole if clean else partial).append(text)
