@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     measured = _as_rank(started) if started.by_others else _measure(args.ranks)
     if started.by_others and started.rank != 0:
         return 0
-    found = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), **measured}
+    here = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": _gpus()}
+    found = here | measured
     wrong = list(_wrong(found))
     if args.json:
         print(json.dumps(found | {"wrong": wrong}, indent=1))
@@ -131,6 +132,11 @@ def _shared_memory() -> int | None:
     return room.f_bavail * room.f_frsize
 
 
+def _gpus() -> int:
+    """NVIDIA devices that the kernel knows, whatever torch sees: laptops without any have its CUDA build too."""
+    return sum(1 for device in Path("/dev").glob("nvidia*") if device.name.removeprefix("nvidia").isdigit())
+
+
 def _wrong(found: dict[str, Any]) -> Iterator[str]:
     """Everything that is not as it should be, the worst first."""
     if found["failure"]:
@@ -142,8 +148,8 @@ def _wrong(found: dict[str, Any]) -> Iterator[str]:
     versions = found["versions"] or {}
     if versions and tuple(int(part) for part in versions["torch"].split("+")[0].split(".")[:2]) < _OLDEST:
         yield f"torch {versions['torch']} is older than {'.'.join(map(str, _OLDEST))}"
-    if versions and versions["cuda"] and not versions["devices"]:
-        yield "torch is a CUDA build and sees no device: nvidia-smi tells more"
+    if versions and versions["cuda"] and found["gpus"] and not versions["devices"]:
+        yield f"torch sees none of the {found['gpus']} GPUs that are here: nvidia-smi tells more"
     disk = found["disk"]
     if disk["error"]:
         yield f"{disk['path']} cannot be written: {disk['error']}"
