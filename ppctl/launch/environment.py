@@ -61,12 +61,15 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if not 0 <= rank < world:
         raise ValueError(f"RANK {rank} is none of WORLD_SIZE {world}")
-    local = int(environ.get("LOCAL_RANK", rank))
+    local_world = int(environ.get("LOCAL_WORLD_SIZE", world))
+    if local_world < 1:
+        raise ValueError(f"LOCAL_WORLD_SIZE {local_world} is no number of ranks")
+    local = int(environ.get("LOCAL_RANK", rank % local_world))
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
         "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": environ.get("LOCAL_WORLD_SIZE", str(world)),
+        "LOCAL_WORLD_SIZE": str(local_world),
         "MASTER_ADDR": environ["MASTER_ADDR"],
         "MASTER_PORT": str(int(environ["MASTER_PORT"])),
     }

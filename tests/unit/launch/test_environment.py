@@ -74,6 +74,11 @@ def test_a_task_of_srun_gets_a_workers_variables() -> None:
     }
 
 
+def test_ranks_of_a_node_are_counted_where_only_their_number_is_said() -> None:
+    said = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    assert detect(said).variables["LOCAL_RANK"] == "1"
+
+
 def test_steps_and_requeues_of_a_job_meet_at_ports_of_their_own_outside_the_kernels_range() -> None:
     starts = [SRUN | {"SLURM_STEP_ID": str(s), "SLURM_RESTART_COUNT": str(r)} for s in range(3) for r in range(3)]
     ports = [int(detect(start).variables["MASTER_PORT"]) for start in starts]
