@@ -89,6 +89,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     asked = parser.parse_args()
     os.environ.pop("MASTER_PORT", None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would ranks
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
         first_step_of_ppctl(asked.ranks, where)  # makes the run directory that the plain side reads, and warms the disk
