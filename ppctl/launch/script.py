@@ -198,11 +198,15 @@ fi
 # One process per rank. SLURM's signals go to them; `wait` returns early when one reaches this shell.
 srun "${ranks[@]}" "${container[@]}" "$python" -m ppctl.launch.rank "$run" &
 step=$!
+# A lost node would keep srun waiting until SLURM sees the loss, minutes later: the ranks' word is enough.
+(until [ -e "$mark" ]; do sleep 2; done; sleep 8; kill -KILL "$step") &
+watch=$!
 while true; do
-  wait "$step"
+  wait "$step" 2>/dev/null # not even when it is killed
   step_code=$?
   if ((step_code <= 128)) || ! kill -0 "$step" 2>/dev/null; then break; fi
 done
+kill "$watch" 2>/dev/null || true
 
 if [ -e "$mark" ] && [ -z "$ended" ]; then
   { read -r without; read -r why; } <"$mark"
