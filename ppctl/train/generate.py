@@ -92,13 +92,15 @@ def drawn(logits: torch.Tensor, dice: torch.Generator) -> torch.Tensor:
 
 SAMPLE_LENGTH = 200
 SHORT_SAMPLE_LENGTH = 32
-"""Of a miniature: it has the stages of a large model, and every token passes through all of them."""
+"""Of a large model, so that a finished run does not keep its devices; and of a miniature, which has as many stages."""
+SAMPLE_FLOPS = 1e12
+"""What the long sample may take: seconds on a CPU. A window is computed anew for every token."""
 _PROMPT_LENGTH = 64
 _NEWLINE = ord("\n")
 
 
 def write_sample(session: Session) -> dict[str, str] | None:
-    """What the model makes of a line in the middle of the corpus: `{prompt, text}` with SAMPLE_LENGTH tokens.
+    """What the model makes of a line in the middle of the corpus: `{prompt, text}`.
 
     None off rank 0, and where the tokens have no text.
 
@@ -121,9 +123,15 @@ def _sample(session: Session) -> dict[str, str] | None:
     tokens = prompt.tolist()
     if max(tokens) >= tokenizer.vocab_size:
         return None  # mapped tokens of another tokenizer than the config's: nobody here can write them as text
-    length = SAMPLE_LENGTH if session.config.scale is None else SHORT_SAMPLE_LENGTH
-    text = tokenizer.decode(Generator(session).continue_prompt(tokens, length))
+    text = tokenizer.decode(Generator(session).continue_prompt(tokens, _sample_length(session)))
     return {"prompt": tokenizer.decode(tokens), "text": text}
+
+
+def _sample_length(session: Session) -> int:
+    """Tokens, by what every rank knows alike."""
+    window = sum(spec.flops_forward for spec in session.plan.stages)
+    small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
+    return SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH
 
 
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:
