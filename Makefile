@@ -36,13 +36,14 @@ fix: .venv/ready-dev         ## let ruff format and mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: .venv/ready-core      ## the engine against its peers, the planner against Hydra, the launcher against bare processes
-	$(PY) benchmarks/plan_speed.py
+bench: .venv/ready-core      ## the engine against its peers, the launcher against bare processes
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/engine.py
 
-bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles
+bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles, Hydra's speed, and this CPU
 	$(PY) benchmarks/plan_accuracy.py
+	$(PY) benchmarks/plan_speed.py
+	$(PY) benchmarks/plan_on_cpu.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
 	PPCTL_GOLDEN=write $(PY) -m pytest -m "not gpu" tests/golden tests/unit
