@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppctl.processes import is_stopped
+
 STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
 NO_ACTION = -1
 
@@ -179,13 +181,6 @@ def _lives(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine is stopped (SIGSTOP, a debugger); False where the system does not say."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
 
 
 def host_name() -> str:

@@ -4,7 +4,7 @@ The only module that knows these names. Must not know what the values mean: a co
 out whole. Both towers use it.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                         profile.json submit.sbatch job.json life requeue.<job>.<life>
+                         profile.json holder.json submit.sbatch job.json life requeue.<job>.<life>
                          logs/ heartbeats/ trace/ checkpoints/ errors/
 """
 
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import TAKEN, append, lock, release, write_atomically
+from ppctl.processes import identity
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
@@ -90,9 +91,15 @@ class RunDir:
         if descriptor is not None:
             os.set_inheritable(descriptor, True)
         try:
+            with suppress(OSError):  # it only makes a later loss known sooner
+                self._write("holder.json", json.dumps(identity()) + "\n", durable=False)
             yield
         finally:
             release(descriptor)
+
+    def holder(self) -> dict[str, Any]:
+        """The process that held the run last, as `processes.identity` says it; empty where none ever did."""
+        return self._mapping("holder.json")
 
     def is_held(self) -> bool:
         """Whether a launcher on a machine that shares this file system's locks is running it now."""

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.processes import is_gone
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run, list_runs
 
+LOST = "lost"
+"""What a run is whose status.json says that it lives, and nobody runs it."""
 _LIVES = ("starting", "running")
 _QUIET = 60.0
 """Seconds without any writing after which a run that nobody holds counts as lost: heartbeats come every ten."""
@@ -51,18 +54,19 @@ def run(args: argparse.Namespace) -> int:
 def facts(run: RunDir) -> dict[str, Any]:
     """What is known of a run without reading its plan."""
     status, metrics = run.status(), run.metrics()
+    state = _state(run, status)
     last = metrics[-1] if metrics else {}
     checkpoint = run.latest_checkpoint()
     return {
         "id": run.id,
         "name": run.name,
-        "state": _state(run, status),
+        "state": state,
         "step": last["step"] + 1 if last else 0,
         "loss": last.get("loss"),
         "slowest_stage": last.get("slowest_stage"),
         "slowest_rank": last.get("slowest_rank"),
         "time": status.get("time"),
-        "message": status.get("message") or None,
+        "message": status.get("message") or _why_lost(run, state),
         "checkpoint": str(checkpoint) if checkpoint else None,
         "command": run.commands()[-1],
         "path": str(run.path),
@@ -70,12 +74,21 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def _state(run: RunDir, status: dict[str, Any]) -> str:
-    """As status.json says, but `lost` where it says that a run lives and nobody runs it."""
+    """As status.json says, but `lost` where nobody runs it: at once where its process is known."""
     state = str(status["state"])
     if state not in _LIVES or run.is_held():
         return state
+    if is_gone(run.holder()):
+        return LOST
     files = [run.path, *run.path.glob("*.json*"), *(run.path / "heartbeats").glob("*.json")]
-    return "lost" if time.time() - max(file.stat().st_mtime for file in files) > _QUIET else state
+    return LOST if time.time() - max(file.stat().st_mtime for file in files) > _QUIET else state
+
+
+def _why_lost(run: RunDir, state: str) -> str | None:
+    holder = run.holder()
+    if state != LOST or not is_gone(holder):
+        return None
+    return f"the process that ran it ({holder['pid']} on {holder['machine']}) is gone, and its ranks with it"
 
 
 def table(found: list[dict[str, Any]]) -> str:

@@ -53,8 +53,12 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         home = self.prefix.parent
         self._made = [folder for folder in (home, *home.parents) if not folder.exists()]
-        home.mkdir(parents=True, exist_ok=True)
-        self._stream = open(self._drafts[0], "xb")
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            self._stream = open(self._drafts[0], "xb")
+        except BaseException:  # a signal may strike when the file is there, and nobody leaves what was not entered
+            self._remove_drafts()
+            raise
         return self
 
     def add_document(self, tokens: Tokens, end: Sequence[int] = (), place: str = "") -> None:
@@ -82,12 +86,15 @@ class IndexedWriter:
         finally:
             with suppress(OSError):  # a full disk refuses the last bytes once more
                 self._stream.close()
-            for draft in self._drafts:
-                with suppress(OSError):
-                    draft.unlink(missing_ok=True)
-            for folder in self._made:
-                with suppress(OSError):  # it holds what was published
-                    folder.rmdir()
+            self._remove_drafts()
+
+    def _remove_drafts(self) -> None:
+        for draft in self._drafts:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+        for folder in self._made:
+            with suppress(OSError):  # it holds what was published
+                folder.rmdir()
 
     def _publish(self) -> None:
         _sync(self._stream)

@@ -41,6 +41,7 @@ class Started:
 
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_READ_BESIDE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def detect(environ: Mapping[str, str]) -> Started:
@@ -51,7 +52,9 @@ def detect(environ: Mapping[str, str]) -> Started:
         if environ.get("SLURM_STEP_ID", "") not in _NO_STEP:
             return _by_slurm(environ)
     except (KeyError, ValueError) as error:
-        given = {name: environ[name] for name in (*_RANK_VARIABLES, *_SLURM_VARIABLES) if name in environ}
+        given = {
+            name: environ[name] for name in (*_RANK_VARIABLES, *_READ_BESIDE, *_SLURM_VARIABLES) if name in environ
+        }
         message = f"the variables that say which rank this is are incomplete or no numbers: {error}; given: {given}"
         raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
     return Started("person")
@@ -80,7 +83,10 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
     return Started("torchrun" if elastic else "env", rank, world, run_id, restarts, variables)
 
 
-_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_SLURM_VARIABLES = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NODEID"),
+)
 
 
 def _by_slurm(environ: Mapping[str, str]) -> Started:

@@ -27,6 +27,7 @@ from ppctl.launch.output import Pump
 from ppctl.launch.process import RankProcess
 from ppctl.launch.report import Exit
 from ppctl.launch.signals import Signals
+from ppctl.processes import is_stopped
 from ppctl.rundir import RunDir
 
 _ASK_AGAIN = 1.0
@@ -130,9 +131,7 @@ class Watch:
         """End a job in which nothing moves any more: who is waited for is told first."""
         now = time.monotonic()
         standings = [
-            Standing(
-                b.rank, b.state, b.step, b.index, b.since, b.working, heartbeat.is_stopped(b.pid), heartbeat.host_name()
-            )
+            Standing(b.rank, b.state, b.step, b.index, b.since, b.working, is_stopped(b.pid), heartbeat.host_name())
             for b in heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
         ]
         still = progress.late(standings, now)

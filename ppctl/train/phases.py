@@ -6,11 +6,12 @@ Knows a clock and the process's age. Must not know what a phase does.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ppctl.processes import started
 
 
 class Phases:
@@ -40,7 +41,7 @@ class Phases:
 
 def process_age() -> float:
     """Seconds since this process began; what it has computed so far, where the system does not say."""
-    if sys.platform == "linux":
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    ticks = started(os.getpid())
+    if ticks is not None:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
     return time.process_time()

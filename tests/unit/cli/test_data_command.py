@@ -122,11 +122,12 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, number: int, code: int) 
     with open("large.jsonl", "w") as file:
         file.writelines('{"text": "' + "word " * 2000 + '"}\n' for _ in range(20_000))
     process = start("data", "tokenize", "large.jsonl", "x", cwd=tmp_path)
-    deadline = time.monotonic() + 30
-    while not any(".tmp" in name for name in names()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while not any(".tmp" in name for name in names()):
+        assert time.monotonic() < deadline and process.poll() is None, "it never began to write"
         time.sleep(0.01)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == code
     assert names() == {"large.jsonl"}
 

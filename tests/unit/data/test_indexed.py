@@ -1,5 +1,6 @@
 """Megatron's .bin and .idx: the bytes that we write, what we read, and every damage by file and document."""
 
+import signal
 import struct
 
 import numpy as np
@@ -174,6 +175,17 @@ def test_what_is_there_is_not_written_over_unless_asked(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == EXPECTED_BIN
     write(tmp_path / "a", [[1]], overwrite=True)
     assert open_indexed(str(tmp_path / "a")).tokens.tolist() == [1]
+
+
+def test_a_signal_that_strikes_when_the_file_has_just_been_made_leaves_nothing(tmp_path, monkeypatch):
+    def open_and_be_interrupted(path, mode):
+        open(path, mode).close()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("ppctl.data.indexed_writer.open", open_and_be_interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "new" / "a", np.dtype("<u2")):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, OSError])

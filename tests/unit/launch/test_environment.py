@@ -92,19 +92,28 @@ def test_restarts_are_counted_whoever_restarts() -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
+    "wrong",
     [
-        TORCHRUN | {"RANK": "three"},
-        {k: v for k, v in SRUN.items() if k != "SLURM_LOCALID"},
-        TORCHRUN | {"RANK": "5", "WORLD_SIZE": "2"},
-        TORCHRUN | {"RANK": "0", "WORLD_SIZE": "0"},
-        TORCHRUN | {"MASTER_PORT": "http"},
+        {"RANK": "three"},
+        {"RANK": "5", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "0"},
+        {"MASTER_PORT": "http"},
+        {"LOCAL_WORLD_SIZE": "0"},
+        {"LOCAL_RANK": "first"},
+        {"TORCHELASTIC_RESTART_COUNT": "often"},
     ],
-    ids=["no number", "one is missing", "a rank outside the world", "an empty world", "no port"],
+    ids=lambda wrong: " ".join(f"{name}={value}" for name, value in wrong.items()),
 )
-def test_variables_that_make_no_sense_are_an_error(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="PP-E606"):
-        detect(environ)
+def test_a_variable_that_makes_no_sense_is_an_error_that_shows_it(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="PP-E606") as raised:
+        detect(TORCHRUN | wrong)
+    for name, value in wrong.items():
+        assert f"'{name}': '{value}'" in str(raised.value)
+
+
+def test_a_variable_of_slurms_that_is_missing_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"PP-E606.*SLURM_LOCALID"):
+        detect({k: v for k, v in SRUN.items() if k != "SLURM_LOCALID"})
 
 
 @pytest.mark.parametrize(

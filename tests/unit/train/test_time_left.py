@@ -99,7 +99,13 @@ def test_phases_add_up() -> None:
         time.sleep(0.01)
     assert list(phases.seconds) == ["import", "groups"]
     assert 0.02 <= phases.seconds["groups"] < 5
-    assert phases.line().startswith("start-up 2.0 s: import 2.0, groups 0.0")
+
+
+def test_phases_are_told_in_their_order_with_their_sum() -> None:
+    phases = Phases()
+    for name, seconds in (("import", 2.0), ("groups", 0.25), ("groups", 0.5)):
+        phases.add(name, seconds)
+    assert phases.line() == "start-up 2.8 s: import 2.0, groups 0.8"
 
 
 def test_a_process_knows_how_old_it_is() -> None:
