@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypeGuard
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from ppctl.comm.buffers import Message, MessageSpec, TensorLike
 from ppctl.comm.channels import Arrival
@@ -192,7 +192,9 @@ def _run_backward(edges: Sequence[GradientEdge | None], seeds: Sequence[torch.Te
     """Backward from the outputs that have a graph; a stage without any (all frozen) has nothing to do."""
     pairs = [(edge, seed) for edge, seed in zip(edges, seeds, strict=True) if edge is not None]
     if pairs:
-        torch.autograd.backward([edge for edge, _ in pairs], [seed for _, seed in pairs])
+        # What torch.autograd.backward comes down to, which imports sympy to look at shapes that the plan knows.
+        roots, gradients = zip(*pairs, strict=True)
+        _engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _is_message(outputs: object) -> TypeGuard[Message]:

@@ -106,7 +106,7 @@ def build_stage(
 
     Of the routed experts only those of `share` are built.
     """
-    module = meta_stage(spec.layers, model, share).to(dtype).to_empty(device=device)
+    module = _given_memory(meta_stage(spec.layers, model, share), dtype, device)
     initialize(module.canonical_parameters(), model, seed, module.held)
     for router in module.routers():
         router.reset_bias(device)
@@ -117,6 +117,16 @@ def meta_stage(layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) 
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
         return StageModule(layers, model, share)
+
+
+def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device | str) -> StageModule:
+    """`module.to(dtype).to_empty(device=device)`, without sympy, which that imports."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device=device)
+
+    apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], StageModule] = module._apply
+    return apply(empty)
 
 
 def canonical_names(model: ModelConfig, layers: Sequence[str]) -> tuple[str, ...]:

@@ -6,10 +6,12 @@ Knows which parameters decay and how the optimizer's state is named. Must not kn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from ppctl.config.schema import ModelConfig, OptimConfig
 from ppctl.model.names import is_decayed
@@ -32,42 +34,84 @@ def lr_at(step: int, optim: OptimConfig, steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+@dataclass(slots=True)
+class Group:
+    """Parameters with one decay; `lr` is set anew for every step."""
+
+    parameters: list[nn.Parameter]
+    weight_decay: float
+    lr: float
+
+
+class AdamW:
+    """torch's AdamW, called by its functional form.
+
+    torch.optim.Optimizer imports torch's compiler to keep it out of every step: a second of each rank's start.
+    """
+
+    def __init__(self, groups: Sequence[Group], betas: tuple[float, float], eps: float) -> None:
+        self.groups = groups
+        self.betas = betas
+        self.eps = eps
+        # From the start, so that a checkpoint can be loaded into it in place.
+        self.state = {
+            parameter: {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            for group in groups
+            for parameter in group.parameters
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        for group in self.groups:
+            moved = [p for p in group.parameters if p.grad is not None]
+            state = [self.state[p] for p in moved]
+            adamw(
+                list(moved),
+                [p.grad for p in moved if p.grad is not None],
+                [entry["exp_avg"] for entry in state],
+                [entry["exp_avg_sq"] for entry in state],
+                [],
+                [entry["step"] for entry in state],
+                amsgrad=False,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                lr=group.lr,
+                weight_decay=group.weight_decay,
+                eps=self.eps,
+                maximize=False,
+            )
+
+
 def build_optimizer(
     masters: Mapping[str, nn.Parameter],
     optim: OptimConfig,
     model: ModelConfig,
     *,
     wholes: Mapping[str, Tensor] | None = None,
-) -> torch.optim.AdamW:
+) -> AdamW:
     """AdamW with two groups: matrices decay, norms, biases and embeddings (tied uses included) do not.
 
-    The state exists from the start (zeros), so that a checkpoint can be loaded into it in place. A rank without
-    parameters gets an optimizer whose step does nothing. `wholes` are the parameters that the masters are parts of,
-    where they are.
+    A rank without parameters gets an optimizer whose step does nothing. `wholes` are the parameters that the masters
+    are parts of, where they are.
     """
     dims = {name: p.dim() for name, p in (wholes or masters).items()}
     decayed = [p for name, p in masters.items() if is_decayed(name, dims[name], model)]
     spared = [p for name, p in masters.items() if not is_decayed(name, dims[name], model)]
-    groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    for parameter in masters.values():
-        optimizer.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
+    groups = [Group(decayed, optim.weight_decay, optim.lr), Group(spared, 0.0, optim.lr)]
+    return AdamW(groups, (optim.beta1, optim.beta2), optim.eps)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: AdamW, lr: float) -> None:
     """Let the next step run at this rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for group in optimizer.groups:
+        group.lr = lr
 
 
-def state_by_name(optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter]) -> State:
+def state_by_name(optimizer: AdamW, masters: Mapping[str, nn.Parameter]) -> State:
     """The optimizer's state by canonical name: its own tensors, to be saved, or to be loaded into in place."""
     return {name: dict(optimizer.state[parameter]) for name, parameter in masters.items()}

@@ -37,7 +37,7 @@ from ppctl.train.gathered import GatheredWeights
 from ppctl.train.grad_norm import GradientNorm
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured import RecentSteps
-from ppctl.train.optimizer import build_optimizer
+from ppctl.train.optimizer import AdamW, build_optimizer
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GradientScatter, ShardedWeights
 
@@ -66,7 +66,7 @@ class Session:
     stages: dict[int, StageModule]
     recompute: dict[int, Switch]
     weights: Weights | ShardedWeights
-    optimizer: torch.optim.AdamW
+    optimizer: AdamW
     loss_scale: LossScale | None
     """In float16 only."""
     reducer: GradientReducer | GradientScatter
@@ -133,7 +133,10 @@ def build_session(
     communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
     data = load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
-    torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
+    if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(
+            config.parallel.deterministic_mode
+        )  # imports torch's compiler, whatever is asked
     share = Share(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
     stages = {
         spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, share=share)

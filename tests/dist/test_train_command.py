@@ -52,7 +52,7 @@ def whole_run(text, tmp_path_factory):
     """An uninterrupted run of 12 steps in 4 ranks, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
     trackers = ("log.tensorboard=true", "log.wandb=true")
-    done = ppctl("train", *TWELVE, *FOUR, text, *trackers, cwd=cwd, WANDB_MODE="offline")
+    done = ppctl("train", *TWELVE, *FOUR, text, *trackers, cwd=cwd, WANDB_MODE="offline", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0, done.stderr
     return done, only_run(cwd)
 
@@ -64,6 +64,14 @@ def losses(run: Path) -> list[object]:
 def test_the_losses_are_those_of_one_process(whole_run):
     _, run = whole_run
     assert losses(run) == reference_losses(run, 12)
+
+
+def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
+    """More than a second of every rank's start. Only the library that saves needs sympy, and brings it along."""
+    log = (whole_run[1] / "logs" / "rank-0001.log").read_text()
+    imported = re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE)
+    assert "torch._dynamo" not in imported
+    assert imported.index("ppctl.train.watchdog") < imported.index("sympy") < imported.index("ppctl.checkpoint.ranks")
 
 
 def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(whole_run, tmp_path):

@@ -29,7 +29,7 @@ def masters(layout="EttttL", stage=0, **changes):
 def test_matrices_decay_and_norms_biases_and_embeddings_do_not(changes, spared):
     own, model = masters(**changes)
     optimizer = build_optimizer(own, OptimConfig(weight_decay=0.3), model)
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {id(p): group.weight_decay for group in optimizer.groups for p in group.parameters}
     assert len(decay) == len(own)
     for name, parameter in own.items():
         exempt = name in spared or name.endswith(".bias") or "norm" in name
