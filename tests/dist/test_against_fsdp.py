@@ -1,4 +1,4 @@
-"""`data_parallel_sharding=full` against torch's own fully sharded data parallelism (FSDP2), weights kept for the step."""
+"""`data_parallel_sharding=full` against torch's own fully sharded data parallelism (FSDP2), weights kept for a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that starts from a directory that transformers wrote has transformers' loss and gradients, however it is cut."""
+"""A run that starts from a directory that transformers wrote has transformers' loss and gradients, however cut."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.families.directory import open_directory
 from ppctl.launch.weights import check_weights, model_values
-from ppctl.model.loss import token_losses
 from ppctl.model.initialize import pieces
+from ppctl.model.loss import token_losses
 from ppctl.model.names import owner_of
 from ppctl.plan.build import build_plan
 from ppctl.pretrained.reading import Reader

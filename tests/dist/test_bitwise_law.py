@@ -59,7 +59,9 @@ def config_of(
     )
     config.parallel.deallocate_pipeline_outputs = True
     for key, value in parallel.items():
-        owner = next(part for part in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(part, key))
+        owner = next(
+            part for part in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(part, key)
+        )
         setattr(owner, key, value)
     config.data.path, config.data.seq_length = str(text), SEQ
     config.train.steps, config.train.micro_batch_size = STEPS, 2
@@ -96,7 +98,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bool = False, clip_grad: float = 1.0):
     config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
     config.optim.eps, config.optim.clip_grad = eps, clip_grad
-    return train_reference(config.model, config.optim, config.train.seed, microbatches(config, STEPS), scale_grads=scale_grads)
+    return train_reference(
+        config.model, config.optim, config.train.seed, microbatches(config, STEPS), scale_grads=scale_grads
+    )
 
 
 def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
@@ -118,7 +122,9 @@ def numbers_of_microbatches(pp: int) -> list[int]:
     return sorted({1, 2, pp, pp + 1, 2 * pp + 1})
 
 
-GRID = [(pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in numbers_of_microbatches(pp) if vpp == 1 or m >= pp]
+GRID = [
+    (pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in numbers_of_microbatches(pp) if vpp == 1 or m >= pp
+]
 SAMPLE = random.Random(7).sample(GRID, 8)
 
 

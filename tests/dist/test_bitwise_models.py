@@ -1,4 +1,4 @@
-"""The bitwise law for what a layer may hold: experts with auxiliary losses and moving biases, and MTP, wherever it is."""
+"""The bitwise law for what a layer may hold: experts with auxiliary losses and moving biases, and MTP anywhere."""
 
 from __future__ import annotations
 

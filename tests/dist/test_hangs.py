@@ -1,4 +1,4 @@
-"""Twelve kinds of trouble at random actions: a job that cannot go on ends in time and names the culprit; others go on."""
+"""Twelve kinds of trouble at random actions: a job that cannot go on ends in time, its culprit named; others go on."""
 
 from __future__ import annotations
 

@@ -49,7 +49,10 @@ def reference_of(config: RunConfig):
     read = [batches.step(step) for step in range(STEPS)]
     assert sum(len(row) for b in read for rows in b.documents for row in rows) > 2 * STEPS * train.global_batch_size
     given = [
-        [(b.tokens[i], b.labels[i], b.loss_mask[i], packing_of(b.positions, b.documents, i)) for i in range(len(b.tokens))]
+        [
+            (b.tokens[i], b.labels[i], b.loss_mask[i], packing_of(b.positions, b.documents, i))
+            for i in range(len(b.tokens))
+        ]
         for b in read
     ]
     return train_reference(config.model, config.optim, train.seed, given, train.steps)

@@ -43,7 +43,11 @@ def changed(config: RunConfig, **changes: object) -> dict:
 def test_float16_leaves_out_the_steps_that_overflow_on_all_ranks_alike(text: Path) -> None:
     cut = {"pp": 2, "vpp": 1, "m": 4}
     mapping = changed(
-        config_of(text, **cut), parallel__fp16=True, optim__initial_loss_scale=2.0**24, train__steps=9, optim__hysteresis=1
+        config_of(text, **cut),
+        parallel__fp16=True,
+        optim__initial_loss_scale=2.0**24,
+        train__steps=9,
+        optim__hysteresis=1,
     )
     (records, masters, dtypes), (others, _, _) = run_ranks(train, 2, mapping, 9)
     assert [r["skipped"] for r in records] == [r["skipped"] for r in others], "all ranks alike"

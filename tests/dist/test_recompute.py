@@ -1,4 +1,4 @@
-"""Activation recompute: no bit changes, less lives from a forward to its backward, and the in-flight law still holds."""
+"""Activation recompute: no bit changes, less lives from a forward to its backward, and the in-flight law holds."""
 
 from __future__ import annotations
 
@@ -99,7 +99,9 @@ def forward_and_backward(
     return held, [p.grad for p in stage.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("modules", [["mla_up_proj"], ["layernorm", "mla_up_proj"], ["core_attn", "mla_up_proj", "mlp"]])
+@pytest.mark.parametrize(
+    "modules", [["mla_up_proj"], ["layernorm", "mla_up_proj"], ["core_attn", "mla_up_proj", "mlp"]]
+)
 def test_latent_attention_recomputes_its_projections_to_the_bit(modules):
     kept, expected = forward_and_backward(MLA, TrainConfig())
     held, gradients = forward_and_backward(

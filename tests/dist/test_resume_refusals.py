@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit what is to go on from it: told with what makes it fit, and nothing of the run is lost."""
+"""A checkpoint that does not fit what is to go on from it: told with what makes it fit, and nothing is lost."""
 
 from __future__ import annotations
 

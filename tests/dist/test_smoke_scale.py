@@ -27,7 +27,7 @@ def miniature(recipe: str, *typed: str) -> RunConfig:
 
 
 def train(mapping: dict) -> tuple[list[dict], dict[str, torch.Tensor], dict[str, list[float]]]:
-    """(records, weights, largest gradient of every parameter in the first step, one per expert where there are some)."""
+    """(records, weights, largest gradient of every parameter in the first step, per expert where there are some)."""
     config = from_mapping(mapping)
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
@@ -51,7 +51,9 @@ def reference(config: RunConfig):
 @pytest.mark.whole
 @pytest.mark.timeout(900)
 def test_deepseek_v3_in_small_has_the_bits_of_one_process_and_every_expert_learns(tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(3000)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{n} bottles of beer on the wall, take {n % 7} down\n" for n in range(3000))
+    )
     config = miniature("deepseek_v3", f"data.path={tmp_path}/text.txt")
     expected = reference(config)
     results = run_ranks(train, 16, to_mapping(config), timeout=600)

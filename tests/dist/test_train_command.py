@@ -40,7 +40,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def reference_losses(run: Path, steps: int) -> list[float]:
     """What one plain-torch process makes of the run's own config."""
     config = from_mapping(yaml.safe_load((run / "config.yaml").read_text()))
-    return train_reference(config.model, config.optim, config.train.seed, microbatches(config, steps), config.train.steps)[0]
+    return train_reference(
+        config.model, config.optim, config.train.seed, microbatches(config, steps), config.train.steps
+    )[0]
 
 
 TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
@@ -122,7 +124,15 @@ def test_a_record_has_the_documented_keys(whole_run):
     _, run = whole_run
     assert list(metrics(run)[0]) == [
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device", "step_time_s"),
-        *("bubble_fraction", "slowest_stage", "slowest_rank", "tflops_per_device", "mfu", "max_memory_bytes", "consumed_samples"),
+        *(
+            "bubble_fraction",
+            "slowest_stage",
+            "slowest_rank",
+            "tflops_per_device",
+            "mfu",
+            "max_memory_bytes",
+            "consumed_samples",
+        ),
     ]
     last = metrics(run)[-1]
     assert (last["step"], last["tokens"], last["consumed_samples"]) == (11, 8 * 16, 12 * 8)
