@@ -124,18 +124,18 @@ def _arm_room() -> None:
 
 
 def _arm_update() -> None:
-    import torch
+    from ppctl.train.optimizer import AdamW
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    step, steps = torch.optim.AdamW.step, [0]
+    step, steps = AdamW.step, [0]
 
-    def spoilt_step(self: torch.optim.AdamW) -> None:
+    def spoilt_step(self: AdamW) -> None:
         steps[0] += 1
         if os.environ["RANK"] == rank and steps[0] == int(number):
             _strike("raise")
         step(self)
 
-    torch.optim.AdamW.step = spoilt_step
+    AdamW.step = spoilt_step
 
 
 def _arm_save() -> None:
