@@ -1,7 +1,7 @@
-"""What people type, made into plain overrides: aliases, quoting of layouts, Megatron's flags, sweeps refused.
+"""What people type, made into plain overrides: aliases, Megatron's flags, sweeps refused.
 
-Pure: knows names and text, never values, files or Hydra. `normalise` turns tokens into `KEY=VALUE` with full key names,
-and its result is a fixed point of itself.
+Pure: knows names and text, never values or files; Hydra's grammar is `quoting`'s. `normalise` turns tokens into
+`KEY=VALUE` with full key names, and its result is a fixed point of itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ppctl.config.flags import LISTS, MEGATRON, SEVERAL, SWITCHES, Foreign, flag_problem, flags_problem, foreign
 from ppctl.config.keys import as_typed, keys, sections
+from ppctl.config.quoting import quote, sweep_values, unquoted
 from ppctl.errors import Problem
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
@@ -55,44 +56,9 @@ SYNONYMS = {
 }
 """Names that other systems have for a key, and for its section."""
 
-SETS_LAYOUT_ASIDE = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-    "model.num_layers",
-    "model.mtp_num_layers",
-    "parallel.num_layers_in_first_pipeline_stage",
-    "parallel.num_layers_in_last_pipeline_stage",
-    "parallel.account_for_embedding_in_pipeline_split",
-    "parallel.account_for_loss_in_pipeline_split",
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "pipeline.layers_per_stage",
-    "pipeline.module_fqns_per_model_part",
-)
-"""The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
-
-PATHS = frozenset(
-    {
-        "model.from",
-        "launch.partition",
-        "launch.constraint",
-        "launch.health_check",
-        "launch.container_image",
-        "data.path",
-        "data.validation_path",
-        "data.tokenizer",
-        "checkpoint.resume",
-        "log.dir",
-        "pipeline.pp_schedule_csv",
-    }
-)
-"""Text keys in which a comma is an ordinary character."""
-
 PLACE = "command line"
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
-_SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
-_RANGE = re.compile(r"range\(((?: *-?[0-9]{1,4} *,?){1,3})\)")
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def full_name(name: str) -> str:
@@ -240,7 +206,7 @@ class _Sorter:
 
 def _reset(name: str) -> str:
     """What stands for deleting a key: its default."""
-    key = ALIASES.get(name, name)
+    key = full_name(name)
     if key == "recipe":
         return "recipe=null"
     return as_typed(key, keys()[key].default) if key in keys() else "ppctl explain"
@@ -248,108 +214,10 @@ def _reset(name: str) -> str:
 
 def _where_told(name: str) -> str:
     """The command that tells what `name` may be set to."""
-    key = ALIASES.get(name, name)
+    key = full_name(name)
     if key == "recipe":
         return "ppctl recipes"
     return f"ppctl explain {key}" if key in keys() or key in sections() else "ppctl explain"
-
-
-def _opaque(key: str) -> bool:
-    """Whether the value is taken letter by letter (layouts, paths, environment variables, any free value)."""
-    info = keys().get(key)
-    return (
-        key in PATHS or key.startswith("launch.env.") or (info is not None and info.is_container and not info.is_dtype)
-    )
-
-
-def _textual(key: str) -> bool:
-    info = keys().get(key)
-    return _opaque(key) or ("." in key and info is not None and info.is_text)
-
-
-def quote(key: str, value: str) -> str:
-    """`value` as Hydra's grammar has to see it: text is quoted, unless it is already, or null, or a list or mapping."""
-    text = value.strip()
-    if not _textual(key) or text in ("", "null") or _is_quoted(text):
-        return value
-    info = keys().get(key)
-    if (
-        info is not None
-        and info.is_container
-        and key not in PATHS
-        and (_is_literal(text) or text.lstrip("+-").isdigit())
-    ):
-        return value
-    body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
-    body += "\\" * (len(body) - len(body.rstrip("\\")))
-    return f"'{body}'"
-
-
-def _unquoted(value: str) -> str:
-    """What `quote` was given, of what it made."""
-    body = re.sub(r"(\\*)\\'", lambda match: match[1][::2] + "'", value[1:-1])
-    ends = len(body) - len(body.rstrip("\\"))
-    return body[: len(body) - ends // 2]
-
-
-def _is_quoted(text: str) -> bool:
-    return (
-        len(text) > 1
-        and text[0] == text[-1]
-        and text[0] in "'\""
-        and text[0] not in text[1:-1].replace("\\" + text[0], "")
-    )
-
-
-def _is_literal(text: str) -> bool:
-    """Whether the brackets around `text` are one list or mapping (and not, say, `[0]*3+[1]`)."""
-    if text[:1] + text[-1:] not in ("[]", "{}"):
-        return False
-    depth = 0
-    for column, letter in enumerate(text):
-        depth += _BRACKETS.get(letter, 0)
-        if depth == 0:
-            return column == len(text) - 1
-    return False
-
-
-def sweep_values(key: str, value: str) -> list[str] | None:
-    """The values of a sweep (`1,2,3`, `choice(a,b)`, `range(1,4)`), or None where `value` is one value."""
-    text = value.strip()
-    if _opaque(key) or _is_quoted(text):
-        return None
-    numbers = _RANGE.fullmatch(text)
-    if numbers is not None:
-        return _range(numbers[1])
-    function = _SWEEP.fullmatch(text)
-    if function is not None:
-        return [item for item in _split(function[1]) if "=" not in item]
-    values = _split(text)
-    return values if len(values) > 1 else None
-
-
-def _range(text: str) -> list[str]:
-    """Hydra's `range(start, stop, step)` of whole numbers."""
-    bounds = [int(part) for part in text.split(",") if part.strip()]
-    if len(bounds) == 3 and bounds[2] == 0:
-        bounds.pop()
-    return list(map(str, range(*bounds)))
-
-
-def _split(text: str) -> list[str]:
-    """`text` cut at its outermost commas."""
-    parts, depth, quote_mark = [""], 0, ""
-    for letter in text:
-        if quote_mark:
-            quote_mark = "" if letter == quote_mark else quote_mark
-        elif letter in "'\"":
-            quote_mark = letter
-        depth += _BRACKETS.get(letter, 0)
-        if letter == "," and depth == 0 and not quote_mark:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
 
 
 def retyped(overrides: Sequence[str]) -> str:
@@ -358,7 +226,7 @@ def retyped(overrides: Sequence[str]) -> str:
     for override in overrides:
         key, _, value = override.partition("=")
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        plain = f"{key}={_unquoted(value)}" if quoted else override
+        plain = f"{key}={unquoted(value)}" if quoted else override
         word = plain if normalise([plain]).overrides == [override] else override
         words.append(f"+{word}" if key in ("recipe", "scale") else word)
     return shlex.join(words)

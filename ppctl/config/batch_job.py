@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 
-from ppctl.config.decoder import Finding
 from ppctl.config.durations import seconds, slurm_seconds
+from ppctl.config.keys import Finding
 from ppctl.config.schema import LaunchConfig, RunConfig
 
 _LIMITS = ("start_limit", "edge_limit", "first_step_limit", "step_limit")
@@ -71,7 +71,7 @@ def only_for_slurm(launch: LaunchConfig) -> list[str]:
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
-    """(keys, message, remedy) of each rule that is broken."""
+    """Every rule that is broken."""
     launch = config.launch
     if config.train.exit_after is not None:
         try:

@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ppctl.config import batch_job, data_paths, decoder, messages, precision, recompute
-from ppctl.config.decoder import Finding
-from ppctl.config.keys import as_typed, did_you_mean, nearest, place_of, text_keys, value_of
+from ppctl.config.keys import Finding, as_typed, did_you_mean, nearest, place_of, text_keys, value_of
 from ppctl.config.model_parallel_config import problems as parallel_problems
+from ppctl.config.schedules import ABSTRACT_SCHEDULES, SCHEDULES, schedule_policy
 from ppctl.config.schema import OptimConfig, RunConfig
-from ppctl.config.support import ABSTRACT_SCHEDULES, SCHEDULES, not_trained, refused, schedule_policy
+from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
 
 

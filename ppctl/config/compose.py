@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, quote, retyped
+from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, retyped
 from ppctl.config.checks import check
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import meant_by
 from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
+from ppctl.config.quoting import quote
 from ppctl.config.resources import find_recipe, groups, is_file_name, recipes
 from ppctl.config.scale import SCALES, smoke
 from ppctl.config.schema import RunConfig

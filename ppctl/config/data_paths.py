@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ppctl.config.keys import value_of
+from ppctl.config.keys import Finding, value_of
 from ppctl.config.schema import RunConfig
 
 LONGEST_CYCLE = 65536
 """Samples after which a blend's pattern begins anew, at most: no source may weigh less than one sample in it."""
 
 
-def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+def broken_rules(config: RunConfig) -> Iterator[Finding]:
+    """Every rule that is broken."""
     data = config.data
     for key, value in (("data.path", data.path), ("data.validation_path", data.validation_path)):
         try:
@@ -47,7 +47,7 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
     yield from _evaluation(config)
 
 
-def _evaluation(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _evaluation(config: RunConfig) -> Iterator[Finding]:
     data, train = config.data, config.train
     if train.eval_interval > 0:
         if data.validation_path is None and not data.validation_split:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ppctl.config.keys import Finding
 from ppctl.config.schema import ModelConfig
-
-Finding = tuple[tuple[str, ...], str, str]
-"""(keys that the rule is about, what is wrong, remedy)."""
 
 
 def broken_rules(model: ModelConfig) -> Iterator[Finding]:

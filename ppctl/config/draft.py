@@ -11,9 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ppctl.config.argv import ALIASES, LAYOUT, PLACE, SETS_LAYOUT_ASIDE
+from ppctl.config.argv import ALIASES, LAYOUT, PLACE
 from ppctl.config.keys import sections, text_keys
 from ppctl.errors import Problem
+
+SETS_LAYOUT_ASIDE = (
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "model.num_layers",
+    "model.mtp_num_layers",
+    "parallel.num_layers_in_first_pipeline_stage",
+    "parallel.num_layers_in_last_pipeline_stage",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "pipeline.layers_per_stage",
+    "pipeline.module_fqns_per_model_part",
+)
+"""The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
 
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""

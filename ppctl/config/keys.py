@@ -19,6 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ppctl.config.schema import RunConfig
 
+Finding = tuple[tuple[str, ...], str, str]
+"""What a rule on values reports: the keys that it is about, what is wrong, remedy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Key:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config.keys import did_you_mean
+from ppctl.config.keys import Finding, did_you_mean
 from ppctl.config.schema import ParallelConfig, RunConfig
 
 BACKENDS = ("nccl", "gloo", "ucc")
@@ -21,8 +21,8 @@ def in_batches(parallel: ParallelConfig) -> bool:
     return parallel.batch_p2p_comm or not parallel.overlap_p2p_comm
 
 
-def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+def broken_rules(config: RunConfig) -> Iterator[Finding]:
+    """Every rule that is broken."""
     parallel = config.parallel
     if parallel.overlap_p2p_comm and parallel.batch_p2p_comm:
         message = "a batch of messages is waited for before the rank goes on, so that it cannot overlap what comes then"
@@ -36,7 +36,7 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
     yield from _backend(config)
 
 
-def _backend(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _backend(config: RunConfig) -> Iterator[Finding]:
     name = config.parallel.pipeline_model_parallel_comm_backend
     if name is not None and name not in BACKENDS:
         message = f"{_BACKEND} is one of {', '.join(BACKENDS)}{did_you_mean(name, BACKENDS)}"

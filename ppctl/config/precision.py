@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config.keys import text_keys, value_of
+from ppctl.config.keys import Finding, as_typed, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import ParallelConfig, RunConfig
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SWITCH = {"float32": None, "bfloat16": "parallel.bf16", "float16": "parallel.fp16"}
-
-Broken = Iterator[tuple[tuple[str, ...], str, str]]
 
 
 def weight_dtype(parallel: ParallelConfig) -> str:
@@ -35,8 +33,8 @@ def autocast_dtype(parallel: ParallelConfig) -> str | None:
     return dtype_name(given) or weight_dtype(parallel)
 
 
-def broken_rules(config: RunConfig) -> Broken:
-    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+def broken_rules(config: RunConfig) -> Iterator[Finding]:
+    """Every rule that is broken."""
     parallel = config.parallel
     if parallel.bf16 and parallel.fp16:
         keys = ("parallel.bf16", "parallel.fp16")
@@ -47,7 +45,7 @@ def broken_rules(config: RunConfig) -> Broken:
     yield from _loss_scale(config)
 
 
-def _dtypes(config: RunConfig) -> Broken:
+def _dtypes(config: RunConfig) -> Iterator[Finding]:
     """bf16 and fp16 decide: the weights' and the messages' dtype may repeat it, not contradict it."""
     dtype = _switched(config.parallel)
     for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
@@ -59,7 +57,7 @@ def _dtypes(config: RunConfig) -> Broken:
             yield (name, switch), message, flipped if "float32" in (given, dtype) else f"{name}={dtype}"
 
 
-def _autocast(parallel: ParallelConfig) -> Broken:
+def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
     name = "parallel.autocast_dtype"
     cast = autocast_dtype(parallel)
     if cast is None:
@@ -75,7 +73,7 @@ def _autocast(parallel: ParallelConfig) -> Broken:
         yield keys, "gradients in float16 need a scaled loss, which parallel.fp16 brings", f"{name}=bfloat16"
 
 
-def _loss_scale(config: RunConfig) -> Broken:
+def _loss_scale(config: RunConfig) -> Iterator[Finding]:
     optim = config.optim
     for field in _LOSS_SCALE:
         key = f"optim.{field}"
@@ -91,5 +89,4 @@ def _loss_scale(config: RunConfig) -> Broken:
 
 
 def _default(key: str) -> str:
-    default = text_keys()[key].default
-    return f"{key}={'null' if default is None else default}"
+    return as_typed(key, text_keys()[key].default)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ppctl.config.keys import as_typed, did_you_mean
+from ppctl.config.keys import Finding, as_typed, did_you_mean
 from ppctl.config.schema import ModelConfig, RunConfig
 
 GRANULARITIES = ("full", "selective")
@@ -21,11 +21,9 @@ _BELONGS = {
     "selective": ("recompute_modules",),
 }
 
-Broken = Iterator[tuple[tuple[str, ...], str, str]]
 
-
-def broken_rules(config: RunConfig) -> Broken:
-    """(keys that the rule is about, what is wrong, remedy) of each broken rule."""
+def broken_rules(config: RunConfig) -> Iterator[Finding]:
+    """Every rule that is broken."""
     train = config.train
     granularity = train.recompute_granularity
     if granularity not in (None, *GRANULARITIES):
@@ -60,7 +58,7 @@ def broken_rules(config: RunConfig) -> Broken:
         yield (name, _KEY), message, f"{name}=null"
 
 
-def _modules(config: RunConfig) -> Broken:
+def _modules(config: RunConfig) -> Iterator[Finding]:
     modules = config.train.recompute_modules
     if modules is None or config.train.recompute_granularity != "selective":
         return

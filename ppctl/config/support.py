@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.keys import Key, place_of, text_keys, value_of
+from ppctl.config.keys import Key, as_typed, place_of, text_keys, value_of, value_text
+from ppctl.config.schedules import PLANNED_SCHEDULES, schedule_policy
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 
@@ -234,42 +235,10 @@ def _table() -> dict[str, Support]:
 SUPPORT = _table()
 """Dotted key -> its state; a key that is not here works."""
 
-SCHEDULES = {
-    "1f1b": "1f1b",
-    "interleaved1f1b": "interleaved_1f1b",
-    "interleaved_1f1b": "interleaved_1f1b",
-    "dfs": "interleaved_1f1b",
-    "gpipe": "gpipe",
-    "loopedbfs": "gpipe",
-    "looped_bfs": "gpipe",
-    "interleavedzerobubble": "interleaved_zero_bubble",
-    "interleaved_zero_bubble": "interleaved_zero_bubble",
-    "zero_bubble": "interleaved_zero_bubble",
-    "zb_h1": "zb_h1",
-    "zbh1": "zb_h1",
-    "zbvzerobubble": "zbv_zero_bubble",
-    "zbv_zero_bubble": "zbv_zero_bubble",
-    "v_schedule": "zbv_zero_bubble",
-    "dualpipev": "dualpipev",
-}
-"""pipeline.pp_schedule in lower case, without torch's `Schedule` prefix -> the policy's name: torch's names, those of
-NeMo Automodel's documentation, ppctl's. Breadth-first (looped) is gpipe with several chunks per rank."""
-
-PLANNED_SCHEDULES = frozenset({"zb_h1", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"})
-"""The policies that can be planned and drawn, but not trained with yet."""
-
-ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti"})
-"""torch's names of kinds of schedules, which name no schedule."""
-
 
 def support(key: str) -> Support:
     """How far `key` is honoured."""
     return SUPPORT.get(key, Support(WORKS))
-
-
-def schedule_policy(name: str | None) -> str | None:
-    """The policy that `pipeline.pp_schedule` names (`1F1B`, `ScheduleInterleaved1F1B`, ...), or None."""
-    return SCHEDULES.get((name or "").lower().removeprefix("schedule"))
 
 
 def _refusal(key: Key, value: Any, place: str) -> Problem:
@@ -281,8 +250,8 @@ def _refusal(key: Key, value: Any, place: str) -> Problem:
         NEEDS: f"needs {state.note or 'a library'}, which ppctl does not use",
     }.get(state.state, f"is not supported{what}")
     accepted = state.accepts or (key.default,)
-    remedy = f"{key.name}={_text(accepted[0])}"
-    return Problem(_CODES.get(state.state, "PP-E110"), f"{key.name}={_text(value)} {reason}", remedy, place)
+    message = f"{key.name}={value_text(value)} {reason}"
+    return Problem(_CODES.get(state.state, "PP-E110"), message, as_typed(key.name, accepted[0]), place)
 
 
 def refused(config: RunConfig, provenance: Mapping[str, str], skip: Collection[str]) -> Iterator[Problem]:
@@ -304,7 +273,7 @@ def ignored(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
         key = text_keys().get(name)
         if state.state == IGNORED and key is not None and value_of(config, name) != key.default:
             source = provenance.get(name, "default")
-            found.append(f"{name}={_text(value_of(config, name))} ({source}; {state.note})")
+            found.append(f"{name}={value_text(value_of(config, name))} ({source}; {state.note})")
     return [f"without effect: {', '.join(found)}"] if found else []
 
 
@@ -326,8 +295,3 @@ def not_trained(config: RunConfig) -> list[Problem]:
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
     message = f"this release plans this config but cannot train it yet: missing are {listed}"
     return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]
-
-
-def _text(value: Any) -> str:
-    """`value` as the command line takes it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

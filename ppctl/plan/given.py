@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ppctl.config.schedules import schedule_policy
 from ppctl.config.schema import RunConfig
-from ppctl.config.support import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.cut import Cut
 from ppctl.plan.findings import Finding, Findings

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.argv import ALIASES, LAYOUT, PLACE, SETS_LAYOUT_ASIDE
+from ppctl.config.argv import ALIASES, LAYOUT, PLACE
+from ppctl.config.draft import SETS_LAYOUT_ASIDE
 from ppctl.config.schema import RunConfig
 
 Override = tuple[str, Any]

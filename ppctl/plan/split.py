@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
-from ppctl.config.support import schedule_policy
+from ppctl.config.schedules import schedule_policy
 from ppctl.errors import LayoutError
 from ppctl.layout import even_layout
 from ppctl.layout.text import MAX_ITEMS, canonical_text

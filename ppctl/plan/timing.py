@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
 from ppctl.config.messages import in_batches
-from ppctl.config.support import schedule_policy
+from ppctl.config.schedules import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said

@@ -12,6 +12,9 @@ from statistics import median
 from ppctl.schedule.action import Channel, Op, Placement
 from ppctl.schedule.trace import Span
 
+_MAKERS = (Op.F, Op.B, Op.I)
+"""What makes a message, and uses one."""
+
 
 def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict[Channel, float]:
     """Median seconds from the end of what makes a message to the start of what uses it, by channel.
@@ -37,7 +40,3 @@ def _waits(spans: list[Span], placement: Placement) -> Iterator[tuple[Channel, f
         source = placement.rank_of(maker) if sent is not None else pp_rank
         if sent is not None and source != pp_rank and before is not None and before <= sent:
             yield Channel(source, pp_rank, "F" if op is Op.F else "B"), start - sent
-
-
-_MAKERS = (Op.F, Op.B, Op.I)
-"""What makes a message, and uses one."""

@@ -11,8 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ppctl.schedule.perfetto import KINDS
-from ppctl.schedule.picture import Picture, memory_over_time
+from ppctl.schedule.picture import KINDS, Picture, memory_over_time
 from ppctl.schedule.trace import bubble_fraction, busy_time, step_time
 
 _TEMPLATE = Path(__file__).with_name("page.html")

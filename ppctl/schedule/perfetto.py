@@ -10,17 +10,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ppctl.schedule.action import Op
-from ppctl.schedule.picture import Picture, StageNote, memory_over_time
+from ppctl.schedule.picture import KINDS, Picture, StageNote, memory_over_time
 from ppctl.schedule.trace import Span
-
-KINDS = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-    Op.REDUCE_GRAD: "gradient reduction",
-}
 
 
 def perfetto_json(picture: Picture) -> str:

@@ -12,6 +12,15 @@ from typing import NamedTuple
 from ppctl.schedule.action import BACKWARDS, Op
 from ppctl.schedule.trace import Trace
 
+KINDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.REDUCE_GRAD: "gradient reduction",
+}
+"""What an operation is called in a picture."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageNote:

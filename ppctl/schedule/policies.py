@@ -1,98 +1,21 @@
 """The schedules as pure functions: sizes in, compute-only Schedule out.
 
-All four are one shape: some forwards to warm up, then forward and backward in turn, then the backwards that are left;
-they differ in the order of a rank's forwards (the schedule table) and in how many warm up. Must not know messages, time
-or capacities. Standard library only.
+Those with whole backwards are one shape: some forwards to warm up, then forward and backward in turn, then the
+backwards that are left; they differ in the order of a rank's forwards (`table`) and in how many warm up. Those that
+split backwards are `zero_bubble`'s; `POLICIES` names all. Must not know messages, time or capacities. Standard library
+only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import chain
-from typing import NamedTuple, TypeVar
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
-
-_T = TypeVar("_T")
-
-
-class WarmupCounts(NamedTuple):
-    """How a rank's forwards divide, counted in (chunk, microbatch) pairs."""
-
-    total: int
-    all_in_warmup: bool
-    warmup: int
-    remaining: int
-
-
-def get_schedule_table(
-    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
-) -> list[tuple[int, int]]:
-    """The order of one rank's forwards as (microbatch, chunk): group by group, in a group chunk by chunk.
-
-    The last group takes what is left. Backwards run in the same order with chunk `num_model_chunks - 1 - chunk`.
-    """
-    size = microbatch_group_size_per_vp_stage
-    return [
-        (mb, chunk)
-        for first in range(0, num_microbatches, size)
-        for chunk in range(num_model_chunks)
-        for mb in range(first, min(first + size, num_microbatches))
-    ]
-
-
-def convert_schedule_table_to_order(
-    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
-) -> list[int]:
-    """The order of one rank's passes as signed chunk numbers from 1: forwards positive, backwards negative.
-
-    Raises ScheduleError, a ValueError, for an empty table.
-    """
-    if not schedule_table:
-        message = "an empty schedule table has no order"
-        raise ScheduleError(Problem("PP-E304", message, "get_schedule_table(num_microbatches=1, ...)"))
-    forwards = [chunk + 1 for _, chunk in schedule_table]
-    backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
-    return in_turn(forwards, backwards, num_warmup_microbatches)
-
-
-def warmup_counts(
-    pp: int,
-    pp_rank: int,
-    *,
-    num_microbatches: int,
-    num_model_chunks: int = 1,
-    microbatch_group_size_per_vp_stage: int | None = None,
-    interleaved: bool = False,
-    forward_only: bool = False,
-    overlap_moe_expert_parallel_comm: bool = False,
-) -> WarmupCounts:
-    """How many forwards a rank runs before its first backward: the arithmetic of Megatron's get_pp_rank_microbatches.
-
-    `interleaved` is what Megatron asks of its virtual size: given, even 1, means interleaved.
-    """
-    total = num_microbatches * num_model_chunks
-    if forward_only:
-        warmup = total
-    elif pp == 1:
-        warmup = 0
-    elif interleaved:
-        group = pp if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
-        warmup = 2 * (pp - pp_rank - 1) + (num_model_chunks - 1) * group + overlap_moe_expert_parallel_comm
-    else:
-        warmup = pp - pp_rank - 1
-    warmup = min(warmup, total)
-    return WarmupCounts(total, warmup == total, warmup, total - warmup)
-
-
-def in_turn(forwards: Sequence[_T], backwards: Sequence[_T], warmup: int) -> list[_T]:
-    """`warmup` forwards, then forward and backward in turn, then the backwards that are left."""
-    steady = len(forwards) - warmup
-    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
-    return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[steady:]]
+from ppctl.schedule.table import get_schedule_table, in_turn, warmup_counts
+from ppctl.schedule.zero_bubble import SPLIT_POLICIES
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -103,6 +26,12 @@ def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
 def forward_only(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """Forwards alone, in the order of the schedule table: evaluation and generation."""
     return _by_table("forward_only", Placement("loop", pp, pp * vpp), num_microbatches, group, None)
+
+
+def forwards_alone(placement: Placement, num_microbatches: int) -> Schedule:
+    """`forward_only` over any placement: what evaluates a model that a given schedule trains."""
+    group = min(placement.pp, num_microbatches)
+    return _by_table("forward_only", placement, num_microbatches, group, None)
 
 
 def gpipe(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
@@ -167,7 +96,9 @@ POLICIES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b,
+    **SPLIT_POLICIES,
 }
+"""Name -> `policy(pp, vpp, num_microbatches, group)`."""
 
 ONE_CHUNK = ("1f1b", "zb_h1")
 """The policies that run one chunk per rank."""
@@ -198,14 +129,9 @@ def make_schedule(
     group = pp if microbatch_group_size is None else microbatch_group_size
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}
     problems = [Problem("PP-E304", f"{key} is {value}: at least 1") for key, value in sizes.items() if value < 1]
-    policies = POLICIES
     if name not in POLICIES:
-        from ppctl.schedule.zero_bubble import SPLIT_POLICIES
-
-        policies = {**POLICIES, **SPLIT_POLICIES}
-    if name not in policies:
-        near = get_close_matches(name, policies, 1, 0.4) or ["1f1b"]
-        message = f"there is no schedule {name!r}: {', '.join(policies)}"
+        near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
+        message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
         problems.append(Problem("PP-E304", message, f"pipeline.pp_schedule={near[0]}"))
     most = pp - 1 if name in WARMED_UP else 0
     if not 0 <= extra_warmup <= max(most, 0):
@@ -214,7 +140,7 @@ def make_schedule(
     if problems:
         raise ScheduleError(problems)
     more = (extra_warmup,) if extra_warmup else ()
-    return policies[name](pp, vpp, num_microbatches, min(group, num_microbatches), *more)
+    return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches), *more)
 
 
 def _by_table(
@@ -235,9 +161,3 @@ def _by_table(
         backwards = [back[chunk][mb] for mb, chunk in table]
         rows.append(tuple(in_turn(forwards, backwards, warmup(pp_rank))))
     return Schedule(name, placement, num_microbatches, tuple(rows))
-
-
-def forwards_alone(placement: Placement, num_microbatches: int) -> Schedule:
-    """`forward_only` over any placement: what evaluates a model that a given schedule trains."""
-    group = min(placement.pp, num_microbatches)
-    return _by_table("forward_only", placement, num_microbatches, group, None)

@@ -82,7 +82,7 @@ def sync_of_chunks(
     """
     backwards = _of(row, Op.B)
     start = (HOLD, *(Sync(SyncKind.GATHER, stage) for stage in stages[:2] if gathers))
-    ahead = _gathers_ahead(_of(row, Op.F), pp_rank, stages) if gathers else {}
+    ahead = _gather_events(_of(row, Op.F), pp_rank, stages) if gathers else {}
     last = [index for index, action in enumerate(backwards) if action.mb == num_microbatches - 1]
     if not reduces:
         released = {backwards[index]: (RELEASE,) for index in last}
@@ -113,7 +113,7 @@ def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
     return {forwards[index - 1]: stage for stage, index in first.items() if index}
 
 
-def _gathers_ahead(forwards: list[Action], pp_rank: int, stages: Sequence[int]) -> dict[Action, _Events]:
+def _gather_events(forwards: list[Action], pp_rank: int, stages: Sequence[int]) -> dict[Action, _Events]:
     """Before which forwards the chunks from the third on are gathered: when the chunk before begins, or is about to."""
     following = dict(pairwise(stages[1:]))
     ahead: dict[Action, _Events] = {}

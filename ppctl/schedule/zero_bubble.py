@@ -3,8 +3,7 @@
 ZB-H1 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (the same for several
 chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank.
 Each list is told as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages, time
-or capacities.
-Standard library only.
+or capacities. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule
-from ppctl.schedule.policies import get_schedule_table
+from ppctl.schedule.table import get_schedule_table
 
 
 def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:

@@ -7,7 +7,7 @@ as `ppctl train` does. Must not know files or ppctl's own models.
 from ppctl.engine.interpreter import Engine, EngineError, Heartbeat
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
-from ppctl.schedule.policies import convert_schedule_table_to_order, get_schedule_table
+from ppctl.schedule.table import convert_schedule_table_to_order, get_schedule_table
 from ppctl.schedules.functions import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,

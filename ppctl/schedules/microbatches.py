@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import Action, Op
-from ppctl.schedule.policies import WarmupCounts, warmup_counts
+from ppctl.schedule.table import WarmupCounts, warmup_counts
 from ppctl.schedules.models import holder_of, misuse
 
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppctl.config.argv import ALIASES, normalise, quote, sweep_values
+from ppctl.config.argv import ALIASES, normalise
 from ppctl.config.flags import LATER, MEANINGLESS, MEGATRON, RENAMED
 from ppctl.config.keys import keys, text_keys
+from ppctl.config.quoting import quote, sweep_values
 
 DSV3 = "Et*3|(tt|)*29,m|L"
 LAYOUT = "parallel.pipeline_model_parallel_layout"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.pipeline_config import PipelineConfig, calculate_virtual_stages, stage_ids_this_rank
-from ppctl.config.support import schedule_policy
+from ppctl.config.schedules import schedule_policy
 from ppctl.errors import ConfigError
 from ppctl.schedule.action import Action
 

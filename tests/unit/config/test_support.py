@@ -7,6 +7,7 @@ import pytest
 
 from ppctl.config.compose import compose
 from ppctl.config.keys import keys, text_keys
+from ppctl.config.schedules import schedule_policy
 from ppctl.config.support import (
     IGNORED,
     LATER,
@@ -16,7 +17,6 @@ from ppctl.config.support import (
     PYTHON,
     SUPPORT,
     WORKS,
-    schedule_policy,
 )
 from ppctl.errors import ConfigError
 

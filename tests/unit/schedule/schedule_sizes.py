@@ -35,7 +35,7 @@ def made(sizes: Sizes) -> Schedule:
 
 
 def v_shaped() -> Schedule:
-    """Two ranks, four stages down and back up, one of two backwards split: what no policy makes yet."""
+    """Two ranks, four stages down and back up, one of two backwards split."""
     text = "0F0,3F0,0F1,3I0,3F1,3W0,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1I0,2B1,1W0,1B1\n"
     return Schedule.from_csv(text, name="v", placement=Placement("v", 2, 4))
 
