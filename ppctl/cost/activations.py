@@ -6,13 +6,13 @@ ranks or devices. Sources: Korthikanti et al., arXiv 2205.05198, for the parts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.cost.allocator import ALLOCATORS, Allocator
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.layers import layer_kinds
 from ppctl.cost.parameters import expert_width, head_dim, query_groups
 from ppctl.cost.recompute import recomputed_modules, recomputed_runs
 
@@ -172,15 +172,22 @@ def stage_activations(
     if not names:
         return StageActivations(int(tokens * hidden), 0)
     runs, modules = recomputed_runs(setting.train, stage, names), recomputed_modules(setting.train, stage)
-    price = _pricer(model, setting, modules)
+
+    @cache
+    def price(kind: str, moe: bool) -> tuple[float, float, float]:
+        """Bytes per token that stay, that `modules` compute again, and of gradients."""
+        found = parts(model, kind, moe, setting)
+        dropped = sum(size for module, size in found if module in modules)
+        return sum(size for _, size in found) - dropped, dropped, gradients(model, kind, moe, setting)
+
     kept = largest = 0.0
     for run in runs:
-        priced = [price(name) for name in run]
+        priced = [price(*kind) for kind in layer_kinds(model, run)]
         kept += hidden
         again = sum(stays + dropped for stays, dropped, _ in priced) - hidden
         largest = max(largest, again + max(gradient for _, _, gradient in priced))
-    for name in set_apart(names, runs):
-        stays, dropped, gradient = price(name)
+    for kind in layer_kinds(model, set_apart(names, runs)):
+        stays, dropped, gradient = price(*kind)
         kept += stays
         largest = max(largest, dropped + gradient)
     return StageActivations(int(tokens * kept), int(tokens * largest))
@@ -190,22 +197,3 @@ def set_apart(names: Iterable[str], runs: Iterable[Iterable[str]]) -> list[str]:
     """The layers that no run recomputes, in order."""
     recomputed = {name for run in runs for name in run}
     return [name for name in names if name not in recomputed]
-
-
-def _pricer(
-    model: ModelConfig, setting: Setting, modules: Collection[str]
-) -> Callable[[str], tuple[float, float, float]]:
-    """Layer name -> bytes per token that stay, that `modules` compute again, and of gradients. Equal layers once."""
-    pattern = moe_layer_pattern(model)
-
-    @cache
-    def of_kind(kind: str, moe: bool) -> tuple[float, float, float]:
-        found = parts(model, kind, moe, setting)
-        dropped = sum(size for module, size in found if module in modules)
-        return sum(size for _, size in found) - dropped, dropped, gradients(model, kind, moe, setting)
-
-    def of_name(name: str) -> tuple[float, float, float]:
-        kind, _, index = name.partition(".")
-        return of_kind(kind, pattern[int(index)] if kind == "decoder" else pattern[-1:] == (True,))
-
-    return of_name

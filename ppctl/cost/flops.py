@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import expert_width, feed_forward_matrices, head_dim, mtp_is_moe, query_groups
+from ppctl.cost.layers import layer_kinds
+from ppctl.cost.parameters import expert_width, feed_forward_matrices, head_dim, query_groups
 
 
 def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
@@ -55,10 +55,5 @@ def layer_flops(model: ModelConfig, kind: str, moe: bool, batch: int, seq: int) 
 
 def stage_flops(model: ModelConfig, layer_names: Iterable[str], micro_batch_size: int, seq_length: int) -> int:
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
-    pattern = moe_layer_pattern(model)
-    total = 0
-    for name in layer_names:
-        kind, _, index = name.partition(".")
-        moe = pattern[int(index)] if kind == "decoder" else mtp_is_moe(model)
-        total += layer_flops(model, kind, moe, micro_batch_size, seq_length)
-    return total
+    kinds = layer_kinds(model, layer_names)
+    return sum(layer_flops(model, kind, moe, micro_batch_size, seq_length) for kind, moe in kinds)

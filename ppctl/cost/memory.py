@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.allocator import MIB, Allocator
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.layers import layer_kinds
 from ppctl.cost.parameters import Count, expert_width, head_dim, query_groups
 from ppctl.schedule.action import Action, B, F, W
 
@@ -91,11 +91,8 @@ def workspace_bytes(allocator: Allocator, cublas_mib: float, te_mib: float) -> i
 def dummy_gradient_bytes(model: ModelConfig, layer_names: Iterable[str], spread: Spread) -> int:
     """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them."""
     shapes: set[tuple[int, int]] = set()
-    pattern = moe_layer_pattern(model)
-    for name in layer_names:
-        kind, _, index = name.partition(".")
+    for kind, moe in set(layer_kinds(model, layer_names)):
         if kind in ("decoder", "mtp"):
-            moe = pattern[int(index)] if kind == "decoder" else pattern[-1]
             shapes |= _attention_shapes(model, spread.tp) | _feed_forward_shapes(model, moe, spread)
         elif kind == "loss":
             shapes.add((model.vocab_size // spread.tp, model.hidden_size))

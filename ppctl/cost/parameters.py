@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.layers import Kind, layer_kinds, moe_layer_pattern, mtp_is_moe
 
 
 class Count(NamedTuple):
@@ -36,12 +36,11 @@ class Count(NamedTuple):
         """The sum, heap by heap."""
         return Count(*(sum(heap) for heap in zip(self, *others, strict=True)))
 
-    def per_device(self, tp: int = 1, ep: int = 1, etp: int = 1) -> int:
-        """Parameters on one device; an uneven split counts its largest part."""
-        return sum(self.on_device(tp, ep, etp))
-
     def on_device(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
-        """(dense parameters, experts' parameters) on one device: they are replicated over different ranks."""
+        """(dense parameters, experts' parameters) on one device: they are replicated over different ranks.
+
+        An uneven split counts its largest part.
+        """
         return -(-self.tensor // tp) + self.whole, -(-self.experts // (ep * etp))
 
 
@@ -127,11 +126,6 @@ def mtp_module(model: ModelConfig) -> Count:
     return own.plus(decoder(model, mtp_is_moe(model)))
 
 
-def mtp_is_moe(model: ModelConfig) -> bool:
-    """Whether MTP's decoder layer has experts: as the model's last layer."""
-    return bool(moe_layer_pattern(model)[-1:] == (True,))
-
-
 def embedding(model: ModelConfig) -> Count:
     """The token table; the output projection has the same size."""
     return Count(tensor=model.vocab_size * model.hidden_size)
@@ -154,38 +148,36 @@ def holds_final_norm(model: ModelConfig, layer_names: Collection[str]) -> bool:
 def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
     """What a stage builds, replicas included.
 
-    `layer_names` as in StageSpec.layers: "embedding", "decoder.7", "mtp.0", "loss". A stage with MTP modules builds one
-    copy of the embedding for them.
+    `layer_names` as in StageSpec.layers. A stage with MTP modules builds one copy of the embedding for them.
     """
-    pattern = moe_layer_pattern(model)
-    kinds = {moe: decoder(model, moe) for moe in set(pattern)}
-    parts, has_mtp, layer_names = [], False, tuple(layer_names)
-    for name in layer_names:
-        kind, _, index = name.partition(".")
-        if kind == "decoder":
-            parts.append(kinds[pattern[int(index)]])
-        elif kind == "embedding":
-            parts.append(embedding(model).plus(positions(model)))
-        elif kind == "mtp":
-            parts.append(mtp_module(model))
-            has_mtp = True
-        elif kind == "loss":
-            parts.append(embedding(model))
-    if holds_final_norm(model, layer_names):
+    names = tuple(layer_names)
+    kinds = layer_kinds(model, names)
+    each = {kind: layer_count(model, kind) for kind in set(kinds)}
+    parts = [each[kind] for kind in kinds]
+    if holds_final_norm(model, names):
         parts.append(norm(model, model.hidden_size))
-    return Count().plus(*parts, *([embedding(model)] if has_mtp else []))
+    if any(kind.name == "mtp" for kind in each):
+        parts.append(embedding(model))
+    return Count().plus(*parts)
+
+
+def layer_count(model: ModelConfig, kind: Kind) -> Count:
+    """One layer; an embedding with its positions, a loss with its output."""
+    if kind.name == "decoder":
+        return decoder(model, kind.moe)
+    if kind.name == "mtp":
+        return mtp_module(model)
+    return embedding(model).plus(positions(model)) if kind.name == "embedding" else embedding(model)
 
 
 def largest_matrix(model: ModelConfig, layer_names: Iterable[str], expert_ranks: int = 1) -> int:
     """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
-    h, pattern, sizes = model.hidden_size, moe_layer_pattern(model), [0]
+    h, sizes = model.hidden_size, [0]
     experts = (model.num_moe_experts or 0) // expert_ranks
-    for name in layer_names:
-        kind, _, index = name.partition(".")
+    for kind, moe in set(layer_kinds(model, layer_names)):
         if kind != "decoder":
             sizes.append(embedding(model).total)
         if kind in ("decoder", "mtp"):
-            moe = pattern[int(index)] if kind == "decoder" else mtp_is_moe(model)
             sizes.append(_largest_of_attention(model))
             sizes.append(experts * h * expert_width(model) if moe else h * model.ffn_hidden_size)
     return max(sizes)
@@ -198,11 +190,6 @@ def _largest_of_attention(model: ModelConfig) -> int:
     queries = (model.q_lora_rank or h) * (model.qk_head_dim + rope)
     up = model.kv_lora_rank * (model.qk_head_dim + model.v_head_dim)
     return heads * max(queries, up, model.v_head_dim * h)
-
-
-def stage_parameters(model: ModelConfig, layer_names: Iterable[str]) -> int:
-    """Parameters that a stage builds, replicas included."""
-    return stage_count(model, layer_names).total
 
 
 def replicated_parameters(model: ModelConfig, layer_names: Iterable[str]) -> int:

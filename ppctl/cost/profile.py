@@ -6,33 +6,15 @@ Knows the keys of profile.json. Must not know files, schedules or presets' rates
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import RunConfig
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.layers import Kind
 
 ROUNDS = 500
 """Passes of the fit; it settles in a few dozen."""
-
-
-class Kind(NamedTuple):
-    """A kind of layer that costs the same wherever it lies."""
-
-    name: str
-    """embedding, decoder, mtp, loss."""
-    moe: bool
-
-
-def kinds(config: RunConfig, layers: Iterable[str]) -> Counter[Kind]:
-    """How many layers of each kind these are."""
-    pattern = moe_layer_pattern(config.model)
-    found: Counter[Kind] = Counter()
-    for layer in layers:
-        name, _, index = layer.partition(".")
-        found[Kind(name, pattern[int(index)] if name == "decoder" else pattern[-1:] == (True,))] += 1
-    return found
 
 
 def subject(config: RunConfig) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import expert_width, head_dim, mtp_is_moe, query_groups
+from ppctl.cost.layers import moe_layer_pattern, mtp_is_moe
+from ppctl.cost.parameters import expert_width, head_dim, query_groups
 
 Shape = tuple[int, ...]
 

@@ -6,15 +6,16 @@ the config set prices. Must not know schedules or how closed forms work (`ppctl.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.devices import Device
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.cost.layers import Kind, layer_kinds
 from ppctl.cost.parameters import Count, stage_count
-from ppctl.cost.profile import Kind, LayerSeconds, fitted, kinds
+from ppctl.cost.profile import LayerSeconds, fitted
 from ppctl.cost.recompute import recomputed_modules, recomputed_runs
 from ppctl.cost.times import Layout, PartSeconds, layer_seconds, message_seconds, rates_of, reduce_seconds
 from ppctl.cost.work import layer_work
@@ -61,7 +62,6 @@ def pricer(
     model, train = config.model, config.train
     setting, device, layout = setting_of(config, sizes, micro_batch_size), device_of(config), layout_of(config, sizes)
     rates = rates_of(device, config.cost.matmul or precision_of(config).dtype)
-    pattern = moe_layer_pattern(model)
     hidden = setting.shares.tokens * model.hidden_size * setting.element // setting.shares.sp
 
     @cache
@@ -75,11 +75,9 @@ def pricer(
         modules = recomputed_modules(train, stage)
         runs = {name for run in recomputed_runs(train, stage, names) for name in run}
         seconds = []
-        for name in names:
-            kind, _, index = name.partition(".")
-            moe = pattern[int(index)] if kind == "decoder" else pattern[-1:] == (True,)
-            forward, inputs, weights = of_kind(kind, moe, None if name in runs else modules)
-            ahead, back = scales.get(Kind(kind, moe), (1.0, 1.0))
+        for name, kind in zip(names, layer_kinds(model, names), strict=True):
+            forward, inputs, weights = of_kind(*kind, None if name in runs else modules)
+            ahead, back = scales.get(kind, (1.0, 1.0))
             seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
         mtp = sum(name.startswith("mtp") for name in names)
         size = 0 if last else hidden * (1 + mtp)
@@ -104,7 +102,7 @@ def _scales(
     """How many times longer than the preset says a kind of layer takes: forward and backward."""
     if measured is None:
         return {}
-    rows = [(kinds(config, layers), seconds) for layers, seconds in measured.stages]
+    rows = [(Counter(layer_kinds(config.model, layers)), seconds) for layers, seconds in measured.stages]
     modules = recomputed_modules(config.train, 0)
     whole = None if config.train.recompute_granularity == "full" else modules
     prior = {}

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import mtp_is_moe
+from ppctl.cost.layers import moe_layer_pattern, mtp_is_moe
 from ppctl.model.router import Router
 from ppctl.plan import StageSpec
 

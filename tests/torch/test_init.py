@@ -9,7 +9,7 @@ import torch
 from cuts import cut, tiny
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import stage_parameters
+from ppctl.cost.parameters import stage_count
 from ppctl.model.initialize import initial_value, normal
 from ppctl.model.stage import build_stage, canonical_names, meta_stage
 
@@ -124,7 +124,7 @@ def test_parameters_count_as_the_closed_form_says(changes, expected):
     assert sum(p.numel() for spec in specs for p in meta_stage(spec.layers, model).parameters()) == expected
     for spec in specs:
         built = sum(p.numel() for p in meta_stage(spec.layers, model).parameters())
-        assert built == stage_parameters(model, spec.layers), spec.layers
+        assert built == stage_count(model, spec.layers).total, spec.layers
 
 
 def test_llama3_8b_has_its_published_number_of_parameters():
@@ -132,4 +132,4 @@ def test_llama3_8b_has_its_published_number_of_parameters():
     model = ModelConfig(**sizes, num_query_groups=8, vocab_size=128256)
     layers = ("embedding", *(f"decoder.{i}" for i in range(32)), "loss")
     built = sum(p.numel() for p in meta_stage(layers, model).parameters())
-    assert built == stage_parameters(model, layers) == 8_030_261_248
+    assert built == stage_count(model, layers).total == 8_030_261_248

@@ -10,7 +10,8 @@ import pytest
 from unit_plan import plan, refusal
 
 from ppctl.config.schema import RunConfig
-from ppctl.cost.profile import Kind, LayerSeconds, fitted, subject
+from ppctl.cost.layers import Kind
+from ppctl.cost.profile import LayerSeconds, fitted, subject
 
 E, T, L = Kind("embedding", False), Kind("decoder", False), Kind("loss", False)
 TRUE = {E: (0.01, 0.03), T: (0.1, 0.25), L: (0.4, 0.7)}

@@ -74,7 +74,7 @@ def test_deepseek_v3_to_the_last_parameter() -> None:
     ],
 )
 def test_a_stage_holds_its_layers_and_its_copies(layers: tuple[str, ...], params: int, replicated: int) -> None:
-    assert count.stage_parameters(DEEPSEEK, layers) == params
+    assert count.stage_count(DEEPSEEK, layers).total == params
     assert count.replicated_parameters(DEEPSEEK, layers) == replicated
 
 
@@ -85,7 +85,7 @@ def test_stages_without_their_copies_add_up_to_the_model(name: str, tied: bool) 
     decoders = [f"decoder.{i}" for i in range(model.num_layers)]
     mtp = [f"mtp.{i}" for i in range(model.mtp_num_layers or 0)]
     stages = [["embedding", *decoders[:3]], decoders[3:10], [], [*decoders[10:], *mtp], ["loss"]]
-    built = sum(count.stage_parameters(model, stage) - count.replicated_parameters(model, stage) for stage in stages)
+    built = sum(count.stage_count(model, stage).total - count.replicated_parameters(model, stage) for stage in stages)
     assert built == count.total_parameters(model) + count.mtp_parameters(model)
 
 
@@ -119,7 +119,7 @@ def test_latent_attention_without_a_compressed_query() -> None:
 
 def test_tensor_and_expert_parallelism_divide_what_they_split() -> None:
     layer = count.decoder(DEEPSEEK, moe=True)
-    assert layer.per_device() == layer.total
-    assert layer.per_device(tp=2) == layer.tensor // 2 + layer.whole + layer.experts
-    assert layer.per_device(ep=64) == layer.tensor + layer.whole + layer.experts // 64
+    assert sum(layer.on_device()) == layer.total
+    assert sum(layer.on_device(tp=2)) == layer.tensor // 2 + layer.whole + layer.experts
+    assert sum(layer.on_device(ep=64)) == layer.tensor + layer.whole + layer.experts // 64
     assert layer.experts == 256 * 3 * 7168 * 2048
