@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from ppctl.cost.balance import Balance, Candidate, Found, StagePrice, balance
+from ppctl.cost.balance import Balance, Found, balance
+from ppctl.cost.candidates import Candidate
+from ppctl.cost.scores import StagePrice
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.rules import stages_of
 from ppctl.layout.text import canonical_text
