@@ -40,7 +40,7 @@ class Modes(NamedTuple):
             batched=bool(getattr(config, "batch_p2p_comm", False)),
             sync=bool(getattr(config, "batch_p2p_sync", False)),
             variable=bool(getattr(config, "variable_seq_lengths", False) or getattr(config, "mtp_standalone", False)),
-            dtype=_dtype(getattr(config, "pipeline_dtype", None)),
+            dtype=torch_dtype(getattr(config, "pipeline_dtype", None), "pipeline_dtype"),
         )
 
 
@@ -82,12 +82,16 @@ def _backend_problems(name: str | None) -> list[Problem]:
     return []
 
 
-def _dtype(value: Any) -> torch.dtype | None:
+def torch_dtype(value: Any, field: str) -> torch.dtype | None:
+    """The dtype that `field` of a config holds, itself or by a name (`bf16`, `torch.bfloat16`); None for None.
+
+    Raises ConfigError for anything else.
+    """
     if value is None or isinstance(value, torch.dtype):
         return value
     name = str(value).removeprefix("torch.").lower()
     found = _SHORT.get(name, getattr(torch, name, None))
     if not isinstance(found, torch.dtype):
-        message = f"parallel.pipeline_dtype is a floating point dtype or its name; {value!r} is neither"
-        raise ConfigError(Problem("PP-E103", message, "parallel.pipeline_dtype=float32"))
+        message = f"parallel.{field} is a floating point dtype or its name; {value!r} is neither"
+        raise ConfigError(Problem("PP-E103", message, f"parallel.{field}=float32"))
     return found

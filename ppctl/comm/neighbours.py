@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import Lane, PeerLost, Pending
+from ppctl.comm.channels import Lane, PeerLost, Pending, wait_for
 from ppctl.comm.shapes import MessageError, VariableLane
 from ppctl.comm.wiring import HEADER_TAGS, TAGS, other_end
 from ppctl.errors import Problem
@@ -34,11 +34,7 @@ class Handle(NamedTuple):
 
     def wait(self) -> bool:
         """Return when it is over. Raises PeerLost."""
-        try:
-            for work in self.works:
-                work.wait()
-        except RuntimeError as error:
-            raise PeerLost(self.channel, error) from error
+        wait_for(self.works, self.channel)
         return True
 
 

@@ -22,7 +22,6 @@ from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule
 _SHOWN_BEFORE = 4
 _SHOWN_AFTER = 2
 
-
 Timed = Callable[[str], AbstractContextManager[object]]
 
 _TIMERS = {
@@ -229,22 +228,30 @@ def _settling(handler: _Handler) -> _Handler:
 _BATCHED = {op: _settling(handler) if op in MESSAGES else handler for op, handler in _HANDLERS.items()}
 
 
+_WAITS = {Op.F: (Op.RECV_F, Stage.wait_for_input), Op.B: (Op.RECV_B, Stage.wait_for_gradient)}
+"""What an operation waits for, and how."""
+
+
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
     """The handler, with a timer around its sending or, where it is F or B, around the wait for what it works on."""
-    received = {Op.F: Op.RECV_F, Op.B: Op.RECV_B}.get(op)
 
-    def send_or_settle(engine: Engine, action: Action) -> None:
+    def around(engine: Engine, action: Action) -> None:
         with timed(_TIMERS[op]):
             handler(engine, action)
 
+    if op in MESSAGES:
+        return around
+    if op not in _WAITS:
+        return handler
+    received, wait = _WAITS[op]
+
     def wait_first(engine: Engine, action: Action) -> None:
         if (received, action.stage) in engine._incoming:
-            stage = engine._stages[action.stage]
-            with timed(_TIMERS[Op.RECV_F if op is Op.F else Op.RECV_B]):
-                (stage.wait_for_input if op is Op.F else stage.wait_for_gradient)(action.mb)
+            with timed(_TIMERS[received]):
+                wait(engine._stages[action.stage], action.mb)
         handler(engine, action)
 
-    return send_or_settle if op in MESSAGES else wait_first if received else handler
+    return wait_first
 
 
 def _say_nothing(index: int) -> None:

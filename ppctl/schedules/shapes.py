@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppctl.comm.modes import torch_dtype
 from ppctl.schedules.models import misuse, setting, whole_number
 
 TensorShape = tuple[int, ...]
@@ -87,8 +88,7 @@ def edges_of(
 
 def message_dtype(config: Any) -> torch.dtype:
     """The dtype of all messages, `config.pipeline_dtype` (a dtype or its name). Raises ConfigError without one."""
-    dtype = setting(config, "pipeline_dtype")
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise misuse(f"pipeline_dtype is {dtype!r}: stages agree on what they send", "pipeline_dtype=torch.float32")
+    found = torch_dtype(setting(config, "pipeline_dtype"), "pipeline_dtype")
+    if found is None:
+        raise misuse("pipeline_dtype is None: stages agree on what they send", "pipeline_dtype=torch.float32")
     return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
 from ppctl.schedules.loss import forward_step_calc_loss, scale_auxiliary_losses
 from ppctl.schedules.microbatches import set_current_microbatch
@@ -172,8 +173,7 @@ def _autocast(config: Any, model: nn.Module) -> AbstractContextManager[Any]:
     if not setting(config, "enable_autocast", False):
         return nullcontext()
     device = next((p.device.type for p in model.parameters()), "cpu")
-    dtype = setting(config, "autocast_dtype")
-    return torch.autocast(device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    return torch.autocast(device, dtype=torch_dtype(setting(config, "autocast_dtype"), "autocast_dtype"))
 
 
 def _listed(tensors: Any) -> list[Any]:

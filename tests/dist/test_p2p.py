@@ -14,6 +14,7 @@ from ppctl.comm.shapes import MessageError
 from ppctl.comm.wiring import loop_channels
 from ppctl.errors import ConfigError
 from ppctl.schedule.action import Channel
+from ppctl.schedules.shapes import message_dtype
 
 SHAPE = (2, 3)
 MODES = {
@@ -331,7 +332,8 @@ def test_what_is_wrong_is_said_all_at_once():
 
 @pytest.mark.parametrize("name", ["torch.bfloat16", "bf16", torch.bfloat16, "BFloat16"])
 def test_pipeline_dtype_may_be_a_name(name):
-    assert Modes.of(SimpleNamespace(pipeline_dtype=name)).dtype is torch.bfloat16
+    config = SimpleNamespace(pipeline_dtype=name)
+    assert Modes.of(config).dtype is message_dtype(config) is torch.bfloat16
 
 
 @pytest.mark.parametrize(
