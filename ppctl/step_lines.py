@@ -23,7 +23,7 @@ def clock_text(seconds: float) -> str:
 
 def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
     """One step for the screen: what a person watches, in fixed columns; shorter where a line of 120 does not fit."""
-    done = f"{record['step'] + 1:>{len(str(steps))}}/{steps}"
+    done = f"{record['step']:>{len(str(steps))}}/{steps}"
     if columns < WIDE:
         return (
             f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}"
@@ -48,7 +48,7 @@ class StepLines:
     def lines(self, record: Record) -> list[str]:
         """The step's line, and one for what was held out where there was an evaluation."""
         self.recent = [*self.recent[-19:], record["step_time_s"]]
-        left = self.steps - record["step"] - 1
+        left = self.steps - record["step"]
         lines = [step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns)]
         if "eval_loss" in record:
             lines.append(f"  held out  loss {record['eval_loss']:.4f}  over {record['eval_samples']:,} samples")

@@ -75,17 +75,17 @@ class _Steps:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
         self._run = one
         self._lines = StepLines(one.read_config().train.steps, width)
-        self._next = 0
+        self._last = 0
 
     @property
     def any(self) -> bool:
         """Whether there has been one."""
-        return self._next > 0
+        return self._last > 0
 
     def more(self) -> str:
         """The lines of the steps that have been added."""
-        records = [record for record in self._run.metrics() if record["step"] >= self._next]
-        self._next = records[-1]["step"] + 1 if records else self._next
+        records = [record for record in self._run.metrics() if record["step"] > self._last]
+        self._last = records[-1]["step"] if records else self._last
         return "".join(f"{line}\n" for record in records for line in self._lines.lines(record))
 
 

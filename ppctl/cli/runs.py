@@ -61,7 +61,7 @@ def facts(run: RunDir) -> dict[str, Any]:
         "id": run.id,
         "name": run.name,
         "state": state,
-        "step": last["step"] + 1 if last else 0,
+        "step": last.get("step", 0),
         "loss": last.get("loss"),
         "slowest_stage": last.get("slowest_stage"),
         "slowest_rank": last.get("slowest_rank"),

@@ -1,6 +1,7 @@
 """What is said about a step: the record, the line on the screen, and the writers behind both.
 
-Knows the keys of metrics.jsonl and how a person reads them. Must not know how a step is computed. Rank 0 alone writes.
+Knows the keys of metrics.jsonl (`step` counts from 1, so that record N belongs to checkpoint step-N) and how a
+person reads them. Must not know how a step is computed. Rank 0 alone writes.
 """
 
 from __future__ import annotations

@@ -94,14 +94,17 @@ class Trainer:
         )
 
     def step(self, step: int) -> StepResult:
-        """Run step number `step` (from 0). Raises TrainingError, on all ranks alike, where numbers are not finite."""
+        """Run the step that follows `step` completed ones; whoever is told of it counts from 1.
+
+        Raises TrainingError, on all ranks alike, where numbers are not finite.
+        """
         s, started = self.session, time.perf_counter()
         lr = lr_at(step, s.config.optim, s.config.train.steps)
         self._run_pipeline(step)
         if s.heartbeat is not None:
             s.heartbeat.set_state("updating")
         reports = gather_reports(self._report())
-        check_reports(reports, step, s.plan.stages[-1].stage)
+        check_reports(reports, step + 1, s.plan.stages[-1].stage)
         s.reducer.finish()
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
@@ -109,11 +112,11 @@ class Trainer:
         grad_norm = norm.item()
         overflow = not math.isfinite(grad_norm)
         if overflow and (s.loss_scale is None or s.loss_scale.exhausted):
-            raise _bad_norm(step, norm)
+            raise _bad_norm(step + 1, norm)
         if not overflow:
             self._update(norm, lr)
         seconds = time.perf_counter() - started
-        record = {"step": step, "loss": sum(r.loss for r in reports), "grad_norm": grad_norm, "lr": lr}
+        record = {"step": step + 1, "loss": sum(r.loss for r in reports), "grad_norm": grad_norm, "lr": lr}
         if s.loss_scale is not None:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)

@@ -69,7 +69,7 @@ def test_a_disk_that_fills_while_training_ends_the_run_with_its_reason(text: str
     assert "rank 0 failed" in first and "No space left on device" in first and "metrics.jsonl" in first
     run = only_run(tmp_path)
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
-    assert [record["step"] for record in metrics(run)] == list(range(len(metrics(run))))
+    assert [record["step"] for record in metrics(run)] == list(range(1, len(metrics(run)) + 1))
     assert (run / "metrics.jsonl").read_bytes().endswith(b"\n"), "no half line"
     assert list(run.rglob("*.tmp")) == []
     assert alive(tmp_path) == []
@@ -83,7 +83,7 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2"]
     assert not [path for path in heartbeat.directory().iterdir() if run.name in path.name]
     assert ppctl("resume", cwd=tmp_path).returncode == 0
-    assert [record["step"] for record in metrics(run)] == list(range(6))
+    assert [record["step"] for record in metrics(run)] == list(range(1, 7))
     assert losses(run) == reference_losses(run, 6), "in the same cut; test_train_command.py: in another"
 
 

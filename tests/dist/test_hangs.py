@@ -110,7 +110,7 @@ def ended_for_want_of_room(fault: Fault, first: str, err: str, run: Path) -> Non
         assert first.startswith("error PP-E701: rank 0 failed while updating: OSError")
         assert "No space left on device" in first and "metrics.jsonl" in first
         kept = (run / "metrics.jsonl.kept").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in kept] == list(range(len(kept)))
+        assert [json.loads(line)["step"] for line in kept] == list(range(1, len(kept) + 1))
     else:
         saved = 2 * (fault.step - 2)
         what = f"rank {fault.rank} could not write the checkpoint {run / 'checkpoints' / f'step-{saved + 2}'}: "

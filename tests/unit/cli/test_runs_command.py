@@ -25,7 +25,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, RunDir]:
 
         run = RunDir.create(Path("runs"), "job", fill, run_id)
         run.write_status(state, message="error PP-E701: rank 0 failed" if state == "failed" else "")
-        for step, loss in enumerate(losses):
+        for step, loss in enumerate(losses, 1):
             run.add_metrics({"step": step, "loss": loss})
         os.utime(run.path / "config.yaml", (1000.0 + age, 1000.0 + age))
         made[run_id] = run

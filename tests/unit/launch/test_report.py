@@ -81,9 +81,9 @@ def test_a_rank_is_believed_where_it_says_what_it_did(run: RunDir) -> None:
 
 def test_a_rank_that_failed_outside_its_list_is_not_given_its_last_action(run: RunDir) -> None:
     beats = {3: Beat(3, 1, "training", 16, 99, True, time.monotonic())}
-    error = told(3, 1.0, "step 16: the gradient norm is not finite", code="PP-E733", remedy="lower optim.lr")
+    error = told(3, 1.0, "step 17: the gradient norm is not finite", code="PP-E733", remedy="lower optim.lr")
     lines = text(run, [], [error], beats, 1)
-    assert lines[0] == "error PP-E733: rank 3 failed: step 16: the gradient norm is not finite"
+    assert lines[0] == "error PP-E733: rank 3 failed: step 17: the gradient norm is not finite"
     assert lines[1] == "  try: lower optim.lr"
 
 

@@ -6,7 +6,7 @@ from ppctl.step_lines import clock_text, step_line
 from ppctl.train.metrics import Screen
 
 RECORD = {
-    "step": 6, "loss": 4.87504, "grad_norm": 13.1391, "lr": 7e-4, "tokens_per_s": 11600.4, "bubble_fraction": 0.1291,
+    "step": 7, "loss": 4.87504, "grad_norm": 13.1391, "lr": 7e-4, "tokens_per_s": 11600.4, "bubble_fraction": 0.1291,
     "step_time_s": 0.5, "slowest_stage": 2,
 }  # fmt: skip
 
