@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ KINDS = ("raise", "kill", "stop", "hold", "slow", "deaf", "cut", "full", "dumb",
 AT_ONCE = 6
 LIMIT = 4
 DEADLINE = 240
-"""Seconds for a batch, imports on a busy machine included."""
+"""Seconds for a run, imports on a busy machine included."""
 RUNS = 100
 """Of each kind, in the whole tier."""
 
@@ -149,36 +150,43 @@ def note(fault: Fault, code: int, seconds: float, err: str) -> None:
             file.write(f"pp {fault.pp}, {fault.text}: exit code {code}, gone after {seconds:.0f} s; {first}\n")
 
 
-def batches(first: int, last: int) -> list[list[int]]:
-    return [list(range(seed, min(seed + AT_ONCE, last))) for seed in range(first, last, AT_ONCE)]
+def strike(fault: Fault, where: Path) -> None:
+    """Run a job that meets its fault, and look at what it leaves."""
+    where.mkdir()
+    began, process = time.monotonic(), begin(fault, where)
+    out, err = process.communicate(timeout=DEADLINE)
+    code, check = ENDINGS[fault.kind]
+    note(fault, process.returncode, time.monotonic() - began, err)
+    assert process.returncode == code, (fault, out, err)
+    assert alive(where) == []
+    run = only_run(where)
+    assert json.loads((run / "status.json").read_text())["state"] == ("failed" if code else "finished")
+    assert list(run.rglob("*.tmp")) == []
+    check(fault, next((line for line in err.splitlines() if line.startswith("error")), ""), err, run)
 
 
-@pytest.mark.timeout(DEADLINE + 60)
+def rounds(first: int, last: int, length: int) -> list[range]:
+    """Seeds, a few rounds of all kinds together."""
+    return [range(seed, min(seed + length, last)) for seed in range(first, last, length)]
+
+
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "seeds",
     [
-        *batches(0, len(KINDS)),
-        *(pytest.param(seeds, marks=pytest.mark.whole) for seeds in batches(len(KINDS), RUNS * len(KINDS))),
+        range(len(KINDS)),
+        *(
+            pytest.param(seeds, marks=pytest.mark.whole)
+            for seeds in rounds(len(KINDS), RUNS * len(KINDS), 9 * len(KINDS))
+        ),
     ],
     ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
 )
-def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path) -> None:
-    running, began = [], time.monotonic()
-    for seed in seeds:
-        where = tmp_path / str(seed)
-        where.mkdir()
-        running.append((drawn(seed), where, begin(drawn(seed), where)))
-    deadline = time.monotonic() + DEADLINE
-    for fault, where, process in running:
-        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        code, check = ENDINGS[fault.kind]
-        note(fault, process.returncode, time.monotonic() - began, err)
-        assert process.returncode == code, (fault, out, err)
-        assert alive(where) == []
-        run = only_run(where)
-        assert json.loads((run / "status.json").read_text())["state"] == ("failed" if code else "finished")
-        assert list(run.rglob("*.tmp")) == []
-        check(fault, next((line for line in err.splitlines() if line.startswith("error")), ""), err, run)
+def test_the_culprit_is_named_and_nobody_stays(seeds: range, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        struck = {seed: pool.submit(strike, drawn(seed), tmp_path / str(seed)) for seed in seeds}
+    failed = {seed: error for seed, future in struck.items() if (error := future.exception()) is not None}
+    assert not failed, "\n".join(f"seed {seed}, {drawn(seed).text}: {error}" for seed, error in failed.items())
 
 
 @pytest.mark.timeout(200)
