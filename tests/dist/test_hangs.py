@@ -23,7 +23,7 @@ from ppctl.rundir import RunDir
 
 KINDS = ("raise", "kill", "stop", "hold", "slow", "deaf", "cut", "full", "dumb", "room", "nan", "update")
 """What strikes (tests/faults/sitecustomize.py)."""
-AT_ONCE = 6
+AT_ONCE = 8
 LIMIT = 4
 DEADLINE = 240
 """Seconds for a run, imports on a busy machine included."""

@@ -18,6 +18,8 @@ import time
 
 
 def _arm() -> None:
+    import torch
+
     from ppctl.engine.interpreter import Engine
     from ppctl.engine.stage import Stage
 
@@ -51,7 +53,7 @@ def _arm() -> None:
         forward(self, mb)
 
     def slow_forward(self: Stage, mb: int) -> None:
-        time.sleep(0.1 if steps[0] >= int(step) else 0.0)
+        time.sleep(0.1 if steps[0] >= int(step) and torch.is_grad_enabled() else 0.0)  # not in the sample at the end
         forward(self, mb)
 
     Engine.run = counting_run
