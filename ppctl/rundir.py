@@ -4,7 +4,7 @@ The only module that knows these names. Must not know what the values mean: a co
 out whole. Both towers use it.
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
-                         profile.json holder.json submit.sbatch job.json life requeue.<job>.<life>
+                         edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<life>
                          logs/ heartbeats/ trace/ checkpoints/ errors/
 """
 
@@ -250,9 +250,7 @@ class RunDir:
         self._write("life", name)
         (self.path / "result.json").unlink(missing_ok=True)
         if self.errors():
-            number = 1 + sum(1 for _ in self.path.glob("errors-*"))
-            (self.path / "errors").rename(self.path / f"errors-{number}")
-            (self.path / "errors").mkdir()
+            self._keep_errors(self._free_number())
         self.forget_heartbeats()
 
     def life(self) -> str:
@@ -342,16 +340,25 @@ class RunDir:
 
     def set_aside(self) -> None:
         """Keep the plan, config, errors and result of the life that has ended, as plan-1.json and so on."""
-        number = 1 + sum(1 for _ in self.path.glob("plan-*.json"))
-        for name in ("plan.json", "config.yaml", "env.json", "result.json", "errors"):
+        number = self._free_number()
+        for name in ("plan.json", "config.yaml", "env.json", "result.json"):
             old = self.path / name
-            if old.is_dir():
-                old.rename(self.path / f"{name}-{number}")
-            elif old.exists():
-                keep = old.with_name(f"{old.stem}-{number}{old.suffix}")
+            if old.exists():
                 # A copy, not a move: the first stays readable until its successor replaces it.
-                shutil.copy2(old, keep)
+                shutil.copy2(old, old.with_name(f"{old.stem}-{number}{old.suffix}"))
         (self.path / "result.json").unlink(missing_ok=True)
+        self._keep_errors(number)
+
+    def _free_number(self) -> int:
+        """The first number under which nothing of an earlier life is kept: requeued lives keep errors alone."""
+        kept = (_KEPT.fullmatch(path.name) for path in self.path.iterdir())
+        return 1 + max((int(found[1]) for found in kept if found), default=0)
+
+    def _keep_errors(self, number: int) -> None:
+        errors = self.path / "errors"
+        if errors.exists():
+            errors.rename(self.path / f"errors-{number}")
+        errors.mkdir()
 
     def _write(self, name: str, text: str, *, durable: bool = True) -> None:
         write_atomically(self.path / name, text, durable=durable)
@@ -379,6 +386,7 @@ class RunDir:
 
 
 _STEP = re.compile(r"step-[0-9]+")
+_KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -156,6 +156,14 @@ def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
     assert (run.path / "plan.json").exists(), "it is replaced, never missing"
 
 
+def test_a_requeued_life_and_a_resumed_one_keep_their_errors_apart(run: RunDir) -> None:
+    for number, end in enumerate((lambda: run.begin_life("7.1"), run.set_aside, lambda: run.begin_life("8.0")), 1):
+        run.write_error(number, {"rank": number})
+        end()
+        assert (run.path / f"errors-{number}" / f"rank-{number:04d}.json").exists()
+        assert (run.path / "errors").is_dir(), "flight records go there, too"
+
+
 def test_the_latest_checkpoint_is_the_one_that_latest_names(run: RunDir) -> None:
     assert run.latest_checkpoint() is None
     for name in ("step-4", "step-12", "step-8", "step-16.tmp", "step-x"):
