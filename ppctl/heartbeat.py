@@ -79,7 +79,10 @@ class Heartbeat:
         return beat
 
     def enter(self, index: int) -> None:
-        """The action with this index in the rank's list begins, now, and may have to wait for a message."""
+        """The action with this index in the rank's list begins, now, and may have to wait for a message.
+
+        The list's length: all is done, and what was sent is waited for.
+        """
         _MOVE.pack_into(self._map, _STEP_AT, self.step, index, 0, _monotonic())
 
     def work(self, index: int) -> None:

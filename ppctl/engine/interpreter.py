@@ -134,6 +134,7 @@ class Engine:
                 self._index = index
                 enter(index)
                 handlers[action.op](self, action)
+            enter(len(self.actions))
             for way in self._outgoing.values():
                 way.flush()
         except Exception as error:

@@ -29,7 +29,7 @@ class Standing(NamedTuple):
     state: str
     step: int
     at: int
-    """Index of the action in its list; -1 outside the list."""
+    """Index of the action in its list, whose length behind it; -1 outside the list."""
     since: float
     """When it got there, in seconds."""
     working: bool = False
@@ -108,10 +108,10 @@ def _wait(plan: Plan, by_rank: Mapping[int, Standing], standing: Standing) -> Wa
         return Wait(standing, on=_behind(by_rank, standing))
     schedule = schedule_of(plan, standing.state)
     row = schedule.actions[plan.for_rank(standing.rank).pp_rank]
-    if not 0 <= standing.at < len(row):
-        return Wait(standing)
-    current = row[standing.at]
     done = next((action for action in reversed(row[: standing.at]) if action.op not in MESSAGES), None)
+    current = row[standing.at] if standing.at < len(row) else _under_way(plan, by_rank, standing, schedule, row)
+    if current is None:
+        return Wait(standing, done)
     needs = None if standing.working else _need(schedule, current)
     owner = None if needs is None else _peer(plan, standing.rank, schedule.placement.rank_of(needs.stage))
     other = None if owner in (None, standing.rank) else by_rank.get(owner)
@@ -121,6 +121,19 @@ def _wait(plan: Plan, by_rank: Mapping[int, Standing], standing: Standing) -> Wa
         taken = _is_past(plan, schedule, other, standing, needs)
         return Wait(standing, done, current) if taken else Wait(standing, done, current, needs, owner)
     return Wait(standing, done, current, needs, owner, _is_past(plan, schedule, other, standing, _sending(needs)))
+
+
+def _under_way(
+    plan: Plan, by_rank: Mapping[int, Standing], standing: Standing, schedule: Schedule, row: Sequence[Action]
+) -> Action | None:
+    """Behind its list a rank waits until all it sent is taken: its first send that, as far as is known, is not."""
+    for action in row:
+        needs = _need(schedule, action) if action.op in SENDS else None
+        if needs is not None:
+            other = by_rank.get(_peer(plan, standing.rank, schedule.placement.rank_of(needs.stage)))
+            if other is not None and not _is_past(plan, schedule, other, standing, needs):
+                return action
+    return None
 
 
 def schedule_of(plan: Plan, state: str) -> Schedule:

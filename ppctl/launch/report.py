@@ -113,8 +113,10 @@ def place(run: RunDir, beat: Beat | None) -> tuple[int | None, str | None]:
     with suppress(Exception):  # the plan may be what is broken; the report must come out all the same
         plan = run.read_plan()
         schedule = plan.forward_schedule if beat.state in ("evaluating", "generating") else plan.schedule
-        action = schedule.actions[plan.for_rank(beat.rank).pp_rank][beat.index]
-        return action.stage, f"in {action}"
+        row = schedule.actions[plan.for_rank(beat.rank).pp_rank]
+        if beat.index >= len(row):
+            return row[-1].stage, f"after {row[-1]}"
+        return row[beat.index].stage, f"in {row[beat.index]}"
     return None, f"in action {beat.index}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 
 import pytest
 from unit_plan import plan
@@ -11,6 +12,7 @@ from unit_plan import plan
 from ppctl.hang.limits import LEAST, TIMES, Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import Standing, root, waits
+from ppctl.plan import Plan
 from ppctl.schedule.action import MESSAGES, Action, Op, Schedule, deps
 
 PLANS = {
@@ -43,9 +45,26 @@ def stuck_at(schedule: Schedule, culprit: int, at: int) -> list[int]:
     return positions
 
 
-@pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("seed", range(12))
-def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int) -> None:
+def stands(made: Plan, rank: int, at: int, *, flushed: bool, working: bool = False) -> Standing:
+    """A rank that is through its list waits for its sends; only where they are delivered it goes on."""
+    over = at >= len(made.schedule.actions[made.for_rank(rank).pp_rank])
+    state, at = ("updating", -1) if over and flushed else ("training", at)
+    return Standing(rank, state, 3, at, 10.0, working=working, host=f"host{rank}")
+
+
+def every_way(test: Callable) -> Callable:
+    """Several sizes, random places, and ranks that are through with their list before or behind its flush."""
+    for mark in (
+        pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS),
+        pytest.mark.parametrize("seed", range(12)),
+        pytest.mark.parametrize("flushed", [True, False]),
+    ):
+        test = mark(test)
+    return test
+
+
+@every_way
+def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int, flushed: bool) -> None:
     made, draw = plan(**sizes), random.Random(seed)
     culprit = draw.randrange(made.sizes.pp)
     row = made.schedule.actions[culprit]
@@ -54,12 +73,7 @@ def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int) -> None:
     standings = []
     for rank in range(made.sizes.world):
         pp_rank = made.for_rank(rank).pp_rank
-        over = positions[pp_rank] >= len(made.schedule.actions[pp_rank])
-        standings.append(
-            Standing(rank, "updating", 3, -1, 10.0)
-            if over
-            else Standing(rank, "training", 3, positions[pp_rank], 10.0, working=pp_rank == culprit)
-        )
+        standings.append(stands(made, rank, positions[pp_rank], flushed=flushed, working=pp_rank == culprit))
     found = waits(made, standings)
     told = root(found)
     assert told is not None
@@ -67,9 +81,8 @@ def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int) -> None:
     assert str(told.current) == str(row[at])
 
 
-@pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("seed", range(12))
-def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, seed: int) -> None:
+@every_way
+def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, seed: int, flushed: bool) -> None:
     """One rank waits for ever for what its neighbour has sent; all others wait for the two in the end."""
     made, draw = plan(**sizes), random.Random(seed)
     receiver = draw.randrange(made.sizes.pp)
@@ -78,10 +91,7 @@ def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, see
     at = draw.choice(waiting)
     positions = stuck_at(made.schedule, receiver, at)
     standings = [
-        Standing(rank, "training", 3, positions[made.for_rank(rank).pp_rank], 10.0, host=f"host{rank}")
-        if positions[made.for_rank(rank).pp_rank] < len(made.schedule.actions[made.for_rank(rank).pp_rank])
-        else Standing(rank, "updating", 3, -1, 10.0, host=f"host{rank}")
-        for rank in range(made.sizes.world)
+        stands(made, rank, positions[made.for_rank(rank).pp_rank], flushed=flushed) for rank in range(made.sizes.world)
     ]
     told = verdict(made, standings, 5.0, 15.0)
     need = message(made.schedule, receiver, row[at])
