@@ -245,6 +245,14 @@ class RunDir:
         """What result.json says; empty while the run goes on."""
         return self._mapping("result.json")
 
+    def answer(self, state: str, exit_code: int, error: str = "") -> dict[str, Any]:
+        """The one object that `--json` prints at the end of a run."""
+        told = {"error": error} if error else {}
+        return {"run": str(self.path), "id": self.id, **self.result(), **told} | {
+            "state": state,
+            "exit_code": exit_code,
+        }
+
     def begin_life(self, name: str) -> None:
         """Clear the way for another life of a submitted run: the last one's result goes, its errors are kept aside."""
         self._write("life", name)

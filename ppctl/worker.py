@@ -4,6 +4,7 @@
     python -m ppctl.worker --submitted DIR  the same, in a job of SLURM's: no launcher of ppctl's watches
     python -m ppctl.worker --publish DIR  rank 0 of ranks that others started: hands config and plan to the others
     python -m ppctl.worker --join         every other such rank
+        --json                            rank 0 of these prints one object on stdout, and all else on stderr
     python -m ppctl.worker --refuse CODE  rank 0 found a mistake and has printed it: all ranks leave with CODE
 
 Knows the order of things. Must not know Hydra or how a config was composed.
@@ -20,9 +21,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -45,9 +47,9 @@ from ppctl.train.measured import gather_costs
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.phases import Phases, process_age
 from ppctl.train.rendezvous import (
+    START_UP,
     Job,
     Ranks,
-    compare_digests,
     join_world,
     meet,
     publish_job,
@@ -56,6 +58,7 @@ from ppctl.train.rendezvous import (
     refuse_job,
 )
 from ppctl.train.report import TIME_IS_OVER
+from ppctl.train.roll_call import call_roll
 from ppctl.train.session import Session, build_session
 from ppctl.train.signals import Listener, StopRequest, end_after
 from ppctl.train.time_left import TimeLeft, job_end
@@ -73,19 +76,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     lose_lines_rather_than_fail()
     phases.add("import", process_age())
     ranks = Ranks.from_environment()
-    directory = arguments.run or arguments.submitted
+    directory, by_others = arguments.run or arguments.submitted or arguments.publish, arguments.run is None
+    answers = _keep_stdout() if arguments.json else None
     run, plan = None if directory is None else RunDir(directory), None
     with ExitStack() as to_close:
         try:
+            known = None if directory is None else read_job(directory)
+            plan = None if known is None else known.plan
             with phases("groups"):
-                store = meet(ranks)
-            job = _find_job(arguments, ranks, store)
+                store = meet(ranks, START_UP if known is None else _patience(known))
+            job = known or _receive(arguments.refuse, ranks, store)
             if isinstance(job, int):
                 return job
+            if arguments.publish is not None:
+                publish_job(store, job)
             run, plan = job.run, job.plan
-            return _work(job, ranks, store, stop, phases, to_close, by_others=arguments.run is None)
+            state, code, message = _work(job, ranks, store, stop, phases, to_close, by_others=by_others), 0, ""
         except Exception as error:
-            return _fail(error, run, ranks, plan, by_others=arguments.run is None)
+            code = _fail(error, run, ranks, plan, by_others=by_others)
+            state, message = "failed", str(error)
+    if answers is not None and run is not None:
+        print(json.dumps(run.answer(state, code, message)), file=answers)
+        answers.flush()
+    return code
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -96,22 +109,30 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how.add_argument("--publish", type=Path, metavar="DIR")
     how.add_argument("--join", action="store_true")
     how.add_argument("--refuse", type=int, metavar="CODE")
+    parser.add_argument("--json", action="store_true")
     return parser.parse_args(argv)
 
 
-def _find_job(arguments: argparse.Namespace, ranks: Ranks, store: Store) -> Job | int:
-    """The job, or the code to leave with."""
-    if arguments.refuse is not None:
-        refuse_job(store, arguments.refuse, ranks)
-        return int(arguments.refuse)
-    if arguments.join:
-        job = receive_job(store)
-        if isinstance(job, Job):
-            _become(job.config.launch.env)
-        return job
-    job = read_job(arguments.run or arguments.submitted or arguments.publish)
-    if arguments.publish is not None:
-        publish_job(store, job)
+def _keep_stdout() -> TextIO:
+    """Stdout for the one answer: all else that is written there, by libraries too, goes to stderr from now on."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _patience(job: Job) -> timedelta:
+    """How long to wait for the other ranks: whoever watches the job is to speak first."""
+    return min(START_UP, timedelta(seconds=seconds(job.config.launch.start_limit) + 10))
+
+
+def _receive(refused: int | None, ranks: Ranks, store: Store) -> Job | int:
+    """The job that rank 0 publishes, or the code to leave with: rank 0's own is `refused`."""
+    if refused is not None:
+        refuse_job(store, refused, ranks)
+        return refused
+    job = receive_job(store)
+    if isinstance(job, Job):
+        _become(job.config.launch.env)
     return job
 
 
@@ -125,7 +146,8 @@ def _become(environment: Mapping[str, str]) -> None:
 
 def _work(
     job: Job, ranks: Ranks, store: Store, stop: StopRequest, phases: Phases, to_close: ExitStack, *, by_others: bool
-) -> int:
+) -> str:
+    """Train; returns how the run ended: `finished` or `stopped`."""
     device = _device(job.config.launch.device, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     to_close.callback(heartbeat.close)
@@ -133,8 +155,8 @@ def _work(
     alarm = Alarm(Limits.of(job.config.launch))
     publisher = _publisher(job, ranks, by_others=by_others)
     with phases("groups"):
+        call_roll(store, ranks, job, _patience(job).total_seconds())
         join_world(store, ranks, device)
-        compare_digests(job)
     with phases("build"):
         session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
     leads = ranks.rank == 0
@@ -179,7 +201,7 @@ def _work(
     if publisher is not None:
         publisher.stop()
     dist.destroy_process_group()
-    return 0
+    return _state(outcome)
 
 
 def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
@@ -259,7 +281,7 @@ def _tell_start(job: Job, phases: Phases, *, by_others: bool) -> None:
 
 def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, leads: bool, by_others: bool) -> None:
     """Write what the run came to: the result, measured costs, and a sample where it ran to its end."""
-    state = "stopped" if outcome.stopped else "finished"
+    state = _state(outcome)
     sample = None if outcome.stopped else write_sample(session)
     costs = gather_costs(session)
     if not leads:
@@ -281,11 +303,13 @@ def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, l
     slurm_job = os.environ.get("SLURM_JOB_ID")
     if outcome.stopped and slurm_job:
         job.run.write_requeue_mark(slurm_job, int(os.environ.get("SLURM_RESTART_COUNT") or 0), str(outcome.why))
-    if job.run.job():
+    if by_others:
         why = f"stopped after step {outcome.step}, all saved: {outcome.why}" if outcome.stopped else "finished"
         print(f"{why}; {outcome.checkpoint}", flush=True)
-    elif by_others:
-        print(json.dumps({"run": str(job.run.path), "state": state, "checkpoint": str(outcome.checkpoint)}), flush=True)
+
+
+def _state(outcome: Outcome) -> str:
+    return "stopped" if outcome.stopped else "finished"
 
 
 def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None, *, by_others: bool) -> int:
@@ -301,7 +325,10 @@ def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None,
         with suppress(OSError):
             if by_others:
                 run.write_status("failed", rank=ranks.rank)
-    traceback.print_exception(error)
+    if by_others and isinstance(error, PpctlError):  # a person reads it: where it was raised is in the record
+        print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
+    else:
+        traceback.print_exception(error)
     return code
 
 

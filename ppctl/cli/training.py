@@ -154,7 +154,8 @@ def conduct(
         device = launch.config.launch.device
         print(f"{summary(launch.plan)}\n\nrun {shown(run.path)} on {device}\n", file=out, flush=True)
         if started.by_others:
-            become_worker(started, "--publish", str(run.path), environment=launch.config.launch.env)
+            flags = ["--json"] * as_json
+            become_worker(started, "--publish", str(run.path), *flags, environment=launch.config.launch.env)
         if sys.stdout.isatty():  # rank 0 prints into a pipe, and cannot know how wide the terminal is
             os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
         outcome = supervise(_job(run, launch.config, launch.plan.sizes.world), out)
@@ -163,7 +164,7 @@ def conduct(
     if outcome.report:
         note(outcome.report + saved_before(run, outcome))
     if as_json:
-        print(json.dumps(_report(run, outcome)))
+        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
     elif outcome.exit_code in (DONE, STOPPED):
         print("\n".join(ending(run, launch, outcome, overrides)))
     return outcome.exit_code
@@ -178,14 +179,6 @@ def saved_before(run: RunDir, outcome: Outcome) -> str:
         again = "checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
         return f"\n  no checkpoint yet: {again}"
     return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(shown(run.path))}"
-
-
-def _report(run: RunDir, outcome: Outcome) -> dict[str, Any]:
-    told: dict[str, Any] = {"error": outcome.report} if outcome.report else {}
-    return {"run": str(run.path), "id": run.id, **run.result(), **told} | {
-        "state": outcome.state,
-        "exit_code": outcome.exit_code,
-    }
 
 
 def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[str] | None) -> list[str]:

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ppctl.comm.words import in_words
 from ppctl.errors import Problem, TrainingError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Meeting:
                 self._complain(contact, f"took longer than {limit:g} s")
             else:
                 if isinstance(found, Exception):
-                    self._complain(contact, f"broke: {str(found).splitlines()[0]}")
+                    self._complain(contact, f"broke: {in_words(found)}")
                 else:
                     made.append(Made(contact.name, contact.ranks, found[0], min(found)))
         self._say(at=None, over=True)

@@ -18,7 +18,8 @@ from ppctl.rundir import RunDir
 
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
-_BROKEN_CHANNEL = "PP-E711"
+_FOLLOW = ("PP-E711", "PP-E709")
+"""Codes of what other ranks' failures cause: a broken channel; a rank that did not come."""
 _ECHO = re.compile(
     r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(closed|refused|aborted|lost)|"
     r"remote process (exited|has)|peer .*(died|exited|gone)|store.*(closed|shut ?down)",
@@ -83,7 +84,7 @@ def _told(error: Mapping[str, Any]) -> Failure:
         time=float(error["time"]),
         code=code,
         what="\n".join(filter(None, [said, str(error.get("place") or "")])),
-        echo=code == _BROKEN_CHANNEL or bool(_ECHO.search(message)),
+        echo=code in _FOLLOW or bool(_ECHO.search(message)),
         exit_code=int(error.get("exit_code") or 1),
         stage=error.get("stage"),
         action=error.get("action"),

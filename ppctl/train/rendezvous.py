@@ -2,14 +2,14 @@
 
 Knows the rank variables, the rendezvous store and what is published in it. Must not know how a config was composed.
 Ranks of ppctl's launcher read the run directory themselves; ranks that others started get config and plan from rank 0
-through the store, so that only logs and checkpoints need a shared file system. Both compare digests before any message.
+through the store, so that only logs and checkpoints need a shared file system.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from ppctl.comm.reach import connecting
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 
@@ -70,10 +72,36 @@ class Job:
     plan: Plan
 
 
-def meet(ranks: Ranks) -> Store:
-    """The store that all ranks share (MASTER_ADDR, MASTER_PORT)."""
-    store: Store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=START_UP))[0]
+def meet(ranks: Ranks, patience: timedelta = START_UP) -> Store:
+    """The store that all ranks share (MASTER_ADDR, MASTER_PORT).
+
+    Raises TrainingError: PP-E708 where it is not reached within `patience`, PP-E709 where rank 0 waits there alone.
+    """
+    try:
+        store: Store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=patience))[0]
+    except RuntimeError as error:
+        problem = _no_store(str(error), ranks, patience.total_seconds())
+        if problem is None:
+            raise
+        raise TrainingError(problem) from error
     return store
+
+
+def _no_store(text: str, ranks: Ranks, waited: float) -> Problem | None:
+    """What it means that the store did not come about; None where it is something else (a port in use)."""
+    joined = re.search(r"(\d+)/(\d+) clients joined", text)
+    if joined is not None:
+        message = f"only {joined[1]} of {joined[2]} ranks came to the store on {host_name()} within {waited:g} s"
+        return Problem("PP-E709", message, "ppctl explain PP-E709")
+    if not re.search(r"trying to connect|failed to connect|Connection refused|resolve|getaddrinfo", text):
+        return None
+    where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+    message = f"rank {ranks.rank} on {host_name()} did not reach rank 0's store at {where} within {waited:g} s"
+    return Problem("PP-E708", message, f"python -c 'import socket; socket.create_connection({_master()}, 5)'")
+
+
+def _master() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def read_job(directory: Path) -> Job:
@@ -108,21 +136,5 @@ def refuse_job(store: Store, code: int, ranks: Ranks, patience_s: float = 30.0) 
 def join_world(store: Store, ranks: Ranks, device: torch.device) -> None:
     """Make the default process group: gloo for what is said between hosts' CPUs, NCCL beside it on CUDA."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=START_UP)
-
-
-def compare_digests(job: Job) -> None:
-    """Raise ConfigError on every rank if ranks hold different configs or plans. The first message of a run."""
-    text = json.dumps(to_mapping(job.config), sort_keys=True) + job.plan.digest
-    own = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
-    different = [rank for rank, row in enumerate(rows) if not torch.equal(row, rows[0])]
-    if different:
-        raise ConfigError(
-            Problem(
-                "PP-E742",
-                f"ranks {', '.join(map(str, different))} hold another config or plan than rank 0",
-                "start every rank with the same version of ppctl, and let only one launch write the run directory",
-            )
-        )
+    with connecting(ranks.rank, host_name(), "the job"):
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=START_UP)

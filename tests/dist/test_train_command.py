@@ -202,15 +202,21 @@ def test_ranks_that_others_start_make_one_run_with_the_same_losses(whole_run, te
     for node in range(2):
         agent, more = [*AGENT, f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", *train], {}
         if starter == "plain variables":
-            agent, more = [*train, "launch=env"], plain | {"RANK": str(node)}
+            agent, more = [*train, "launch=env", "--json"], plain | {"RANK": str(node)}
         for path in (told, tmp_path / str(node)):
             path.mkdir(exist_ok=True)
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         nodes.append(
             subprocess.Popen([sys.executable, *agent], cwd=tmp_path / str(node), env=environment(**more), **quiet)
         )
-    said = [node.communicate(timeout=120)[1] for node in nodes]
+    said = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
+    if starter == "plain variables":
+        answer = json.loads(said[0][0])
+        assert (answer["state"], answer["step"], answer["exit_code"]) == ("finished", 12, 0)
+        assert said[1][0] == "" and "step 12/12" in said[0][1], "--json leaves nothing else on stdout"
+    else:
+        assert "step 12/12" in "".join(out for out, _ in said)
     (config,) = tmp_path.glob("*/runs/*/*/config.yaml")
     assert losses(config.parent) == losses(whole_run[1])
     assert json.loads((config.parent / "status.json").read_text())["state"] == "finished"
