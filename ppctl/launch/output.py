@@ -6,6 +6,7 @@ Knows pipes. Must not know what the lines say.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from contextlib import suppress
 from typing import IO, TextIO
@@ -40,6 +41,15 @@ class Pump:
                 try:
                     self._out.write(line.decode(errors="replace"))
                     self._out.flush()
-                except (OSError, ValueError):
+                except (OSError, ValueError) as error:
                     broken = True
                     discard(self._out)
+                    _tell_lost(error)
+
+
+def _tell_lost(error: Exception) -> None:
+    """Say on stderr, if that is still there, that the lines are lost and the run is not."""
+    why = error.strerror if isinstance(error, OSError) else error
+    with suppress(OSError, ValueError):
+        text = f"note: stdout takes no more lines ({why}), and the run goes on; ppctl logs -f shows it, kill "
+        print(f"{text}{os.getpid()} saves and ends it", file=sys.stderr, flush=True)
