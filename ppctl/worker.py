@@ -325,7 +325,9 @@ def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None,
         with suppress(OSError):
             if by_others:
                 run.write_status("failed", rank=ranks.rank)
-    if by_others and isinstance(error, PpctlError):  # a person reads it: where it was raised is in the record
+    if (
+        by_others and isinstance(error, PpctlError) and not isinstance(error, EngineError)
+    ):  # a person reads it: where it was raised is in the record
         print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
     else:
         traceback.print_exception(error)

@@ -21,7 +21,8 @@ RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 _FOLLOW = ("PP-E711", "PP-E709")
 """Codes of what other ranks' failures cause: a broken channel; a rank that did not come."""
 _ECHO = re.compile(
-    r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(closed|refused|aborted|lost)|"
+    r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(likely )?(closed|refused|aborted|lost)|"
+    r"closed the connection|"
     r"remote process (exited|has)|peer .*(died|exited|gone)|store.*(closed|shut ?down)",
     re.IGNORECASE,
 )

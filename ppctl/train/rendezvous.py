@@ -97,7 +97,7 @@ def _no_store(text: str, ranks: Ranks, waited: float) -> Problem | None:
         return None
     where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
     message = f"rank {ranks.rank} on {host_name()} did not reach rank 0's store at {where} within {waited:g} s"
-    return Problem("PP-E708", message, f"python -c 'import socket; socket.create_connection({_master()}, 5)'")
+    return Problem("PP-E708", message, f'python -c "import socket; socket.create_connection({_master()}, 5)"')
 
 
 def _master() -> tuple[str, int]:

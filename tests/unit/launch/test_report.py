@@ -16,6 +16,8 @@ ECHOES = [
     "PP-E711: the connection on channel 1->0 B broke: timed out",
     "NCCL error: remote process exited or there was a network error",
     "Broken pipe",
+    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    "PP-E707: rank 0 on a could not connect to all ranks of the job: the other end closed the connection",
 ]
 
 
