@@ -102,10 +102,10 @@ def planned(
 
 
 def _read_model(source: str) -> Any:
-    """What `model.from` says of the model; few runs have it, so what reads it is imported here."""
-    from ppctl.launch.weights import model_values
+    """What `model.from` says of the run; few runs have it, so what reads it is imported here."""
+    from ppctl.launch.weights import values_of
 
-    return model_values(source)
+    return values_of(source)
 
 
 def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:

@@ -54,15 +54,18 @@ class Composed:
     """What was decided for the user and should be said."""
 
 
+_TOKENIZER = "data.tokenizer"
+
 ReadModel = Callable[[str], Mapping[str, Any]]
-"""From the value of `model.from` to fields of ModelConfig. Raises PpctlError."""
+"""From the value of `model.from` to values by key: of the model, and data.tokenizer. Raises PpctlError."""
 
 
 def compose(overrides: Sequence[str], *, for_training: bool = False, read_model: ReadModel | None = None) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
-    What `read_model` reads of `model.from` is stronger than files and weaker than the command line. `for_training` also
-    refuses what can be planned but not trained yet. Raises RefusedError with all problems.
+    What `read_model` reads of `model.from` is stronger than files and weaker than the command line; its tokenizer is
+    weaker than both. `for_training` also refuses what can be planned but not trained. Raises RefusedError with all
+    problems.
     """
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
@@ -73,7 +76,7 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
     given = _apply(draft, values)
     if read_model is not None:
-        _take_model(draft, given, read_model, scaled=scale is not None)
+        _take_model(draft, given, read_model, scaled=scale is not None, for_training=for_training)
     draft.set_layout_aside(before, given)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
@@ -206,7 +209,7 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
     return given
 
 
-def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled: bool) -> None:
+def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
     """Put the sizes of `model.from` over those of files."""
     source = draft.get("model.from")
     if not isinstance(source, str) or not source:
@@ -220,10 +223,17 @@ def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled:
     except PpctlError as error:
         draft.problems += error.problems
         return
-    for field_name, value in values.items():
-        if (name := f"model.{field_name}") not in given:
+    said = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
+    for name, value in values.items():
+        if name not in given and not (name == _TOKENIZER and said):
             draft.put(name, value)
             draft.provenance[name] = f"model.from={source}"
+    if for_training and not said and _TOKENIZER not in values:
+        message = (
+            f"{source} has no tokenizer, and {_TOKENIZER} names none (a directory, or byte where bytes are meant): "
+            "bytes would be read as tokens of its vocabulary"
+        )
+        draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {source}"))
 
 
 def _known(key: str) -> str | None:

@@ -174,7 +174,7 @@ class DataConfig:
     """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
     rows of {path, weight}; none reads the running interpreter's standard library sources."""
     tokenizer: str = "byte"
-    """`byte`: every byte is a token; else a directory with a tokenizer.json."""
+    """`byte`: every byte is a token; else a directory with a tokenizer.json. Unsaid, it is that of model.from."""
     validation_path: str | list[Any] | None = None
     """What evaluation reads, written as data.path; none holds out a share of data.path."""
     validation_split: float = 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,3 @@ def _map(file: Path, dtype: Any, offset: int, count: int) -> Integers:
 
 def _broken(idx: Path, fault: str) -> DataError:
     return DataError(Problem("PP-E412", f"{idx} is damaged: {fault}", f"ls -l {idx}", place=f"data.path={idx}"[:-4]))
-
-
-Placer = Callable[[int], str]
-"""Names the document that the token at a position belongs to."""

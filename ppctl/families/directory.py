@@ -20,7 +20,7 @@ from ppctl.families.safetensors import SIZES, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.families.tensors import Shape, model_tensors
 
-CONFIG, EMBEDDING = "config.json", "tok_embeddings.weight"
+CONFIG, TOKENIZER, EMBEDDING = "config.json", "tokenizer.json", "tok_embeddings.weight"
 SCALE = "_scale_inv"
 """Beside a matrix in 8-bit floats stands its inverse scales' tensor, of this name: one scale per block."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import TRAINING, read_config
-from ppctl.families.directory import CONFIG, open_directory, read_config_file
+from ppctl.families.directory import CONFIG, TOKENIZER, open_directory, read_config_file
 from ppctl.families.tensors import model_tensors
 from ppctl.launch.prepare import find_checkpoint
 
@@ -49,6 +49,13 @@ def model_values(text: str) -> Mapping[str, Any]:
     return {name: value for name, value in asdict(model).items() if name not in unsaid}
 
 
+def values_of(text: str) -> dict[str, Any]:
+    """Values by dotted key, as the source has them: its model's and, if it has one, its tokenizer. Raises as above."""
+    tokenizer = _tokenizer(find_weights(text))
+    values = {f"model.{name}": value for name, value in model_values(text).items()}
+    return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
+
+
 def check_weights(path: Path, model: ModelConfig) -> None:
     """Compare what is stored at `path` with what `model` needs. Raises CheckpointError naming all that does not fit."""
     if (path / CONFIG).is_file():
@@ -75,11 +82,27 @@ def check_weights(path: Path, model: ModelConfig) -> None:
         raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(wrong[:20])))
 
 
+def _tokenizer(path: Path) -> str | None:
+    """What `data.tokenizer` is for the weights at `path`; None where they do not say it."""
+    if (path / CONFIG).is_file():
+        return str(path) if (path / TOKENIZER).is_file() else None
+    state = _read(path, "state.json")
+    named: str | None = state.get("tokenizer_path")
+    return named or ("byte" if state.get("tokenizer") == "byte" else None)
+
+
 def _saved(path: Path, file: str, key: str) -> Any:
     """What a checkpoint's file holds under `key`. Raises CheckpointError (PP-E503) where it cannot be read."""
     try:
-        return json.loads((path / file).read_bytes())[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _read(path, file)[key]
+    except KeyError:
+        raise CheckpointError(_damaged(path, f"{file} has no {key}")) from None
+
+
+def _read(path: Path, file: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads((path / file).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(_damaged(path, f"{file} cannot be read ({type(error).__name__})")) from None
 
 

@@ -23,10 +23,10 @@ from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
-from ppctl.families.directory import CONFIG, mtp_tables, open_directory, stored_names
+from ppctl.families.directory import CONFIG, TOKENIZER, mtp_tables, open_directory, stored_names
 from ppctl.families.tensors import model_tensors
 from ppctl.pretrained.reading import Reader
-from ppctl.pretrained.tokenizer_files import TOKENIZER, copy_tokenizer, tokenizer_path
+from ppctl.pretrained.tokenizer_files import copy_tokenizer, tokenizer_path
 from ppctl.pretrained.writing import DTYPES, SHARD, Spec, write_shards
 
 Progress = Callable[[str, int, int], None]

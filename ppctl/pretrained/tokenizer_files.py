@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TOKENIZER = "tokenizer.json"
+from ppctl.families.directory import TOKENIZER
+
 _BESIDE = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",

@@ -22,7 +22,7 @@ from ppctl.schedules.microbatches import check_first_val_step
 from ppctl.schedules.models import misuse, setting
 from ppctl.schedules.run import run_schedule
 from ppctl.schedules.shapes import Edges, group_size
-from ppctl.schedules.steps import ForwardStep, forward_step, timed
+from ppctl.schedules.steps import ForwardStep, check_attached, forward_step, timed
 from ppctl.schedules.sync import Synchroniser
 from ppctl.schedules.wgrad import Deferral, main_gradients
 
@@ -157,6 +157,8 @@ class _Running:
             chunk if call.numbered else None,
             stage == self._last,
         )
+        if stage == 0 < self._last and not call.forward_only:
+            check_attached(call.chunks[chunk], outputs)
         self._tokens = num_tokens if self._tokens is None else self._tokens + num_tokens
         scale = setting(call.config, "grad_scale_func")
         if stage == self._last and scale is not None and not call.forward_only:

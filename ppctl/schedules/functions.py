@@ -174,11 +174,14 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is given, even as 1.
 
     Without `pp_size` what is returned chooses when it is called: from the size of the communicator or the world, and
-    from whether `model` is a list.
+    from whether `model` is a list. Raises ConfigError for a size below 1.
     """
+    for name, size in (("pp_size", pp_size), ("vp_size", vp_size)):
+        if size is not None and whole_number(size, name) < 1:
+            raise misuse(f"{name} is {size}, and is at least 1", f"{name}=1")
     if pp_size is None:
         return _chosen_when_called
-    if whole_number(pp_size, "pp_size") <= 1:
+    if pp_size == 1:
         return forward_backward_no_pipelining
     if vp_size is None:
         return forward_backward_pipelining_without_interleaving

@@ -6,7 +6,7 @@ forward-backward functions run `forward_step` as a stage's program; their backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -74,6 +74,19 @@ def forward_step(
     if isinstance(input_tensor, list) and not isinstance(output, list):
         output = list(output) if isinstance(output, tuple) else [output]
     return output, num_tokens
+
+
+def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
+    """Raise TrainingError where a first stage's parameters want gradients and nothing of its output leads to them.
+
+    Only the first stage can be so cut off unnoticed: the input of any other would have no gradient (PP-E713).
+    """
+    if any(not isinstance(output, Tensor) or output.requires_grad for output in outputs):
+        return  # what is no tensor is told where it meets its edge
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        message = "the first stage's output needs no gradient, and its parameters do: they would never be trained"
+        remedy = "no detach or no_grad in the stage, and checkpoint(..., use_reentrant=False); or freeze its parameters"
+        raise TrainingError(Problem("PP-E729", message, remedy))
 
 
 def _output_and_loss(forward_step_func: ForwardStep, data_iterator: Any, *more: Any) -> tuple[Any, Any]:

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.streaming import CheckpointReader
 from ppctl.cli.main import main
+from ppctl.config.compose import compose
+from ppctl.errors import ConfigError
+from ppctl.launch.weights import values_of
 
 RUN = (
     "seq=16", "gbs=4", "mbs=1", "steps=2", "launch.device=cpu", "data.path=corpus.txt", "data.tokenizer=words",
@@ -136,6 +139,27 @@ def test_sizes_come_from_the_directory_and_the_command_line_is_stronger(here: Pa
     assert done.returncode == 0, done.stderr
     (config,) = (here / "runs" / "base").glob("*/config.yaml")
     assert "rotary_base: 70.0" in config.read_text() and "norm_epsilon: 1.0e-06" in config.read_text()
+
+
+def test_the_tokenizer_of_the_weights_is_used_unless_one_is_named(
+    here: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(here)
+    shutil.copytree("qwen3", "whole")
+    shutil.copy("words/tokenizer.json", "whole")
+    Path("own.yaml").write_text("data:\n  tokenizer: words\n")
+
+    def tokenizer(*arguments: str, for_training: bool = True) -> str:
+        found = compose(("seq=16", *arguments), for_training=for_training, read_model=values_of)
+        return found.config.data.tokenizer
+
+    assert tokenizer("model.from=whole") == str(here / "whole")
+    assert tokenizer(f"model.from={run}") == str(here / "words"), "a run's own"
+    assert tokenizer("model.from=whole", "data.tokenizer=byte") == "byte"
+    assert tokenizer("+recipe=own.yaml", "model.from=whole") == "words"
+    with pytest.raises(ConfigError, match="PP-E417: qwen3 has no tokenizer"):
+        tokenizer("model.from=qwen3")
+    assert tokenizer("model.from=qwen3", for_training=False) == "byte", "a plan reads no text"
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(here: Path, refused: Refused) -> None:

@@ -220,6 +220,25 @@ def test_an_exception_anywhere_leaves_no_sync_and_names_the_action(function, ste
     assert model.weight.grad is not None, "the hooks that move gradients are gone"
 
 
+def test_a_first_stage_that_is_cut_off_from_its_gradients_is_refused_unless_it_is_frozen():
+    config = Syncs().config
+    chunks = [Model(config), Model(config)]
+
+    def cut_off(iterator, model):
+        output, loss_func = forward(inputs() if iterator is None else iterator, model)
+        return output.detach() if model is chunks[0] else output, loss_func
+
+    def call(**more):
+        return run(EVERY[-1], config, cut_off, data_iterator=[inputs(), None], model=chunks, **more)
+
+    with pytest.raises(EngineError, match=r"PP-E729: pp_rank 0 .* failed in 0F0: the first stage's output"):
+        call()
+    assert len(call(forward_only=True)[0]) == M
+    chunks[0].requires_grad_(False)
+    call()
+    assert chunks[0].weight.grad is None and chunks[1].weight.grad is not None
+
+
 def test_no_sync_functions_of_several_models_are_entered_together():
     syncs = Syncs()
     syncs.config.no_sync_func = [syncs.no_sync, syncs.no_sync]

@@ -70,6 +70,12 @@ def test_the_function_for_given_sizes_is_the_originals(record):
     assert get_forward_backward_func(**record["args"]).__name__ == record["result"]
 
 
+@pytest.mark.parametrize("sizes", [(2, -3), (2, 0), (0, None), (-1, 2)])
+def test_there_is_no_function_for_sizes_below_one(sizes):
+    with pytest.raises(ConfigError, match=r"PP-E396: .p_size is .*, and is at least 1"):
+        get_forward_backward_func(*sizes)
+
+
 @pytest.mark.parametrize("record", of("check_first_val_step"), ids=lambda r: json.dumps(r["args"]))
 def test_the_first_step_of_a_validation_is_the_originals(record):
     assert check_first_val_step(**record["args"]) is record["result"]
