@@ -13,12 +13,13 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.text import stage_text
 from ppctl.plan import Plan, StageSpec
+from ppctl.plan.amounts import amount, unit_for
+from ppctl.plan.fit import parts
 from ppctl.plan.prices import simulation_costs
 from ppctl.plan.timing import predicted
 from ppctl.schedule.timeline import timeline_text
 
 LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-GIB = 2**30
 _LONGEST_TIMELINE = 16
 """Most stages that a timeline shows."""
 
@@ -73,7 +74,9 @@ def drawing(plan: Plan) -> str:
 
 def table(plan: Plan, width: int) -> str:
     """Who holds what and what it costs; where numbers differ in a folded row, the first rank's and the last one's."""
-    header = ["pp_rank", "params", "FLOPs", "idle", "in flight", "state GiB", "activations", "peak GiB"]
+    unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
+    memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
+    header = ["pp_rank", "params", "FLOPs", "idle", "in flight", *memory]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
     rows = []
     for ranks in folded(plan):
@@ -86,9 +89,9 @@ def table(plan: Plan, width: int) -> str:
                 f"{flops / total:.1%}",
                 spread([f"{plan.timing.bubbles[rank]:.0%}" for rank in ranks] if plan.timing.bubbles else ["-"]),
                 spread([str(cost.in_flight) for cost in costs]),
-                spread([gib(cost.state_bytes) for cost in costs]),
-                spread([gib(cost.activation_bytes) for cost in costs]),
-                spread([gib(cost.peak_bytes) for cost in costs]),
+                spread([unit.of(cost.state_bytes) for cost in costs]),
+                spread([unit.of(cost.activation_bytes) for cost in costs]),
+                spread([unit.of(cost.peak_bytes) for cost in costs]),
             ]
         )
     chunks = [f"chunk {chunk}" for chunk in range(plan.sizes.vpp)]
@@ -136,15 +139,9 @@ def letters(stage: StageSpec) -> str:
 def memory_line(plan: Plan) -> str:
     """Where memory peaks."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
-    parts = {
-        "weights": worst.weight_bytes,
-        "gradients": worst.gradient_bytes,
-        "optimizer": worst.optimizer_bytes,
-        "activations": worst.activation_bytes,
-        "buffers": worst.buffer_bytes + worst.message_bytes,
-    }
-    told = " + ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    return f"memory peaks on pp_rank {worst.pp_rank}: {gib(worst.peak_bytes)} GiB per device = {told}"
+    told = parts(worst)
+    made = " =" if "+" in told else "; at most"
+    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{made} {told}"
 
 
 def times(plan: Plan) -> list[str]:
@@ -243,8 +240,3 @@ def billions(count: int) -> str:
         if count >= size:
             return f"{count / size:.4g} {unit}"
     return str(count)
-
-
-def gib(size: int) -> str:
-    """Bytes in GiB."""
-    return f"{size / GIB:.2f}"

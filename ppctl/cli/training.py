@@ -18,7 +18,7 @@ from typing import Any
 
 from ppctl.cli.console import note
 from ppctl.cli.plan import exit_code, planned, summary
-from ppctl.config.argv import retyped
+from ppctl.config.argv import retyped, typed_again
 from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
@@ -69,7 +69,7 @@ def settle(
     """`config` with its device settled, and what its data is. Raises ConfigError where it cannot be run here."""
     from ppctl.data.examine import examine
 
-    world, typed = plan.sizes.world, retyped(arguments)
+    world, typed = plan.sizes.world, typed_again("train", arguments)
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
     device = choose_device(config.launch.device, ranks_here, os.environ)
     problems = []
@@ -79,7 +79,7 @@ def settle(
         problems.append(_other_world(started, world, arguments))
     elif not started.by_others and config.launch.target == "env":
         message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
-        problems.append(Problem("PP-E607", message, f"ppctl train {typed} launch.target=local", "launch.target = env"))
+        problems.append(Problem("PP-E607", message, f"{typed} launch.target=local", "launch.target = env"))
     else:
         problems += shortage(device, ranks_here, arguments, os.environ)
     if device == "cuda" and plan.sizes.pp > 1:
@@ -101,7 +101,7 @@ def not_for_submit(config: RunConfig, arguments: Sequence[str]) -> list[Problem]
     if not keys:
         return []
     message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"
-    return [Problem("PP-E629", message, f"ppctl submit {retyped(arguments)}", "launch")]
+    return [Problem("PP-E629", message, typed_again("submit", arguments), "launch")]
 
 
 def _install(package: str) -> str:
@@ -109,16 +109,13 @@ def _install(package: str) -> str:
 
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
-    typed = retyped(arguments)
-    how = {
-        "slurm": f"srun -n {world} ppctl train {typed}",
-        "torchrun": f"torchrun --nproc-per-node {world} -m ppctl train {typed}",
-    }
+    typed = typed_again("train", arguments)
+    how = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
     remedy = how.get(started.by, f"WORLD_SIZE={world}")
     larger = with_overrides(arguments, "launch.nodes=1", f"launch.gpus_per_node={started.world_size}")
     plan, problems = planned(larger, for_training=True)[1:]
     if plan is not None and plan.sizes.world == started.world_size and not problems:
-        remedy += f"\nppctl plan {retyped(larger)}"
+        remedy += "\n" + typed_again("plan", larger)
     starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
     message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
     return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")

@@ -220,6 +220,11 @@ def _where_told(name: str) -> str:
     return f"ppctl explain {key}" if key in keys() or key in sections() else "ppctl explain"
 
 
+def typed_again(command: str, overrides: Sequence[str]) -> str:
+    """A whole command line of ppctl's, to paste."""
+    return " ".join(filter(None, ["ppctl", command, retyped(overrides)]))
+
+
 def retyped(overrides: Sequence[str]) -> str:
     """Normalised overrides as a person types them in a shell: without Hydra's quotes, recipe and scale with a plus."""
     words = []

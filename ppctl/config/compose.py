@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, retyped
+from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import check
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import meant_by
@@ -288,7 +288,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     notes = (*draft.notes, *ignored(config, draft.provenance))
     composed = Composed(config, draft.provenance, tuple(overrides), notes=notes)
     if problems:
-        same = f"ppctl plan {retyped(overrides)}"
+        same = typed_again("plan", overrides)
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]
         raise RefusedError(problems, composed)
     return composed

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ppctl.config.argv import retyped
+from ppctl.config.argv import typed_again
 from ppctl.errors import Problem
 
 _FEW_PROCESSES = 64
@@ -56,13 +56,13 @@ def choose_device(asked: str, ranks: int, environ: Mapping[str, str]) -> str:
 
 def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Problem]:
     """What is missing here to run all `ranks` on this machine. `arguments` are the command line's, for the remedies."""
-    planned = f"ppctl plan {retyped(arguments)}"
+    planned = typed_again("plan", arguments)
     if device == "cuda":
         found = count_gpus(environ)
         if found < ranks:
             ways = [planned, f"ppctl train {_small(arguments)}"]
             if ranks <= _SMALL_JOB:
-                ways.insert(1, f"ppctl train {retyped(with_overrides(arguments, 'launch.device=cpu'))}")
+                ways.insert(1, typed_again("train", with_overrides(arguments, "launch.device=cpu")))
             message = f"needs {_many(ranks, 'GPU')}, this machine has {found}"
             return [Problem("PP-E601", message, "\n".join(ways), "launch.device = cuda")]
         return []

@@ -16,12 +16,12 @@ from ppctl.cost.devices import DEVICES, Device
 from ppctl.cost.memory import Spread, State, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
 from ppctl.cost.parameters import Count, largest_matrix, stage_count
 from ppctl.cost.passing import BUCKET_ELEMENTS, Passing, most, passing
+from ppctl.plan.amounts import GIB, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
 from ppctl.topology import ParallelSizes
 
-GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -63,9 +63,13 @@ def rank_costs(
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
     spread, sharding = spread_of(sizes), _sharding(config, sizes)
+    of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
+    for stage in stages:
+        of_rank[stage.pp_rank].append(stage)
+    messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
     costs = []
     for pp_rank, actions in enumerate(schedule.actions):
-        own = [stage for stage in stages if stage.pp_rank == pp_rank]
+        own = of_rank[pp_rank]
         counts = [stage_count(model, stage.layers) for stage in own]
         state = state_bytes(Count().plus(*counts), spread, precision_of(config), sharding)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
@@ -75,17 +79,16 @@ def rank_costs(
             state = State(held.weights, held.gradients, state.optimizer)
             in_step = held.total + state.optimizer
         buffers = _buffers(config, own, sizes, setting)
-        messages = _messages(stages, schedule, pp_rank) if setting.allocator.receives else 0
         costs.append(
             RankCost(
                 pp_rank,
                 sum(count.total for count in counts),
                 *state,
                 activation_bytes=activations,
-                peak_bytes=in_step + buffers + messages,
+                peak_bytes=in_step + buffers + messages[pp_rank],
                 in_flight=in_flight,
                 buffer_bytes=buffers,
-                message_bytes=messages,
+                message_bytes=messages[pp_rank],
             )
         )
     return tuple(costs)
@@ -95,15 +98,16 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
     """What is whole only at times, in words; nothing where all that a rank holds is there all the time."""
     if _sharding(config, sizes) != "full":
         return ()
-    weights, gradients, rest = (
-        max(sizes) / GIB
-        for sizes in zip(*((c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs), strict=True)
+    weights, gradients, rest = map(
+        max, zip(*((c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs), strict=True)
     )
+    unit = unit_for(weights)
     equation = (
-        f"gathered weights {weights:.2f} GiB at most: a stage's are whole from its first forward to its last backward, "
-        f"its gradients ({gradients:.2f}) from its first backward on; between steps a rank holds {rest:.2f}"
+        f"gathered weights {unit.of(weights)} {unit.name} at most: a stage's are whole from its first forward to "
+        f"its last backward, its gradients ({unit.of(gradients)}) from its first backward on; between steps a rank "
+        f"holds {unit.of(rest)}"
     )
-    return (Derived("gathered weights", round(weights, 2), equation),)
+    return (Derived("gathered weights", round(weights / GIB.size, 2), equation),)
 
 
 def held_bytes(
@@ -146,14 +150,13 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
     return workspace_bytes(allocator, cublas, te) + allocator.chunk_buffers * len(own) * hidden + dummies
 
 
-def _messages(stages: Sequence[StageSpec], schedule: Schedule, pp_rank: int) -> int:
-    """Bytes of the receives that a rank posts ahead: for every channel to it, capacity x its largest message."""
-    total = 0
+def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
+    """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x its largest message."""
+    total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
-        if channel.target == pp_rank:
-            senders = [stage for stage in stages if stage.pp_rank == channel.source]
-            edges = [stage.sends if channel.direction == "F" else stage.receives for stage in senders]
-            total += capacity * max((message_bytes(edge) for edge in edges), default=0)
+        senders = of_rank[channel.source]
+        edges = [stage.sends if channel.direction == "F" else stage.receives for stage in senders]
+        total[channel.target] += capacity * max((message_bytes(edge) for edge in edges), default=0)
     return total
 
 

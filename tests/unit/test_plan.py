@@ -9,6 +9,7 @@ from ppctl.cost.parameters import mtp_parameters, total_parameters
 from ppctl.errors import ConfigError, Problem
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan import Plan, TensorSpec, build_plan
+from ppctl.plan.amounts import amount, unit_for
 from ppctl.plan.said import Said
 from ppctl.plan.types import RankCost
 from ppctl.schedule.simulate import in_flight
@@ -397,3 +398,11 @@ def test_deepseek_v3_as_published() -> None:
     assert made.tie_groups == (("tok_embeddings.weight", (0, 30)),)
     billions = [round(cost.params / 1e9, 3) for cost in made.pp_ranks]
     assert billions == [25.692, *[46.029] * 13, 35.551, 23.941]
+
+
+def test_memory_is_told_in_the_unit_of_its_largest_number() -> None:
+    assert [amount(size) for size in (2**10, 2**20 - 1, 2**20, 2**30 - 2**20, 2**30, 3 * 2**40)] == [
+        "1.00 KiB", "1024.00 KiB", "1.00 MiB", "1023.00 MiB", "1.00 GiB", "3072.00 GiB"
+    ]  # fmt: skip
+    assert unit_for(2**30).of(2**20) == "0.00"
+    assert unit_for(2**29).name == "MiB"

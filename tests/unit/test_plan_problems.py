@@ -203,7 +203,7 @@ moe = dict(model__num_moe_experts=8, model__moe_ffn_hidden_size=512)
             ep=st.sampled_from([2, 3]),
             nodes=st.sampled_from([1, 3]),
             gpus_per_node=st.sampled_from([1, 4]),
-            parallel__data_parallel_sharding=st.just("optimizer_gradients"),
+            parallel__data_parallel_sharding=st.sampled_from(["optimizer_gradients", "full"]),
             train__recompute_granularity=st.just("full"),
             layout=st.sampled_from(["Et*4|t*4L", "Et*6|ttL", "Et*8L"]),
         ),
@@ -221,6 +221,24 @@ def test_under_a_memory_limit_each_remedy_fits_as_well(values: dict[str, object]
             after = problems_of(start.typed(typed(line)))
             assert {p.code for p in after} < {p.code for p in before}, f"{problem} -- {line} -> {after}"
             assert len(before) > 1 or after == ()
+
+
+BREADTH_FIRST = dict(pp=2, vpp=4, dp=4, gbs=16, mbs=1, seq=64, pipeline__pp_schedule="gpipe")
+
+
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        (dict(train__recompute_granularity="full"), "parallel.data_parallel_sharding=full"),
+        ({}, "train.recompute_granularity=full parallel.data_parallel_sharding=full"),
+    ],
+)
+def test_sharing_out_weights_is_offered_where_it_makes_room(values: dict[str, object], remedy: str) -> None:
+    start = said(**BREADTH_FIRST, **values, launch__device_memory="98MiB")
+    (problem,) = problems_of(start)
+    assert problem.code == "PP-E801"
+    assert remedy in problem.remedy.splitlines()
+    assert all(problems_of(start.typed(typed(line))) == () for line in problem.remedy.splitlines())
 
 
 @pytest.mark.parametrize(
