@@ -16,7 +16,7 @@ from typing import Any
 
 from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
-from ppctl.config.support import MEANING, PYTHON, WORKS, support
+from ppctl.config.support import IGNORED, LATER, MEANING, NEEDS, PLANS, PYTHON, support
 from ppctl.errors import ConfigError, Problem
 
 PAGES = Path(__file__).resolve().parent.parent / "pages"
@@ -61,9 +61,16 @@ def explain(topic: str | None) -> str:
 
 def _wrapped(text: str) -> str:
     """Paragraphs as wide as the terminal, and never wider than is pleasant to read."""
+    return "\n\n".join(_filled(paragraph) for paragraph in text.split("\n\n"))
+
+
+def _filled(text: str, label: str = "") -> str:
+    """Running text behind a label; what goes on stands below it."""
     width = min(shutil.get_terminal_size((READABLE, 24)).columns, READABLE)
-    plain = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return "\n\n".join(textwrap.fill(p, width, break_long_words=False, break_on_hyphens=False) for p in plain)
+    words, under = " ".join(text.split()), " " * len(label)
+    return textwrap.fill(
+        words, width, initial_indent=label, subsequent_indent=under, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def pages() -> dict[str, tuple[str, str]]:
@@ -80,34 +87,37 @@ def _sections_of(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _contents() -> str:
-    codes = [f"  {code}  {title}" for code, (title, _) in pages().items()]
-    names = [f"  {name:<11} {(cls.__doc__ or '').splitlines()[0]}" for name, cls in sections().items()]
+    codes = [_filled(title, f"  {code}  ") for code, (title, _) in pages().items()]
+    names = [_filled((cls.__doc__ or "").splitlines()[0], f"  {name:<11} ") for name, cls in sections().items()]
     return "\n".join(["Error codes:", *codes, "", "Configuration sections:", *names])
 
 
 def _section(name: str) -> str:
     found = [key for key in text_keys().values() if key.name.startswith(f"{name}.")]
-    width = max(len(key.name) for key in found)
-    lines = [f"{key.name:<{width}}  {_value(key):<10}  {_short(key)}".rstrip() for key in found]
-    return "\n".join([(sections()[name].__doc__ or "").splitlines()[0], "", *lines])
+    rows = [(key.name, _value(key), _SHORT.get(support(key.name).state, "")) for key in found]
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"{name:<{names}}  {value:<{values}}  {short}".rstrip() for name, value, short in rows]
+    states = dict.fromkeys(support(key.name).state for key in found)
+    legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
+    head = _filled((sections()[name].__doc__ or "").splitlines()[0])
+    return "\n".join([head, "", *lines, *(["", *legend] if legend else [])])
 
 
-def _short(key: Key) -> str:
-    state = support(key.name)
-    return "" if state.state == WORKS else MEANING[state.state]
+_SHORT = {PLANS: "plan only", LATER: "later", NEEDS: "needs", IGNORED: "no effect"}
+"""What a list of keys says of one that does not simply work; a legend below it says more."""
 
 
 def _key(key: Key) -> str:
     state = support(key.name)
     words = "text or null" if key.is_dtype else type_text(key.type)
-    lines = [key.name, "", docstring(key), "", f"type     {words}", f"default  {_value(key)}"]
+    lines = [key.name, "", _wrapped(docstring(key)), "", _filled(words, "type     "), f"default  {_value(key)}"]
     short = [alias for alias, name in ALIASES.items() if name == key.name]
     if short:
         lines.append(f"alias    {short[0]}")
     if state.state == PYTHON:
         del lines[4:]
-    lines.append(f"state    {MEANING[state.state]}")
-    lines += [f"         {line}" for line in (state.note, state.aside) if line]
+    lines.append(_filled(MEANING[state.state], "state    "))
+    lines += [_filled(line, " " * 9) for line in (state.note, state.aside) if line]
     if state.accepts:
         lines.append(f"takes    {', '.join(map(_text, state.accepts))}")
     if state.test:

@@ -9,6 +9,7 @@ import argparse
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -122,7 +123,8 @@ def drawing(layout: PipelineParallelLayerLayout, width: int) -> str:
     counts = [(kinds.count(LayerType.decoder), "layer"), (kinds.count(LayerType.mtp), "MTP layer")]
     sizes = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count or name == "layer"]
     stages = f"{len(layout.stages)} stage{'' if pp * vpp == 1 else 's'}"
-    lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", _LETTERS]
+    letters = textwrap.fill(_LETTERS, max(width, 40), subsequent_indent="  ")
+    lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
     for block in _blocks(_rows(layout), width):
         lines.append("")
         widths = [max(map(len, column)) for column in zip(*block, strict=True)]

@@ -55,10 +55,10 @@ def _run(args: argparse.Namespace) -> int:
     composed, plan, problems = planned(args.overrides, args.problems)
     for note in composed.notes if composed else ():
         print(f"note: {note}", file=sys.stderr)
-    if args.dump_schedule:
+    if args.dump_schedule is not None:
         problems += _dump(plan, problems, Path(args.dump_schedule))
-    if args.timeline:
-        problems += _draw(composed, plan, Path(args.timeline))
+    if args.timeline is not None:
+        problems += _draw(composed, plan, Path(args.timeline), args.dump_schedule)
     if args.json:
         print(_json(plan, problems))
     else:
@@ -116,19 +116,24 @@ def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Pr
         return []  # there is nothing to write, and it has been told why
     try:
         path.write_text(to_slots(plan.schedule), encoding="utf-8")
-    except OSError as error:
-        return [Problem("PP-E127", f"the schedule cannot be written to {path}: {error.strerror}", place="command line")]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"the schedule cannot be written to {path}: {reason}"
+        return [Problem("PP-E127", message, "--dump-schedule schedule.csv", "command line")]
     print(f"note: wrote the schedule to {path}; pipeline.pp_schedule_csv={path} runs it", file=sys.stderr)
     return []
 
 
-def _draw(composed: Composed | None, plan: Plan | None, path: Path) -> list[Problem]:
+def _draw(composed: Composed | None, plan: Plan | None, path: Path, dumped: str | None) -> list[Problem]:
     """Draw the step, if there is a plan whose schedule can run; what kept it from being drawn."""
     from ppctl.cli.timeline import write_timeline
     from ppctl.plan.picture import picture
 
     if plan is None or composed is None or any(problem.code.startswith("PP-E3") for problem in plan.problems):
         return []
+    if dumped is not None and path.resolve() == Path(dumped).resolve():
+        message = f"--timeline and --dump-schedule both write {path}: the picture would replace the schedule"
+        return [Problem("PP-E129", message, "--timeline step.html", "command line")]
     try:
         write_timeline(picture(plan, composed.config), path)
     except ConfigError as error:

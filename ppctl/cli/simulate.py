@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         extra_warmup=args.extra_warmup,
     )
     trace = simulate(schedule, costs(args, args.pp * vpp, vpp))
-    if args.timeline:
+    if args.timeline is not None:
         write_timeline(_picture(args, schedule, trace), Path(args.timeline))
     figures = figured(args, schedule, trace)
     print(json.dumps(figures, indent=2) if args.json else _text(figures, schedule, trace))
@@ -139,7 +139,7 @@ def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
         f"step time        {figures['step_time_ms']:.6g} ms",
         f"bubble fraction  {figures['bubble_fraction']:.4f}  (idle share of pp x step time)",
         f"bubble rate      {figures['bubble_rate']:.4f}  (over the busiest rank's own span)",
-        f"in flight        {_counts(figures['in_flight'])}  (chunk activations per rank, until the input gradient)",
+        f"in flight        {_counts(figures['in_flight'])}  (chunks per rank, until the input gradient)",
     ]
     late = figures["in_flight_until_weight_gradient"]
     if late != figures["in_flight"]:

@@ -6,6 +6,7 @@ Knows names of files. Must not know what is drawn or how.
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,12 +36,14 @@ def write_timeline(picture: Picture, path: Path) -> None:
     """Write the picture, whole or not at all. Raises ConfigError (PP-E129) where that cannot be."""
     if path.suffix not in FORMS:
         message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
-        raise ConfigError(Problem("PP-E129", message, f"--timeline {path.with_suffix('.html')}", "command line"))
+        remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
+        raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
     module, function = FORMS[path.suffix]
     draw: Callable[[Picture], str] = getattr(importlib.import_module(module), function)
     try:
         write_atomically(path, draw(picture))
-    except OSError as error:
-        message = f"the picture cannot be written to {path}: {error.strerror}"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"the picture cannot be written to {path}: {reason}"
         raise ConfigError(Problem("PP-E129", message, "--timeline step.html", "command line")) from None
     note(f"note: wrote {path}")

@@ -6,7 +6,6 @@ plan's. Sources: the meaning of each key in `schema.py`; Megatron's constraints 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -46,8 +45,11 @@ NOT_NEGATIVE = _names(
     "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
     "model.mscale model.mscale_all_dim model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr "
     "optim.warmup_steps optim.weight_decay optim.clip_grad train.seed train.eval_interval train.eval_steps "
-    "checkpoint.interval checkpoint.keep launch.max_requeues model.attention_dropout model.hidden_dropout"
+    "checkpoint.interval checkpoint.keep launch.max_requeues model.attention_dropout model.hidden_dropout "
+    "cost.cublas_workspace_mib cost.te_workspace_mib"
 )
+
+MOST = 2**63 - 1
 
 CHOICES = {
     "model.moe_router_score_function": ("softmax", "sigmoid"),
@@ -80,6 +82,7 @@ NOT_EMPTY = (
     "data.validation_path",
     "data.tokenizer",
     "checkpoint.resume",
+    "cost.profile",
 )
 
 _NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
@@ -154,14 +157,14 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _signs(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    for key in POSITIVE:
-        value = value_of(config, key)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            yield (key,), f"{key} must be greater than 0", _back(key, usual, 1)
-    for key in NOT_NEGATIVE:
-        value = value_of(config, key)
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            yield (key,), f"{key} must be 0 or more", _back(key, usual, 0)
+    for key in (*POSITIVE, *NOT_NEGATIVE):
+        value, zero = value_of(config, key), key in NOT_NEGATIVE
+        if value is None:
+            continue
+        if not (value > 0 or (zero and value == 0)):
+            yield (key,), f"{key} must be {'0 or more' if zero else 'greater than 0'}", _back(key, usual, int(not zero))
+        elif value > MOST:
+            yield (key,), f"{key} must be at most {MOST}, the largest number of 64 bits", _back(key, usual, 1)
 
 
 def _back(key: str, usual: Mapping[str, Any], otherwise: Any) -> str:

@@ -35,9 +35,12 @@ def subject(config: RunConfig) -> dict[str, Any]:
 
 
 def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """In words, what a profile was measured with and this config says otherwise."""
-    own = subject(config)
-    return [f"{key} {written[key]}, here {own[key]}" for key in own if key in written and written[key] != own[key]]
+    """In words, what a profile was measured with and this config says otherwise.
+
+    A key that `written` does not have is younger than the profile: its run had the default.
+    """
+    own, before = subject(config), {**subject(RunConfig()), **written}
+    return [f"{key} {before[key]}, here {own[key]}" for key in own if before[key] != own[key]]
 
 
 class LayerSeconds(NamedTuple):

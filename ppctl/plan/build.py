@@ -23,7 +23,7 @@ from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.memory import device_of, gathered, rank_costs
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
-from ppctl.plan.profile import Measured, read_profile
+from ppctl.plan.profile import Measured, origin, read_profile
 from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
@@ -233,7 +233,12 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=said[CAPACITY],
-        derived=(*derivation.derived, *decided, *gathered(config, sizes, ranks)),
+        derived=(
+            *derivation.derived,
+            *decided,
+            *gathered(config, sizes, ranks),
+            *origin(measured, cut.layout.canonical()),
+        ),
         provenance=dict(said.provenance),
         problems=tuple(wrong),
     )

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.cost.profile import LayerSeconds, differences
+from ppctl.layout.text import LETTERS, LayerType, canonical_text
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
+from ppctl.plan.types import Derived
 
 KEY = "cost.profile"
 _WITHOUT = ((KEY, None),)
@@ -34,12 +36,15 @@ def read_profile(said: Said, findings: Findings) -> Measured | None:
     try:
         data: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         stages = tuple(
-            (tuple(map(str, row["layers"])), LayerSeconds(float(row["forward_s"]), float(row["backward_s"])))
+            (tuple(row["layers"]), LayerSeconds(_seconds(row["forward_s"]), _seconds(row["backward_s"])))
             for row in data["stages"]
         )
-        times = [float(row["seconds"]) for row in data.get("messages", [])]
+        times = [_seconds(row["seconds"]) for row in data.get("messages", [])]
         wrong = differences(data["subject"], said.config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        strange = {layer for layers, _ in stages for layer in layers} - _layers(said)
+        if not wrong and (strange or not stages):
+            raise ValueError(f"the model has no layer {sorted(strange)[0]}" if strange else "it measured no stage")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"it is no profile.json of a run ({type(error).__name__}: {error})"
         message = f"the profile {path} cannot be read: {reason}"
         findings.append(Finding("PP-E820", KEY, message, said.told(KEY), _WITHOUT))
@@ -52,3 +57,24 @@ def read_profile(said: Said, findings: Findings) -> Measured | None:
     from statistics import median  # slow to import, and few plans have a profile
 
     return Measured(path, stages, median(times) if times else None)
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{value!r} are no seconds")
+    return float(value)
+
+
+def _layers(said: Said) -> set[str]:
+    decoders, mtp = said["model.num_layers"], said["model.mtp_num_layers"] or 0
+    return {"embedding", "loss", *(f"decoder.{n}" for n in range(decoders)), *(f"mtp.{n}" for n in range(mtp))}
+
+
+def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
+    """Where measured costs come from, and whether they had to be taken apart for a plan of this layout."""
+    if measured is None:
+        return ()
+    kinds = [[LayerType(name.partition(".")[0]) for name in layers] for layers, _ in measured.stages]
+    ran = canonical_text(["".join(LETTERS[kind] for kind in stage) for stage in kinds])
+    of = "of this layout" if ran == layout else f"of the layout {ran}: what its layers took, put together anew"
+    return (Derived("cost.profile", measured.path, f"costs measured in {measured.path}, {of}"),)

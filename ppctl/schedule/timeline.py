@@ -5,6 +5,7 @@ Knows spans and characters. Must not know how a trace came about. Standard libra
 
 from __future__ import annotations
 
+import textwrap
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
 
 _FIRST = {Op.F: "0", Op.B: "a", Op.I: "a", Op.W: "A"}
 _NARROWEST = 40
+_USUAL = 80
+"""Columns that a terminal has at least: words are not broken for less."""
 
 
 def timeline_text(trace: Trace, width: int = 100) -> str:
@@ -28,7 +31,7 @@ def timeline_text(trace: Trace, width: int = 100) -> str:
     columns = max(width, _NARROWEST) - margin - 2
     begin = min((span.start for span in trace.spans), default=0.0)
     tick = step_time(trace) / columns
-    lines = [_legend(trace)]
+    lines = [textwrap.fill(_legend(trace), max(width, _USUAL), subsequent_indent="  ")]
     for row, stages, names in zip(rows, owned, labels, strict=True):
         shown = _shown(row, [begin + (column + 0.5) * tick for column in range(columns)])
         for stage, name in zip(stages, names, strict=True):

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from unit_plan import plan, refusal
+from unit_plan import equation, plan, refusal
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.layers import Kind
@@ -43,6 +43,9 @@ def test_a_profile_prices_every_cut_and_the_plan_says_so(tmp_path: Path) -> None
     made = plan(pp=4, gbs=16, cost__profile=profile)
     assert made.time_calibrated
     assert made.timing.priced_by == profile.removeprefix("@")
+    told = equation(made, "cost.profile")
+    assert "of the layout Et*4|t*4L: what its layers took, put together anew" in told
+    assert equation(plan(pp=2, gbs=16, cost__profile=profile), "cost.profile").endswith("of this layout")
     costs = made.timing.stages
     assert sum(cost.forward_s for cost in costs) == pytest.approx(0.8, rel=1e-3)
     assert sum(cost.backward_s for cost in costs) == pytest.approx(1.6, rel=1e-3)
@@ -55,7 +58,36 @@ def test_a_profile_of_another_model_is_refused_by_what_differs(tmp_path: Path) -
     assert refusal(pp=2, cost__profile=other) == ["PP-E821"]
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "[1]", '{"stages": [{"layers": 3}], "subject": {}}'])
+def test_a_key_that_a_profile_does_not_know_had_its_default_when_it_was_measured(tmp_path: Path) -> None:
+    bare = tmp_path / "bare.json"
+    rows = [{"layers": ["embedding", "loss"], "forward_s": 1, "backward_s": 2}]
+    bare.write_text(json.dumps({"subject": {}, "stages": rows}))
+    assert plan(cost__profile=f"@{bare}").time_calibrated
+    assert refusal(mbs=2, gbs=16, cost__profile=f"@{bare}") == ["PP-E821"]
+
+
+ROW = {"layers": ["decoder.0"], "forward_s": 1.0, "backward_s": 2.0}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[]]
+    + [
+        [ROW | {key: value}]
+        for key, value in [
+            ("layers", ["decoder.99"]), ("layers", ["decoder.x"]), ("layers", ["foo"]), ("layers", "decoder"),
+            ("layers", [["decoder.0"]]), ("forward_s", float("nan")), ("forward_s", -1), ("backward_s", True),
+            ("backward_s", "2"), ("forward_s", None), ("backward_s", float("inf")),
+        ]
+    ],
+)  # fmt: skip
+def test_a_profile_whose_stages_make_no_sense_is_refused(tmp_path: Path, rows: list[dict[str, object]]) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"subject": subject(RunConfig()), "stages": rows}))
+    assert refusal(pp=2, cost__profile=f"@{path}") == ["PP-E820"]
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[1]", "[" * 100_000, '{"stages": [{"layers": 3}], "subject": {}}'])
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "profile.json"
     if text is not None:

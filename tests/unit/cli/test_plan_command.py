@@ -200,6 +200,21 @@ def test_the_step_is_drawn(capsys, tmp_path, ending):
     assert ending == "txt" or "embedding, decoder 0-1" in text
 
 
-def test_a_picture_that_cannot_be_written_is_a_problem(capsys, tmp_path):
-    assert main(["plan", "+recipe=quickstart", "--timeline", str(tmp_path / "no" / "step.html")]) == 2
-    assert "PP-E129" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        (["--timeline", "no/step.html"], "PP-E129"),
+        (["--timeline", ""], "PP-E129"),
+        (["--timeline", "."], "PP-E129"),
+        (["--timeline", "a\0.txt"], "PP-E129"),
+        (["--dump-schedule", ""], "PP-E127"),
+        (["--dump-schedule", "."], "PP-E127"),
+        (["--dump-schedule", "one.txt", "--timeline", "./one.txt"], "PP-E129"),
+    ],
+)
+def test_what_cannot_be_written_is_a_problem_with_a_way_out(typed, code, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "pp=2", *typed]) == 2
+    told = capsys.readouterr().err
+    assert f"error {code}" in told
+    assert "  try: --" in told
