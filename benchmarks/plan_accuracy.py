@@ -17,14 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit" / "cost")]
 
-from published_models import MODELS  # noqa: E402
-from published_runs import kendall_tau, throughput_rows  # noqa: E402
-from recorded_runs import GOLDEN, Row, megatron_rows, simumax_rows  # noqa: E402
+from published_models import MODELS
+from published_runs import kendall_tau, throughput_rows
+from recorded_runs import GOLDEN, Row, megatron_rows, simumax_rows
 
-from ppctl.cli.simulate import costs, figured  # noqa: E402
-from ppctl.cost.parameters import total_parameters  # noqa: E402
-from ppctl.schedule.policies import make_schedule  # noqa: E402
-from ppctl.schedule.simulate import simulate  # noqa: E402
+from ppctl.cli.simulate import costs, figured
+from ppctl.cost.parameters import total_parameters
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import simulate
 
 
 def errors(name: str, rows: list[Row], median: float, worst: float) -> bool:

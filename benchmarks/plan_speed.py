@@ -21,10 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ppctl.cost.memory import peaks  # noqa: E402
-from ppctl.schedule.action import Schedule  # noqa: E402
-from ppctl.schedule.policies import make_schedule  # noqa: E402
-from ppctl.schedule.simulate import Costs, simulate  # noqa: E402
+from ppctl.cost.memory import peaks
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import Costs, simulate
 
 CONF = ROOT / "conf"
 BARE = f"""

@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ppctl.launch.environment import choose_port, rank_environment  # noqa: E402
-from ppctl.rundir import RunDir  # noqa: E402
+from ppctl.launch.environment import choose_port, rank_environment
+from ppctl.rundir import RunDir
 
 MOST = 1.15
 RANK = Path(__file__).with_name("startup_rank.py")

@@ -64,5 +64,7 @@ def _commit() -> str | None:
 
 
 def _git(source: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", source, *arguments], capture_output=True, text=True, check=True, timeout=5)
+    # Else `status` locks the index to refresh it, and a run that is killed just then leaves the lock to its user.
+    command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
     return done.stdout.strip()

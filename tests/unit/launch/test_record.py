@@ -1,13 +1,15 @@
 """env.json records what helps to repeat a run, and no secret."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import ppctl
-from ppctl.launch.record import environment_record
+from ppctl.launch.record import _git, environment_record
 
 
 def test_only_the_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +44,15 @@ def test_the_commit_is_that_of_the_source() -> None:
         assert commit is None
     else:
         assert commit.rstrip("+") == head.stdout.strip()
+
+
+def test_the_checkouts_index_is_left_alone(tmp_path: Path) -> None:
+    """A killed run must not leave a lock there; `git status` takes one to note that a file's time is another."""
+    for words in (["init", "-q"], ["add", "file"]):
+        (tmp_path / "file").write_text("text")
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    os.utime(tmp_path / "file", (1, 1))
+    index = tmp_path / ".git" / "index"
+    before = index.read_bytes()
+    assert _git(tmp_path, "status", "--porcelain", "--untracked-files=no") == "A  file"
+    assert index.read_bytes() == before
