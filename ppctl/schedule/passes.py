@@ -7,9 +7,10 @@ policies or configuration: any compute-only schedule will do. Standard library o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from ppctl.errors import Problem, ScheduleError
@@ -20,6 +21,7 @@ from ppctl.schedule.action import (
     Action,
     Channel,
     Op,
+    Placement,
     Schedule,
     lane,
     receive_slots,
@@ -68,27 +70,77 @@ def place_gradient_sync(schedule: Schedule) -> Schedule:
 
 
 def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Schedule:
-    """Put SEND right behind the action that makes the message, and RECV where the channel's capacity first allows it.
+    """Put SEND right behind the action that makes the message, and RECV where it can first be of use.
 
-    A channel keeps `receive_slots(capacity)` receives posted: that many at the front of the list, then the next one
-    whenever a message has been used. Receives are posted in the order of the sends, whatever the order of use.
+    A channel keeps at most `receive_slots(capacity)` receives posted: that many at first, then another one whenever a
+    message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
+    before its own rank has sent what the message follows from (`_causes`): until then nothing can arrive, and on a GPU
+    a posted receive is a kernel that keeps the device from draining, which the first launch of any other kernel and a
+    retry of the allocator wait for.
     """
     routes = _sent(schedule)
     slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}
-    later = {line.channel: iter(line.sent[slots[line.channel] :]) for line in routes.lines}
+    causes = _causes(schedule.placement)
     rows: list[tuple[Action, ...]] = []
     for pp_rank, row in enumerate(schedule.actions):
-        mine = [line for line in routes.lines if line.channel.target == pp_rank]
-        full = [receive for line in mine for receive in line.sent[: slots[line.channel]]]
+        ends = {
+            line.channel: _ReceivingEnd(slots[line.channel], deque(line.sent))
+            for line in routes.lines
+            if line.channel.target == pp_rank
+        }
+        sent: set[Action] = set()
+        full = [receive for end in ends.values() for receive in end.post(causes, sent)]
         for action in row:
             full.append(action)
             op, stage, mb = action
             if (goes := routes.goes[op][stage]) is not None:
                 full.append(goes.sends[mb])
+                sent.add(goes.sends[mb])
             if (comes := routes.comes[op][stage]) is not None:
-                full.extend(islice(later[comes.line.channel], 1))
+                ends[comes.line.channel].free += 1
+            if goes is not None or comes is not None:
+                full.extend(receive for end in ends.values() for receive in end.post(causes, sent))
         rows.append(tuple(full))
     return replace(schedule, actions=tuple(rows), capacities=dict(capacities))
+
+
+@dataclass(slots=True)
+class _ReceivingEnd:
+    """A channel's receives on their way into a rank's list: how many slots are free, and what is still to be posted."""
+
+    free: int
+    due: deque[Action]
+
+    def post(self, causes: _Causes, sent: Set[Action]) -> Iterator[Action]:
+        """The receives that are posted now."""
+        while self.free and self.due:
+            op, stage, mb = self.due[0]
+            cause = causes[op, stage]
+            if cause is not None and Action(*cause, mb) not in sent:
+                return
+            self.free -= 1
+            yield self.due.popleft()
+
+
+_Causes = Mapping[tuple[Op, int], tuple[Op, int] | None]
+"""By operation and stage of a receive: the send, of the same rank and microbatch, that its message follows from."""
+
+
+def _causes(place: Placement) -> _Causes:
+    """An activation follows from the one that the rank's stage before sent, a gradient from the one that its stage
+    behind sent or, at the last of the rank's stages, from that stage's own activation. None: from no send of the rank.
+    """
+    causes: dict[tuple[Op, int], tuple[Op, int] | None] = {}
+    last: dict[int, int] = {}
+    for stage in range(place.num_stages):
+        pp_rank = place.rank_of(stage)
+        before = last.get(pp_rank)
+        causes[Op.RECV_F, stage] = None if before is None else (Op.SEND_F, before)
+        causes[Op.RECV_B, stage] = (Op.SEND_F, stage)
+        if before is not None:
+            causes[Op.RECV_B, before] = (Op.SEND_B, stage)
+        last[pp_rank] = stage
+    return causes
 
 
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+
 import pytest
 from schedule_sizes import made, out_of_order, sample, v_shaped
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Channel, Op, Schedule, receive_slots
+from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Channel, Op, Schedule, deps, receive_slots
 from ppctl.schedule.passes import (
     BACKWARD_SECONDS,
     FORWARD_SECONDS,
@@ -16,7 +20,7 @@ from ppctl.schedule.passes import (
     lower,
     place_gradient_sync,
 )
-from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.verify import verify
 
@@ -30,7 +34,7 @@ def default_costs(schedule: Schedule) -> Costs:
 def test_a_small_schedule_is_lowered_as_on_paper() -> None:
     lowered = lower(make_schedule("1f1b", pp=2, num_microbatches=3), capacity=3)
     assert lowered.to_csv().splitlines() == [
-        "0RECV_B0,0RECV_B1,0F0,0SEND_F0,0F1,0SEND_F1,0B0,0RECV_B2,0F2,0SEND_F2,0B1,0B2,0REDUCE_GRAD",
+        "0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0F2,0SEND_F2,0RECV_B2,0B1,0B2,0REDUCE_GRAD",
         "1RECV_F0,1RECV_F1,1F0,1RECV_F2,1B0,1SEND_B0,1F1,1B1,1SEND_B1,1F2,1B2,1SEND_B2,1REDUCE_GRAD",
     ]
     assert lowered.capacities == {Channel(0, 1, "F"): 3, Channel(1, 0, "B"): 3}
@@ -51,6 +55,66 @@ def test_a_lowered_schedule_has_nothing_wrong_with_it(schedule: Schedule) -> Non
 def test_at_the_default_capacities_nothing_runs_later_than_without_limits(schedule: Schedule) -> None:
     free, limited = (simulate(s, default_costs(schedule)).spans for s in (schedule, lower(schedule)))
     assert [span for span in limited if span.action.op in COMPUTE] == list(free)
+
+
+def _early(schedule: Schedule) -> list[str]:
+    """Receives that are posted before something that their message comes of on the same rank, by `deps` alone."""
+    place, found = schedule.placement, []
+    comes_of: dict[Action, frozenset[Action]] = {}
+
+    def ancestors(action: Action) -> frozenset[Action]:
+        """Every forward and backward that an action follows from. Chains are followed from their beginnings."""
+        chain = [action]
+        while chain:
+            needs = [before for before in deps(chain[-1], schedule) if before not in comes_of]
+            if needs:
+                chain += needs
+                continue
+            last = chain.pop()
+            before = deps(last, schedule)
+            own = {last} if last.op in COMPUTE else set()
+            comes_of[last] = frozenset(own).union(*(comes_of[each] for each in before))
+        return comes_of[action]
+
+    for pp_rank, row in enumerate(schedule.actions):
+        passed: set[Action] = set()
+        for action in row:
+            passed.add(action)
+            if action.op in (Op.RECV_F, Op.RECV_B):
+                own = {each for each in ancestors(action) if place.rank_of(each.stage) == pp_rank}
+                found += [f"rank {pp_rank} posts {action} before {later}" for later in own - passed]
+    return found
+
+
+def every_policy() -> Iterator[Schedule]:
+    """Each policy at the sizes where its lists differ in shape, and every way of using more channels or fewer."""
+    for pp in range(2, 9):
+        for vpp in range(1, 5):
+            for m in sorted({1, pp - 1, pp, pp + 1, 2 * pp + 1}):
+                for name in POLICIES:
+                    with suppress(ScheduleError):
+                        yield make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m, microbatch_group_size=pp)
+                if vpp == 1:
+                    yield make_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m, extra_warmup=pp - 1)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capacity", [None, 2, 5])
+def test_no_receive_is_posted_before_what_its_message_comes_of(capacity: int | None) -> None:
+    seen = set()
+    for schedule in every_policy():
+        seen.add(schedule.name)
+        assert _early(lower(schedule, capacity=capacity)) == []
+    assert seen == POLICIES.keys()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_no_receive_is_posted_before_what_its_message_comes_of_in_a_sample(batched: bool) -> None:
+    sampled = [s for s in every_policy() if s.placement.pp in (2, 3, 5) and s.num_microbatches <= 6]
+    assert {schedule.name for schedule in sampled} == POLICIES.keys()
+    for schedule in [*random.Random(7).sample(sampled, 40), *SAMPLE]:
+        assert _early(lower(schedule, batched=batched)) == []
 
 
 def test_one_less_on_any_channel_makes_something_late() -> None:

@@ -154,7 +154,7 @@ def test_a_deadlock_is_shown_where_it_happens() -> None:
     (problem,) = verify(lower(made(("interleaved_1f1b", 2, 2, 2, 2)), capacity=1))
     assert problem.message == "the schedule hangs: rank 0 waits at 2SEND_F0, rank 1 waits at 1SEND_F1"
     assert problem.place.splitlines() == [
-        "rank 0: ... 0SEND_F1 2F0 2SEND_F0 <-- here, waits for rank 1 to receive 2SEND_F0; 2RECV_F1 2F1 ...",
+        "rank 0: ... 0SEND_F1 2F0 2SEND_F0 <-- here, waits for rank 1 to receive 2SEND_F0; 2RECV_F1 2RECV_B0 ...",
         "rank 1: ... 1RECV_F1 1F1 1SEND_F1 <-- here, waits for rank 0 to receive 1SEND_F1; 3RECV_F0 3F0 ...",
     ]
     assert problem.remedy == "pipeline.p2p_capacity=null"
