@@ -200,6 +200,7 @@ def _work(
     alarm.off()
     if publisher is not None:
         publisher.stop()
+    session.close()
     dist.destroy_process_group()
     return _state(outcome)
 

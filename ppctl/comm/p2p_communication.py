@@ -4,8 +4,9 @@ Knows process groups, modes and lanes. Must not know schedules or stages.
 
 In the default mode every directed edge has a channel of its own for activations and one for gradients, so that neither
 the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
-neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a two-rank group, with its own
-communicator and stream. With batch_p2p_comm neighbouring messages are fused on the pipeline's own group instead.
+neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
+own communicator and stream (`wires`). With batch_p2p_comm neighbouring messages are fused by torch's batch_isend_irecv
+on the pipeline's own process group instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ppctl.comm.channels import Lane, Way
 from ppctl.comm.exchange import Exchange, is_single_shape, shapes_in
 from ppctl.comm.modes import Modes
 from ppctl.comm.neighbours import Handle, Neighbours
-from ppctl.comm.wiring import loop_channels, make_lanes, moves_on_device, warm_up
+from ppctl.comm.wires import moves_on_device, wires_of
+from ppctl.comm.wiring import loop_channels, make_lanes, warm_up
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
@@ -130,6 +132,15 @@ class P2PCommunicator:
     def lanes(self) -> tuple[Lane, ...]:
         """This rank's ends of all channels; none where messages are fused."""
         return tuple(self._lanes.values())
+
+    def close(self) -> None:
+        """End the connections of all communicators over this process group, before the group is destroyed.
+
+        All ranks of the pipeline call it, with nothing under way. Only NCCL needs it: what is left open at the end of a
+        process is aborted.
+        """
+        self._lanes.clear()
+        wires_of(self.pp_group).close()
 
     def batch(self) -> Batch:
         """A new batch. Of messages whose shapes are to be learnt each starts by itself, as each is known."""

@@ -1,22 +1,22 @@
 """How the lanes of one pipeline rank come about: which channels there are, and what carries each.
 
-Knows the channels of a loop, gloo's tags and threads, and NCCL's two-rank groups. Must not know what is sent.
+Knows the channels of a loop, gloo's tags and threads, and that on a GPU a channel has a connection of its own. Must not
+know what is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.channels import Lane, Transport
-from ppctl.comm.groups import make_group
 from ppctl.comm.host import HostLane
 from ppctl.comm.shapes import VariableLane
+from ppctl.comm.wires import Wires, device_backend, moves_on_device, wires_of
 from ppctl.schedule.action import Channel
 
 TAGS = {"F": 1, "B": 2}
@@ -26,23 +26,11 @@ HEADER_TAGS = {"F": 3, "B": 4}
 
 _CPU = torch.device("cpu")
 
-_OPPOSITE: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
-"""Of a pipeline's group, the group that carries its gradients: made once, whatever number of communicators it has."""
-
 
 def loop_channels(size: int) -> tuple[Channel, ...]:
     """The channels of a loop placement: activations to the next rank, gradients to the previous one, wrapping round."""
     edges = [(rank, (rank + 1) % size) for rank in range(size)] if size > 1 else []
     return tuple(sorted({Channel(a, b, "F") for a, b in edges} | {Channel(b, a, "B") for a, b in edges}))
-
-
-def moves_on_device(pp_group: ProcessGroup) -> bool:
-    """Whether the group's backend moves CUDA tensors itself."""
-    return torch.cuda.is_available() and _device_backend(pp_group) is not None
-
-
-def _device_backend(pp_group: ProcessGroup) -> str | None:
-    return next((name for name in ("nccl", "ucc") if name in dist.get_backend(pp_group)), None)
 
 
 def make_lanes(
@@ -61,13 +49,14 @@ def make_lanes(
     rank = pp_group.rank()
     own = [channel for channel in sorted(channels) if rank in channel[:2]]
     if device.type == "cuda" and moves_on_device(pp_group):
-        bodies = {channel: _pair_lane(pp_group, device, channel, connect) for channel in own}
-        if not variable:
-            return bodies
-        return {c: VariableLane(bodies[c], _pair_lane(pp_group, device, c, connect), device, device) for c in own}
+        kind = device_backend(pp_group)
+        assert kind is not None  # or nothing would move on the device
+        return _pair_lanes(wires_of(pp_group), kind, device, own, variable=variable, connect=connect)
     wires = _host_wires(pp_group)
-    kind = Lane if device.type == "cpu" else HostLane
-    lanes: dict[Channel, Lane] = {c: kind(c, wires[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own}
+    lane_type = Lane if device.type == "cpu" else HostLane
+    lanes: dict[Channel, Lane] = {
+        c: lane_type(c, wires[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own
+    }
     if not variable:
         return lanes
     headers = {c: Lane(c, wires[c.direction], other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
@@ -81,12 +70,10 @@ def _host_wires(pp_group: ProcessGroup) -> dict[str, Transport]:
     the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
     may be waiting for (decision 9). What is sent one way and what comes the other way then must not share a connection.
     """
-    wire = pp_group._get_backend(_CPU)
-    if pp_group.size() == 1 or wire.name() != "gloo":
-        return dict.fromkeys("FB", cast(Transport, wire))
-    if pp_group not in _OPPOSITE:
-        _OPPOSITE[pp_group] = make_group([tuple(dist.get_process_group_ranks(pp_group))], backend="gloo")
-    return {"F": cast(Transport, wire), "B": cast(Transport, _OPPOSITE[pp_group]._get_backend(_CPU))}
+    wire = cast(Transport, pp_group._get_backend(_CPU))
+    if pp_group.size() == 1 or pp_group._get_backend(_CPU).name() != "gloo":
+        return dict.fromkeys("FB", wire)
+    return {"F": wire, "B": wires_of(pp_group).of_all("gloo", "gradients")}
 
 
 def other_end(channel: Channel, rank: int) -> int:
@@ -100,20 +87,27 @@ def warm_up(pp_group: ProcessGroup, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def _pair_lane(pp_group: ProcessGroup, device: torch.device, channel: Channel, connect: bool) -> Lane:
-    """A group of the two ends. NCCL connects on the first message: `connect` sends it, so that it is in no step."""
-    rank = pp_group.rank()
-    ends = sorted(channel[:2])
-    ranks = [dist.get_global_rank(pp_group, end) for end in ends]
-    name = _device_backend(pp_group)
-    group = dist.new_group(ranks, backend=name, use_local_synchronization=True, sort_ranks=False)
-    assert isinstance(group, ProcessGroup)  # this rank is one of its ends
-    backend = cast(Transport, group._get_backend(device))
-    lane = Lane(channel, backend, ends.index(other_end(channel, rank)), 0)
-    if not connect:
-        return lane
+def _pair_lanes(
+    wires: Wires, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
+) -> dict[Channel, Lane]:
+    """A connection of its two ends for every channel (and for its headers, where shapes vary)."""
+
+    def lane(channel: Channel, part: str) -> Lane:
+        peer = sorted(channel[:2]).index(other_end(channel, wires.rank))
+        made = Lane(channel, wires.of_pair(kind, channel, part), peer, 0)
+        if connect:
+            _connect(made, wires.rank, device)
+        return made
+
+    if not variable:
+        return {channel: lane(channel, "body") for channel in own}
+    return {c: VariableLane(lane(c, "body"), lane(c, "header"), device, device) for c in own}
+
+
+def _connect(lane: Lane, rank: int, device: torch.device) -> None:
+    """Send a first message, so that connecting is in no step."""
     probe = (torch.zeros(1, device=device),)
-    for work in lane.start_send(probe) if channel.source == rank else lane.receive_into(probe):
+    for work in lane.start_send(probe) if lane.channel.source == rank else lane.receive_into(probe):
         work.wait()
-    torch.cuda.synchronize(device)
-    return lane
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.comm.wiring import moves_on_device
+from ppctl.comm.wires import moves_on_device
 from ppctl.schedules.models import misuse
 
 _agreed: WeakSet[P2PCommunicator] = WeakSet()

@@ -87,6 +87,11 @@ class Session:
         """The weights, where they are whole only while a stage computes."""
         return self.weights if isinstance(self.weights, GatheredWeights) else None
 
+    def close(self) -> None:
+        """End the connections of the pipeline's messages; every rank calls it, before the process groups go."""
+        if self.communicator is not None:
+            self.communicator.close()
+
     def batches(self, first_step: int = 0, consumed_samples: int = 0) -> Batches | None:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
         return None if self.corpus is None else self._batches(self.corpus, first_step, consumed_samples)
