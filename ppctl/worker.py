@@ -31,9 +31,10 @@ import torch.distributed as dist
 
 from ppctl.comm.channels import PeerLost
 from ppctl.config.durations import seconds
+from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
-from ppctl.errors import PpctlError
+from ppctl.errors import ConfigError, PpctlError
 from ppctl.hang.limits import Limits, first_step_of
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.plan import Plan
@@ -122,7 +123,7 @@ def _keep_stdout() -> TextIO:
 
 def _patience(job: Job) -> timedelta:
     """How long to wait for the other ranks: whoever watches the job is to speak first."""
-    return min(START_UP, timedelta(seconds=seconds(job.config.launch.start_limit) + 10))
+    return timedelta(seconds=seconds(job.config.launch.start_limit) + 10)
 
 
 def _receive(refused: int | None, ranks: Ranks, store: Store) -> Job | int:
@@ -148,22 +149,21 @@ def _work(
     job: Job, ranks: Ranks, store: Store, stop: StopRequest, phases: Phases, to_close: ExitStack, *, by_others: bool
 ) -> str:
     """Train; returns how the run ended: `finished` or `stopped`."""
-    device = _device(job.config.launch.device, ranks)
+    device = _device(job, ranks)
     heartbeat = Heartbeat.open(job.run.id, ranks.rank)
     to_close.callback(heartbeat.close)
     listener = _ready_for_a_hang(job.run, ranks.rank)
-    alarm = Alarm(Limits.of(job.config.launch))
-    publisher = _publisher(job, ranks, by_others=by_others)
+    limits = Limits.of(job.config.launch)
+    alarm = Alarm(limits)
+    publisher = _publisher(job, ranks, limits, by_others=by_others)
     with phases("groups"):
         call_roll(store, ranks, job, _patience(job).total_seconds())
-        join_world(store, ranks, device)
+        join_world(store, ranks, device, limits.of_groups)
     with phases("build"):
         session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
     leads = ranks.rank == 0
     if leads and by_others:
-        job.run.write_status("running", step=0)
-        last_words = partial(job.run.write_status, "interrupted")
-        listener.on(signal.SIGINT, lambda: end_after(lambda: last_words(step=heartbeat.step)))
+        _lead(job.run, listener, heartbeat)
     time_left = _time_left(job) if leads else TimeLeft()
     with phases("warm-up"):
         heartbeat.set_state("warming up")
@@ -205,6 +205,13 @@ def _work(
     return _state(outcome)
 
 
+def _lead(run: RunDir, listener: Listener, heartbeat: Heartbeat) -> None:
+    """Where no launcher of ours does, rank 0 says that the run goes on, and says so when Ctrl-C ends it."""
+    run.write_status("running", step=0)
+    last_words = partial(run.write_status, "interrupted")
+    listener.on(signal.SIGINT, lambda: end_after(lambda: last_words(step=heartbeat.step)))
+
+
 def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
     """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight record to the run."""
     listener = Listener()
@@ -214,19 +221,26 @@ def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
     return listener
 
 
-def _device(name: str, ranks: Ranks) -> torch.device:
+def _device(job: Job, ranks: Ranks) -> torch.device:
+    """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
+    name = job.config.launch.device
     if name == "cpu" or (name == "any" and torch.cuda.device_count() < ranks.local_world_size):
         return torch.device("cpu")
+    # What the launcher has seen is not always what reaches a rank: a job's setup and a node's own profile come later.
+    missing, problems = gpu_environment(job.config.parallel, job.plan.sizes.pp, os.environ, {})
+    if problems:
+        raise ConfigError(problems)
+    os.environ |= missing  # read by CUDA when it is first used, which is below
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _publisher(job: Job, ranks: Ranks, *, by_others: bool) -> Publisher | None:
+def _publisher(job: Job, ranks: Ranks, limits: Limits, *, by_others: bool) -> Publisher | None:
     """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
     if ranks.local_rank != 0:
         return None
-    run, first, limits = job.run, first_step_of(job.config.checkpoint.resume), Limits.of(job.config.launch)
+    run, first = job.run, first_step_of(job.config.checkpoint.resume)
     write = NodeWatch(run, job.plan, limits, first) if by_others else run.write_heartbeats
     publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write, limits.look)
     publisher.start()

@@ -80,8 +80,8 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, Shape, list[Problem]]:
     from ppctl.cli.plan import planned
     from ppctl.cli.train import typed, with_beginning
     from ppctl.cli.training import refuse
+    from ppctl.config.gpu_environment import gpu_environment
     from ppctl.data.examine import examine
-    from ppctl.launch.machine import repeatable
     from ppctl.launch.prepare import Launch, with_value
 
     began = time.perf_counter()
@@ -98,8 +98,8 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, Shape, list[Problem]]:
     for line in composed.notes:
         note(f"note: {line}")
     config = with_value(composed.config, "launch", target="slurm")
-    if config.launch.device == "cuda" and config.parallel.deterministic_mode:
-        variables, problems = repeatable(os.environ, config.launch.env)
+    if config.launch.device == "cuda":
+        variables, problems = gpu_environment(config.parallel, plan.sizes.pp, os.environ, config.launch.env)
         refuse(problems)
         config = with_value(config, "launch", env=variables)
     data: Mapping[str, Any] = {}

@@ -20,11 +20,12 @@ from ppctl.cli.console import note
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.batch_job import only_for_slurm
+from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang.limits import Limits, first_step_of
 from ppctl.launch.environment import Started
-from ppctl.launch.machine import choose_device, one_queue, repeatable, shortage, with_overrides
+from ppctl.launch.machine import choose_device, shortage, with_overrides
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, with_value
 from ppctl.launch.supervisor import DONE, INTERRUPTED, STOPPED, Outcome, supervise
@@ -82,11 +83,9 @@ def settle(
         problems.append(Problem("PP-E607", message, f"{typed} launch.target=local", "launch.target = env"))
     else:
         problems += shortage(device, ranks_here, arguments, os.environ)
-    if device == "cuda" and plan.sizes.pp > 1:
-        problems += one_queue(os.environ, config.launch.env)
     config = with_value(config, "launch", device=device)
-    if device == "cuda" and config.parallel.deterministic_mode:
-        variables, conflicts = repeatable(os.environ, config.launch.env)
+    if device == "cuda":
+        variables, conflicts = gpu_environment(config.parallel, plan.sizes.pp, os.environ, config.launch.env)
         config = with_value(config, "launch", env=variables)
         problems += conflicts
     data, wrong = examine(config)

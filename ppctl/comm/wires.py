@@ -67,8 +67,8 @@ MAKERS: Mapping[str, Maker] = {"nccl": _nccl, "ucc": _ucc, "gloo": _gloo}
 def wire_name(ranks: Sequence[int], number: int, what: str) -> str:
     """The name of one connection of a pipeline: the same at all its ends, and no other pipeline's.
 
-    `ranks` are the pipeline's global ranks in pp order. `number` tells apart what was connected over exactly these ranks
-    one after the other: they make and close communicators together, so that all count alike.
+    `ranks` are the pipeline's global ranks in pp order. `number` tells apart what was connected over exactly these
+    ranks one after the other: they make and close communicators together, so that all count alike.
     """
     pipeline = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     return f"ppctl/messages/{pipeline}.{number}/{what}"

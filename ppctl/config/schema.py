@@ -290,7 +290,8 @@ class LaunchConfig:
     first_step_limit: str = "60m"
     """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
     step_limit: str | None = None
-    """How long nothing may move in later steps; none takes ten times the slowest step so far, at least 2 minutes."""
+    """How long nothing may move in later steps; none: ten times the slowest step so far, at least 2 minutes and at most
+    the longest of the other limits."""
     account: str | None = None
     """SLURM: the account that pays (sbatch --account)."""
     qos: str | None = None

@@ -5,9 +5,11 @@ Knows the limits of a config and what records say. Must not know clocks or proce
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from ppctl.config.durations import seconds
 from ppctl.config.schema import LaunchConfig
@@ -15,6 +17,8 @@ from ppctl.hang.waits import Standing
 
 LEAST, TIMES = 120.0, 10.0
 """The adaptive limit of a step: so many times the slowest one so far, and at least so many seconds."""
+GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
+"""Seconds by which a rank's own alarm is later than what the watch allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,27 @@ class Limits:
     start: float
     first_step: float
     step: float | None
-    """None adapts: `TIMES` the slowest step so far, at least `LEAST`."""
+    """None adapts: `TIMES` the slowest step so far, at least `LEAST`, at most `longest`."""
 
     @classmethod
     def of(cls, launch: LaunchConfig) -> Limits:
         """The limits of a config that has been checked."""
         step = None if launch.step_limit is None else float(seconds(launch.step_limit))
         return cls(seconds(launch.start_limit), seconds(launch.first_step_limit), step)
+
+    @property
+    def longest(self) -> float:
+        """The longest that nothing may move, whatever the job is doing. The watch ends the job then at the latest."""
+        return max(self.start, self.first_step, LEAST if self.step is None else self.step)
+
+    @property
+    def of_groups(self) -> timedelta:
+        """How long a process group waits for its other ranks before its backend gives up.
+
+        Later than the watch, which names a culprit, and than every rank's alarm, which writes its stacks: what the
+        backends say names neither.
+        """
+        return timedelta(seconds=self.longest + 2 * GRACE)
 
     @property
     def look(self) -> float:
@@ -71,7 +89,9 @@ class Progress:
             return self.limits.start
         if self._step <= self._first or states & {"saving", "evaluating", "generating", "done"}:
             return self.limits.first_step
-        return max(LEAST, TIMES * self._slowest) if self.limits.step is None else self.limits.step
+        if self.limits.step is not None:
+            return self.limits.step
+        return min(self.limits.longest, max(LEAST, TIMES * self._slowest))
 
     def _count(self, standings: Sequence[Standing]) -> None:
         """Note when a step begins, and how long the one before took (its start-up does not count)."""

@@ -81,40 +81,6 @@ def _small(arguments: Sequence[str]) -> str:
     return f"+{recipe.lstrip('+')} +scale=smoke"
 
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-def one_queue(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> list[Problem]:
-    """What is wrong with a variable that Megatron's users are told to set: receives are posted ahead of need here."""
-    if launch_env.get(QUEUES, environ.get(QUEUES)) != "1":
-        return []
-    message = (
-        f"{QUEUES}=1 puts all work of a GPU into one queue: a receive that is posted ahead of need would block the "
-        "compute and the sends behind it, and the ranks would wait for each other for ever"
-    )
-    if QUEUES in launch_env:
-        return [Problem("PP-E608", message, f"launch.env.{QUEUES}=8", f"launch.env.{QUEUES} = 1")]
-    return [Problem("PP-E608", message, f"unset {QUEUES}", "environment")]
-
-
-WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
-_REPEATABLE = (":4096:8", ":16:8")
-"""The settings under which cuBLAS gives the same bits again. Source: its documentation on reproducibility."""
-
-
-def repeatable(environ: Mapping[str, str], launch_env: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
-    """`launch.env` with what `parallel.deterministic_mode` needs on a GPU; what is wrong where another value is set."""
-    given = launch_env.get(WORKSPACES, environ.get(WORKSPACES))
-    if given is None:
-        return {**launch_env, WORKSPACES: _REPEATABLE[0]}, []
-    if given in _REPEATABLE:
-        return dict(launch_env), []
-    message = f"parallel.deterministic_mode needs {WORKSPACES} to be {' or '.join(_REPEATABLE)}, and it is {given}"
-    typed = f"launch.env.{WORKSPACES}={_REPEATABLE[0]}"
-    place = f"launch.env.{WORKSPACES} = {given}" if WORKSPACES in launch_env else "environment"
-    return dict(launch_env), [Problem("PP-E609", message, typed, place)]
-
-
 def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:
     """The overrides `arguments` with `new` ones in the place of those of the same keys."""
     keys = {override.partition("=")[0] for override in new}

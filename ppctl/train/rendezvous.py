@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 START_UP = timedelta(minutes=10)
-"""How long ranks wait for each other to appear."""
+"""How long ranks that others started wait for rank 0, which has the config and in it the run's own limit."""
 _KEY = "ppctl/run"
 _READ = "ppctl/read"
 
@@ -133,8 +133,11 @@ def refuse_job(store: Store, code: int, ranks: Ranks, patience_s: float = 30.0) 
         time.sleep(0.02)
 
 
-def join_world(store: Store, ranks: Ranks, device: torch.device) -> None:
-    """Make the default process group: gloo for what is said between hosts' CPUs, NCCL beside it on CUDA."""
+def join_world(store: Store, ranks: Ranks, device: torch.device, limit: timedelta) -> None:
+    """Make the default process group: gloo for what is said between hosts' CPUs, NCCL beside it on CUDA.
+
+    `limit` is how long its backends wait for other ranks; every group and connection that is made later takes it over.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with connecting(ranks.rank, host_name(), "the job"):
-        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=START_UP)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)

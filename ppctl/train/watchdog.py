@@ -17,14 +17,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ppctl.hang.limits import Limits, Progress
+from ppctl.hang.limits import GRACE, Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import published
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 
-GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
-"""Seconds by which a rank's own alarm is later than what the watch allows."""
 _STACKS = 1.0
 
 
@@ -47,7 +45,7 @@ class Alarm:
         """The rank begins something: `training` is one step."""
         self._steps += state == "training"
         first = self._steps < 3 or state != "training" or self.limits.step is None
-        allowed = self.limits.first_step if first else self.limits.step
+        allowed = self.limits.longest if first else self.limits.step
         faulthandler.dump_traceback_later(max(allowed or 0.0, 1.0) + GRACE, exit=True)
 
     def off(self) -> None:

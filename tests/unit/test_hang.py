@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from unit_plan import plan
 
-from ppctl.hang.limits import LEAST, TIMES, Limits, Progress
+from ppctl.hang.limits import GRACE, LEAST, TIMES, Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import Standing, root, waits
 from ppctl.plan import Plan
@@ -156,15 +156,38 @@ def standing(state: str, step: int, since: float) -> list[Standing]:
 
 
 def test_each_phase_has_its_limit() -> None:
-    progress = Progress(Limits(start=30, first_step=60, step=None), now=0.0)
+    progress = Progress(Limits(start=30, first_step=900, step=None), now=0.0)
     assert progress.late(standing("starting", 0, 1.0), 31.0) is None
     assert progress.late(standing("starting", 0, 1.0), 32.0) == 31.0
-    assert progress.late(standing("training", 0, 40.0), 99.0) is None
-    assert progress.late(standing("training", 0, 40.0), 101.0) == 61.0
+    assert progress.late(standing("training", 0, 40.0), 939.0) is None
+    assert progress.late(standing("training", 0, 40.0), 941.0) == 901.0
     for step in range(1, 5):
         progress.late(standing("training", step, 100.0 + 20.0 * step), 100.0 + 20.0 * step)
     assert progress.limit(standing("training", 4, 180.0)) == TIMES * 80.0  # the first step took from 40 to 120
-    assert progress.limit(standing("saving", 4, 180.0)) == 60
+    assert progress.limit(standing("saving", 4, 180.0)) == 900
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(start=1800, first_step=3600, step=None),  # the defaults
+        Limits(start=7200, first_step=60, step=None),  # a checkpoint that takes long to load
+        Limits(start=30, first_step=60, step=14400),
+        Limits(start=5, first_step=5, step=None),
+    ],
+)
+@pytest.mark.parametrize("slowest", [0.1, 700.0, 5000.0])
+def test_the_watch_ends_a_job_before_any_alarm_and_any_alarm_before_a_process_group_gives_up(
+    limits: Limits, slowest: float
+) -> None:
+    progress = Progress(limits, now=0.0)
+    for step in range(3):
+        progress.late(standing("training", step, step * slowest), step * slowest)
+    watch = max(
+        progress.limit(standing(state, 2, 0.0)) for state in ("starting", "loading", "training", "saving", "updating")
+    )
+    alarm = limits.longest + GRACE
+    assert watch <= limits.longest < alarm < limits.of_groups.total_seconds()
 
 
 def test_the_adaptive_limit_is_never_short() -> None:

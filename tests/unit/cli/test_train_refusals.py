@@ -258,6 +258,17 @@ def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str
     assert arguments(*shlex.split(shown)).overrides == given
 
 
+def test_a_job_on_gpus_has_a_queue_for_every_stream_and_a_single_one_is_refused(capsys, monkeypatch) -> None:
+    """`submit` looked at the variable never, and the job hung."""
+    asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "--dry-run"]
+    assert main(asked) == 0
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32\n" in capsys.readouterr().out
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert main(asked) == 2
+    assert "error PP-E608: " in capsys.readouterr().err
+    assert main([*asked[:-2], "launch.device=cpu", "--dry-run"]) == 0
+
+
 def test_deterministic_mode_reaches_a_jobs_ranks_as_an_environment_and_another_one_is_refused(capsys) -> None:
     asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "parallel.deterministic_mode=true", "--dry-run"]
     assert main(asked) == 0

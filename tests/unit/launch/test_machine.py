@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.launch import machine
-from ppctl.launch.machine import QUEUES, WORKSPACES, choose_device, count_gpus, one_queue, repeatable, shortage
+from ppctl.launch.machine import choose_device, count_gpus, shortage
 
 GPU = "GPU {n}: NVIDIA H200 (UUID: GPU-0000)"
 
@@ -64,40 +64,3 @@ def test_a_laptop_is_not_flooded_with_processes(monkeypatch: pytest.MonkeyPatch)
     assert shortage("cpu", 64, [], {}) == []
     (problem,) = shortage("cpu", 2048, ["recipe=x"], {})
     assert (problem.code, problem.message) == ("PP-E602", "needs 2,048 processes, this machine has 2 cores")
-
-
-@pytest.mark.parametrize(
-    ("environ", "launch_env", "place"),
-    [
-        ({}, {}, None),
-        ({QUEUES: "8"}, {}, None),
-        ({QUEUES: "1"}, {QUEUES: "8"}, None),
-        ({QUEUES: "1"}, {}, "environment"),
-        ({QUEUES: "8"}, {QUEUES: "1"}, f"launch.env.{QUEUES} = 1"),
-    ],
-)
-def test_a_single_queue_on_the_gpu_is_refused_with_the_reason(environ, launch_env, place: str | None) -> None:
-    problems = one_queue(environ, launch_env)
-    assert [problem.place for problem in problems] == ([] if place is None else [place])
-    assert all("posted ahead of need would block" in problem.message for problem in problems)
-
-
-@pytest.mark.parametrize(
-    ("environ", "launch_env", "set_to", "place"),
-    [
-        ({}, {}, ":4096:8", None),
-        ({}, {WORKSPACES: ":16:8"}, ":16:8", None),
-        ({WORKSPACES: ":16:8"}, {}, None, None),
-        ({WORKSPACES: ":0:0"}, {WORKSPACES: ":4096:8"}, ":4096:8", None),
-        ({WORKSPACES: ":0:0"}, {}, None, "environment"),
-        ({}, {WORKSPACES: ":0:0"}, ":0:0", f"launch.env.{WORKSPACES} = :0:0"),
-    ],
-)
-def test_deterministic_mode_sets_cublas_workspaces_or_refuses_others(environ, launch_env, set_to, place) -> None:
-    variables, problems = repeatable(environ, launch_env | {"OTHER": "1"})
-    assert variables.pop("OTHER") == "1"
-    assert variables == ({} if set_to is None else {WORKSPACES: set_to})
-    assert [problem.place for problem in problems] == ([] if place is None else [place])
-    for problem in problems:
-        name, value = problem.remedy.removeprefix("launch.env.").split("=")
-        assert repeatable(environ, launch_env | {name: value})[1] == []

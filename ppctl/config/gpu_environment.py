@@ -1,0 +1,58 @@
+"""What the environment of a rank on a GPU must hold: variables that CUDA and cuBLAS read when they start.
+
+Knows these variables, their good values and why others are refused. Must not know launchers: the launcher sets what is
+missing, and every rank looks once more at what has reached it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ppctl.config.schema import ParallelConfig
+from ppctl.errors import Problem
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = "32"
+"""A rank has a stream for its kernels, one for each channel and one for each group. Two that share a hardware queue
+may wait for each other; CUDA's default is 8 queues, and 32 are the most."""
+
+WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+_REPEATABLE = (":4096:8", ":16:8")
+"""The settings under which cuBLAS gives the same bits again. Source: its documentation on reproducibility."""
+
+
+def gpu_environment(
+    parallel: ParallelConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+) -> tuple[dict[str, str], list[Problem]]:
+    """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
+
+    `environ` is what ranks inherit; `launch_env` is stronger.
+    """
+    added = dict(launch_env)
+    if QUEUES not in environ:
+        added.setdefault(QUEUES, MOST_QUEUES)
+    if parallel.deterministic_mode and WORKSPACES not in environ:
+        added.setdefault(WORKSPACES, _REPEATABLE[0])
+    return added, list(_problems(parallel, pp, environ, added))
+
+
+def _problems(
+    parallel: ParallelConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+) -> Iterator[Problem]:
+    queues = launch_env.get(QUEUES, environ.get(QUEUES))
+    if pp > 1 and queues == "1":
+        message = (
+            f"{QUEUES}=1 puts all work of a GPU into one queue: a receive that is posted ahead of need would block the "
+            "compute and the sends behind it, and the ranks would wait for each other for ever"
+        )
+        if QUEUES in launch_env:
+            yield Problem("PP-E608", message, f"launch.env.{QUEUES}={MOST_QUEUES}", f"launch.env.{QUEUES} = 1")
+        else:
+            yield Problem("PP-E608", message, f"unset {QUEUES}", "environment")
+    workspaces = launch_env.get(WORKSPACES, environ.get(WORKSPACES))
+    if parallel.deterministic_mode and workspaces not in _REPEATABLE:
+        message = (
+            f"parallel.deterministic_mode needs {WORKSPACES} to be {' or '.join(_REPEATABLE)}, and it is {workspaces}"
+        )
+        place = f"launch.env.{WORKSPACES} = {workspaces}" if WORKSPACES in launch_env else "environment"
+        yield Problem("PP-E609", message, f"launch.env.{WORKSPACES}={_REPEATABLE[0]}", place)
