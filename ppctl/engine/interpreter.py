@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from ppctl.comm.batches import Batch
 from ppctl.comm.buffers import MessageSpec, Shelf
 from ppctl.comm.channels import Way
 from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.pace import Heartbeat, make_pace
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
 from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
@@ -30,16 +30,6 @@ _TIMERS = {
     Op.RECV_B: "backward-recv",
     Op.SEND_B: "backward-send",
 }
-
-
-class Heartbeat(Protocol):
-    """Where the engine says what it is about to do."""
-
-    def enter(self, index: int) -> None:
-        """The action with this index in the rank's list begins."""
-
-    def work(self, index: int) -> None:
-        """The action has the message that it waited for, and computes."""
 
 
 class EngineError(TrainingError):
@@ -118,8 +108,9 @@ class Engine:
             self._connect(schedule, communicator)
         self._reduce = reduce_grad
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
-        self._enter = _say_nothing if heartbeat is None else heartbeat.enter
-        self._work = _say_nothing if heartbeat is None else heartbeat.work
+        device = self.recorder.device if communicator is None else communicator.device
+        self._pace = make_pace(device, len(self.actions), heartbeat)
+        self._enter, self._begin, self._end = self._pace.enter, self._pace.begin, self._pace.end
         self._handlers = _HANDLERS if self._batch is None else _BATCHED
         if timed is not None:
             self._handlers = {op: _timing(op, handler, timed) for op, handler in self._handlers.items()}
@@ -134,28 +125,32 @@ class Engine:
                 self._index = index
                 enter(index)
                 handlers[action.op](self, action)
-            enter(len(self.actions))
-            for way in self._outgoing.values():
-                way.flush()
+            self._pace.finish(self._flush)
         except Exception as error:
-            raise EngineError(self.pp_rank, self.actions, self._index, error) from error
+            raise EngineError(self.pp_rank, self.actions, self._pace.at, error) from error
         self.recorder.end_step()
+
+    def _flush(self) -> None:
+        for way in self._outgoing.values():
+            way.flush()
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
         stage.wait_for_input(action.mb)
-        self._work(self._index)
+        self._begin(self._index)
         self.recorder.begin(self._index)
         stage.forward(action.mb)
         self.recorder.end(self._index)
+        self._end(self._index)
 
     def _backward(self, action: Action) -> None:
         stage = self._stages[action.stage]
         stage.wait_for_gradient(action.mb)
-        self._work(self._index)
+        self._begin(self._index)
         self.recorder.begin(self._index)
         stage.backward(action.mb)
         self.recorder.end(self._index)
+        self._end(self._index)
 
     def _send_forward(self, action: Action) -> None:
         self._outgoing[Op.SEND_F, action.stage].send(self._stages[action.stage].outbox.pop(action.mb))
@@ -253,10 +248,6 @@ def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
         handler(engine, action)
 
     return wait_first
-
-
-def _say_nothing(index: int) -> None:
-    """The heartbeat of an engine that has none."""
 
 
 def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: P2PCommunicator | None) -> None:

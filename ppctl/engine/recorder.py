@@ -36,6 +36,8 @@ class Recorder:
     """Stamps for one action list, on the CPU's clock. `begin` and `end` take the action's index in the list."""
 
     def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
+        self.device = torch.device("cpu")
+        """Whose time is stamped."""
         self.pp_rank = pp_rank
         self.actions = tuple(actions)
         self.clock_offset = clock_offset
@@ -83,6 +85,7 @@ class CudaRecorder(Recorder):
 
     def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
         super().__init__(pp_rank, actions, clock_offset=clock_offset)
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self._now = _EventSet(self._stamped)
         self._before = _EventSet(self._stamped)
         self._steps = 0

@@ -4,7 +4,8 @@ Every function builds a schedule value and this rank's stages, and hands them to
 as `ppctl train` does. Must not know files or ppctl's own models.
 """
 
-from ppctl.engine.interpreter import Engine, EngineError, Heartbeat
+from ppctl.engine.interpreter import Engine, EngineError
+from ppctl.engine.pace import Heartbeat
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.schedule.table import convert_schedule_table_to_order, get_schedule_table

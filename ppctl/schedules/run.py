@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.engine.interpreter import Engine, Heartbeat, Timed
+from ppctl.engine.interpreter import Engine, Timed
+from ppctl.engine.pace import Heartbeat
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.schedule.action import Schedule

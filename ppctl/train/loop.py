@@ -55,6 +55,9 @@ def train(
     elif config.model.from_ is not None:
         start_from(session, Path(config.model.from_))
     trainer = Trainer(session, session.batches(first, consumed), stop_requested)
+    if session.device.type == "cuda" and first < config.train.steps:
+        enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
+        trainer.dry_pass(first)
 
     def position(done: int) -> int:
         return consumed + (done - first) * config.train.global_batch_size

@@ -21,7 +21,7 @@ from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.documents import DocumentEnd
 from ppctl.data.load import Samples, load_data
-from ppctl.engine.interpreter import Heartbeat as EngineHeartbeat
+from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.model.compile import compile_stage
 from ppctl.model.moe import Share

@@ -20,6 +20,7 @@ from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
 from ppctl.cost.devices import DEVICES, device_called
 from ppctl.data.batches import Batches, StepBatch
+from ppctl.engine.dry_pass import dry_pass
 from ppctl.errors import Problem, TrainingError
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
@@ -131,12 +132,43 @@ class Trainer:
         s.weights.publish()
         self.balance.move_biases()
 
-    def _run_pipeline(self, step: int) -> None:
+    def dry_pass(self, step: int) -> None:
+        """Run all kernels of a step's stages once, without a message: what `engine.dry_pass` is for.
+
+        A collective where stages have some of their own (experts on several ranks, gathered weights). Nothing that a
+        step reads is different behind it: weights, gradients, ledgers and every draw of random numbers.
+        """
+        s = self.session
+        self._begin(step)
+        self.first = 0
+        for program in self.programs:
+            is_last = program.stage == len(s.plan.stages) - 1
+            for mb in self._different_ones(program.stage):
+                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last)
+            s.stages[program.stage].eval()
+            dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
+            s.stages[program.stage].train()
+            if s.gathered is not None:
+                s.gathered.release(program.stage)
+        s.weights.clear_gradients()
+
+    def _different_ones(self, stage: int) -> list[int]:
+        """Microbatches of a stage that between them run all of its kernels: the second one adds to the first one's
+        gradients, and of some the activations are recomputed, of others kept."""
+        kinds = {(stage, mb) in self.spared: mb for mb in range(self.session.plan.num_microbatches)}
+        return [*kinds.values(), *kinds.values()]
+
+    def _begin(self, step: int) -> None:
+        """Forget the step before, and fetch the samples of this one."""
         s = self.session
         s.weights.clear_gradients()
         self.losses, self.mtp_losses = {}, {}
         self.balance.begin(1.0 if s.loss_scale is None else s.loss_scale.scale)
         self.batch = None if self.batches is None else _moved(self.batches.step(step), s.device)
+
+    def _run_pipeline(self, step: int) -> None:
+        s = self.session
+        self._begin(step)
         for call in range(self.calls):
             self.first = call * s.plan.num_microbatches
             run_schedule(

@@ -35,7 +35,7 @@ def _arm() -> None:
         due = steps[0] == int(step) or (kind == "dumb" and steps[0] > int(step))
         if due and index is not None and kind not in ("noise", "nan", "slow"):
             # A stopped process may be anywhere; what computes has its message.
-            name = "_enter" if kind == "stop" else "_work"
+            name = "_enter" if kind == "stop" else "_begin"
             inner = getattr(self, name)
 
             def strike(at: int) -> None:

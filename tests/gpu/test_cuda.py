@@ -49,12 +49,14 @@ def test_one_rank_trains_on_cuda_over_nccl_as_on_the_cpu(text: Path, tmp_path: P
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-4)
 
 
-def test_nothing_waits_for_the_device_while_the_pipeline_runs(text: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_pipeline_waits_for_its_own_bound_on_the_queue_and_for_nothing_else(text: Path, monkeypatch):
+    """Two events for each forward and backward, and one behind the list; no stream and no device is waited for."""
     monkeypatch.setattr("ranks.GPUS", 1)
     mapping = to_mapping(tiny_config(text, "cuda"))
     ((waits, kernels),) = run_ranks(waits_in_a_pipeline, 1, mapping, over="nccl", timeout=120)
     assert kernels > 100, "the trace has seen the pipeline"
-    assert waits == []
+    computed = 2 * 2 * 8  # forwards and backwards of two chunks and eight microbatches
+    assert waits == ["cudaEventSynchronize"] * (2 * computed + 1)
 
 
 def test_fifty_milliseconds_of_queued_work_are_recorded_as_fifty():

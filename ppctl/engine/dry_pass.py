@@ -1,0 +1,55 @@
+"""A stage's forward and backward on made-up inputs, without any message: before the first step on a GPU.
+
+Knows stages. Must not know what they compute, nor what has to be put right behind them (gradients, ledgers).
+
+CUDA loads a kernel when it is first launched, and waits for the device to drain before it does. A posted receive is a
+kernel that runs until its message comes. So the first step, whose receives are posted ahead, must not be the first to
+launch anything: two ranks would wait for each other for ever. The dry pass also compiles, tunes and makes workspaces
+while nobody waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ppctl.comm.buffers import Message, MessageSpec, TensorLike
+from ppctl.comm.channels import Arrival
+from ppctl.engine.interpreter import EngineError
+from ppctl.engine.stage import Stage, StageProgram
+from ppctl.schedule.action import Action, B, F
+
+
+def dry_pass(
+    program: StageProgram, pp_rank: int, mb: int, device: torch.device, *, is_last: bool, training: bool = True
+) -> None:
+    """Run one stage's forward of microbatch `mb`, and with `training` its backward, on values that mean nothing.
+
+    Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
+    """
+    stage = Stage(program, is_last=is_last, training=training, deallocate_outputs=True)
+    actions = (Action(F, program.stage, mb), Action(B, program.stage, mb))
+    at = 0
+    try:
+        if program.stage > 0:
+            stage.inbox[mb] = Arrival(_made_up(program.receives, program.stage, device))
+        stage.wait_for_input(mb)
+        stage.forward(mb)
+        if not training:
+            return
+        at = 1
+        if not is_last:
+            stage.gradient_inbox[mb] = Arrival(_made_up(program.sends, program.stage, device))
+        stage.wait_for_gradient(mb)
+        stage.backward(mb)
+    except Exception as error:
+        raise EngineError(pp_rank, actions, at, error) from error
+
+
+def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Message:
+    """Values of unit variance, so that routers choose different experts. No generator of the run is touched."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(shape or (), generator=generator).to(device, dtype) for shape, dtype in MessageSpec.of(specs)
+    )
