@@ -166,7 +166,7 @@ ORIGINAL = "original_max_position_embeddings"
     ],
 )  # fmt: skip
 def test_the_original_length_and_the_factor_are_those_that_transformers_takes(keys, original, factor):
-    model = read("llama", max_position_embeddings=512, **keys)
+    model = read_config({**LLAMA, "max_position_embeddings": 512, **keys}, "config.json").model
     assert (model.original_max_position_embeddings, model.rotary_scaling_factor) == (original, factor)
     written = write_config(model)[1]["rope_scaling"]
     assert (written[ORIGINAL], written["factor"]) == (original, factor)
@@ -174,7 +174,7 @@ def test_the_original_length_and_the_factor_are_those_that_transformers_takes(ke
 
 def test_of_two_spellings_of_positions_the_old_one_counts_as_in_transformers():
     new, old = {"rope_type": "default", "rope_theta": 7.0}, {"type": "yarn", "factor": 4.0, "rope_theta": 9.0}
-    model = read("llama", rope_parameters=new, rope_scaling=old)
+    model = read_config({**LLAMA, "rope_parameters": new, "rope_scaling": old}, "config.json").model
     assert (model.rotary_base, model.rotary_scaling_factor) == (9.0, 4.0)
 
 
