@@ -18,7 +18,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.cost.parameters import expert_width, head_dim, query_groups
 from ppctl.errors import ConfigError, Problem
-from ppctl.families.parts import Unbuilt
+from ppctl.families.parts import POSITIONS, Unbuilt
 from ppctl.families.table import FAMILIES, Family, Field
 
 TRAINING = frozenset(
@@ -36,6 +36,11 @@ TRAINING = frozenset(
     }
 )
 """Fields that say how a model is trained: weights do not depend on them."""
+
+
+_WRITTEN = frozenset({"model_type", "architectures", "dtype", "torch_dtype", *POSITIONS})
+_OF_FILES = frozenset({"quantization_config", "auto_map"})
+"""Keys that speak of a directory's own weights and programs, which no other directory has."""
 
 
 class Recognised(NamedTuple):
@@ -127,6 +132,12 @@ def _write(family: Family, model: ModelConfig) -> dict[str, Any]:
     if model.multi_latent_attention:
         written["num_key_value_heads"] = model.num_attention_heads
     return written
+
+
+def foreign_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What of a family's config.json neither says what the model is nor is written by ppctl, as bos_token_id."""
+    ours = {*family.defaults, *family.fixed, *family.synonyms, *(field.theirs for field in family.fields)}
+    return {key: value for key, value in config.items() if key not in ours | _WRITTEN | _OF_FILES}
 
 
 def canonical(model: ModelConfig) -> ModelConfig:

@@ -19,6 +19,9 @@ Json = Mapping[str, Any]
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _ORIGINAL = "original_max_position_embeddings"
 
+POSITIONS = ("rope_scaling", "rope_parameters", _ORIGINAL)
+"""Keys of config.json that say how positions are extended; a family's defaults have the rest."""
+
 _LLAMA3 = {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"}
 
 
