@@ -85,6 +85,7 @@ SMALL = dict(vocab_size=52, hidden_size=24, intermediate_size=40, num_hidden_lay
 SMALL_GROUPED = dict(**SMALL, num_key_value_heads=2)
 SMALL_LATENT = dict(**SMALL, **LATENT | dict(rms_norm_eps=1e-6), q_lora_rank=10)
 SHORT = dict(**SMALL_GROUPED, max_position_embeddings=64, rope_theta=500.0)
+FEW = dict(**EXPERTS, n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1)
 SINGLE = dict(num_experts_per_tok=1, norm_topk_prob=False, moe_intermediate_size=16)
 LEFT_OUT = {
     "llama": ("Llama", SMALL),
@@ -95,6 +96,9 @@ LEFT_OUT = {
     "glm4_moe": ("Glm4Moe", dict(**SMALL_GROUPED, head_dim=8, moe_intermediate_size=16)),
     "deepseek_v3": ("DeepseekV3", dict(**SMALL_LATENT, moe_intermediate_size=16)),
     "deepseek_v2": ("DeepseekV2", dict(**SMALL_LATENT, moe_intermediate_size=16, num_experts_per_tok=2)),
+    "mixtral, no epsilon, no base": ("Mixtral", dict(**SMALL_GROUPED, head_dim=6, num_local_experts=4)),
+    "glm4_moe, no epsilon": ("Glm4Moe", dict(**SMALL_GROUPED, **FEW, head_dim=8)),
+    "deepseek_v3, no factor, no groups": ("DeepseekV3", dict(**SMALL_LATENT, **FEW)),
     "yarn, no original length": ("Llama", dict(**SHORT, rope_scaling=dict(type="yarn", factor=4.0))),
     "yarn, no factor": (
         "Llama", dict(**SHORT, rope_scaling=dict(type="yarn", factor=None, original_max_position_embeddings=16))
