@@ -60,7 +60,7 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
             problems.append(python_only(key, place(name)))
             continue
         try:
-            converted = value_of(name, value)
+            converted = converted_value(name, value)
         except ValueError as error:
             problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
             continue
@@ -101,7 +101,7 @@ def _leaves(mapping: Mapping[str, Any], problems: list[Problem], place: Callable
     return found
 
 
-def value_of(name: str, value: Any) -> Any:
+def converted_value(name: str, value: Any) -> Any:
     """`value` as the type of the dotted key `name`. Raises ValueError saying what the key takes."""
     key = keys()[name]
     if key.name == "published":

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ppctl.config.checks import POSITIVE
-from ppctl.config.mapping import value_of
+from ppctl.config.mapping import converted_value
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.cost.parameters import expert_width, head_dim, query_groups
@@ -88,7 +88,7 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
 def _read_field(field: Field, told: Mapping[str, Any]) -> dict[str, Any]:
     name = f"model.{field.ours}"
     try:
-        value = value_of(name, told[field.theirs])
+        value = converted_value(name, told[field.theirs])
     except ValueError as error:
         raise Unbuilt(field.theirs, str(error)) from None
     if name in POSITIVE and value is not None and not value > 0:
