@@ -1,6 +1,16 @@
 """Small random models of transformers' own classes, one or more of each family, and what they are compared by."""
 
+import copy
+import json
+
 import torch
+from cuts import cut
+
+from ppctl.families.directory import open_directory
+from ppctl.model.initialize import pieces
+from ppctl.model.names import owner_of
+from ppctl.model.stage import build_stage
+from ppctl.pretrained.reading import Reader
 
 SIZES = dict(
     vocab_size=52,
@@ -70,12 +80,52 @@ MOE = {
 }  # fmt: skip
 
 
+# What is no size is left out, so that it is what the config class makes of its absence.
+SMALL = dict(vocab_size=52, hidden_size=24, intermediate_size=40, num_hidden_layers=4, num_attention_heads=4)
+SMALL_GROUPED = dict(**SMALL, num_key_value_heads=2)
+SMALL_LATENT = dict(**SMALL, **LATENT | dict(rms_norm_eps=1e-6), q_lora_rank=10)
+SHORT = dict(**SMALL_GROUPED, max_position_embeddings=64, rope_theta=500.0)
+FEW = dict(**EXPERTS, n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1)
+SINGLE = dict(num_experts_per_tok=1, norm_topk_prob=False, moe_intermediate_size=16)
+LEFT_OUT = {
+    "llama": ("Llama", SMALL),
+    "qwen2": ("Qwen2", SMALL_GROUPED),
+    "qwen3": ("Qwen3", SMALL_GROUPED),
+    "mixtral": ("Mixtral", dict(**SMALL_GROUPED, head_dim=6)),
+    "qwen3_moe": ("Qwen3Moe", dict(**SMALL_GROUPED, moe_intermediate_size=16)),
+    "glm4_moe": ("Glm4Moe", dict(**SMALL_GROUPED, head_dim=8, moe_intermediate_size=16)),
+    "deepseek_v3": ("DeepseekV3", dict(**SMALL_LATENT, moe_intermediate_size=16)),
+    "deepseek_v2": ("DeepseekV2", dict(**SMALL_LATENT, moe_intermediate_size=16, num_experts_per_tok=2)),
+    "mixtral, no epsilon, no base": ("Mixtral", dict(**SMALL_GROUPED, head_dim=6, num_local_experts=4)),
+    "glm4_moe, no epsilon": ("Glm4Moe", dict(**SMALL_GROUPED, **FEW, head_dim=8)),
+    "deepseek_v3, no factor, no groups": ("DeepseekV3", dict(**SMALL_LATENT, **FEW)),
+    "yarn, no original length": ("Llama", dict(**SHORT, rope_scaling=dict(type="yarn", factor=4.0))),
+    "yarn, no factor": (
+        "Llama", dict(**SHORT, rope_scaling=dict(type="yarn", factor=None, original_max_position_embeddings=16))
+    ),
+    "yarn, original length outside": (
+        "Llama", dict(**SHORT, rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=16)
+    ),
+    "as 3.1, no original length": (
+        "Llama",
+        dict(**SHORT, rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    ),
+    "deepseek_v3, one expert a token": ("DeepseekV3", dict(**SMALL_LATENT, **SINGLE)),
+    "glm4_moe, one expert a token": ("Glm4Moe", dict(**SMALL_GROUPED, **SINGLE, head_dim=8)),
+}  # fmt: skip
+"""Class -> all that its config.json holds."""
+
+
 def hugging_face_model(name, **changes):
+    """A model with random weights of a name in `DENSE` or `MOE`."""
+    kind, options = {**DENSE, **MOE}[name]
+    return random_model(kind, **{**SIZES, "rope_parameters": dict(ROPE), **options, **changes})
+
+
+def random_model(kind, **values):
     """A model with random weights; norms, biases and routers' biases are moved off the values that would hide them."""
     import transformers  # here, because it takes a second, and the ranks that import a test need no model
 
-    kind, options = {**DENSE, **MOE}[name]
-    values = {**SIZES, "rope_parameters": dict(ROPE), **options, **changes}
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(5)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
@@ -84,6 +134,34 @@ def hugging_face_model(name, **changes):
             if tensor.dim() == 1:
                 tensor.add_(torch.linspace(-0.3, 0.3, tensor.numel()).to(tensor.dtype))
     return model.eval()
+
+
+def saved_model(name, directory):
+    """A model of `LEFT_OUT`, as transformers reads it from `directory`, whose config.json holds what the table says."""
+    kind, values = LEFT_OUT[name]
+    model = random_model(kind, **copy.deepcopy(values))  # rope_scaling is filled in where it stands
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": model.config.model_type, **values}))
+    return type(model).from_pretrained(directory).eval()
+
+
+def our_logits(directory, tokens, layout="EttttL"):
+    """What ppctl's stages of a four-layer model compute from a directory."""
+    reader, x = Reader(open_directory(directory)), tokens
+    for spec in cut(layout, 1):
+        stage = build_stage(spec, reader.directory.model, seed=1, dtype=torch.float32, device="cpu")
+        take(stage, reader)
+        (x,) = stage(x)
+    return x
+
+
+@torch.no_grad()
+def take(stage, reader):
+    """Fill a stage's weights and buffers."""
+    model = reader.directory.model
+    for name, tensor in {**stage.canonical_parameters(), **stage.canonical_buffers()}.items():
+        for piece, part in pieces(owner_of(name, model), tensor, stage.held):
+            part.copy_(reader.tensor(piece))
 
 
 def relative(a, b):

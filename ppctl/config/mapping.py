@@ -60,7 +60,7 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
             problems.append(python_only(key, place(name)))
             continue
         try:
-            converted = _convert(key, value)
+            converted = converted_value(name, value)
         except ValueError as error:
             problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
             continue
@@ -101,8 +101,9 @@ def _leaves(mapping: Mapping[str, Any], problems: list[Problem], place: Callable
     return found
 
 
-def _convert(key: Key, value: Any) -> Any:
-    """`value` as the key's type. Raises ValueError saying what the key takes."""
+def converted_value(name: str, value: Any) -> Any:
+    """`value` as the type of the dotted key `name`. Raises ValueError saying what the key takes."""
+    key = keys()[name]
     if key.name == "published":
         return _published(value)
     if key.is_dtype:

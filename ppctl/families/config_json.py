@@ -9,14 +9,17 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from ppctl.config.checks import POSITIVE
+from ppctl.config.mapping import converted_value
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.cost.parameters import expert_width, head_dim, query_groups
 from ppctl.errors import ConfigError, Problem
-from ppctl.families.parts import Unbuilt
-from ppctl.families.table import FAMILIES, REQUIRED, Family
+from ppctl.families.parts import POSITIONS, Unbuilt
+from ppctl.families.table import FAMILIES, Family, Field
 
 TRAINING = frozenset(
     {
@@ -35,8 +38,9 @@ TRAINING = frozenset(
 """Fields that say how a model is trained: weights do not depend on them."""
 
 
-_SYNONYMS = {"num_experts": "num_local_experts", "num_nextn_predict_layers": "num_mtp_layers"}
-"""Published key -> what transformers 5 may write in its place."""
+_WRITTEN = frozenset({"model_type", "architectures", "dtype", "torch_dtype", *POSITIONS})
+_OF_FILES = frozenset({"quantization_config", "auto_map"})
+"""Keys that speak of a directory's own weights and programs, which no other directory has."""
 
 
 class Recognised(NamedTuple):
@@ -67,20 +71,29 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
         if key in config and config[key] not in allowed
     ]
     values = dict(family.implied)
-    for theirs, ours, default in family.fields:
-        values[ours] = config.get(theirs, config.get(_SYNONYMS.get(theirs, theirs), default))
-        if values[ours] is REQUIRED:
-            problems.append(Problem("PP-E521", f"{theirs} is missing, which every {kind} has", place=place))
-    for part in () if problems else family.parts:
-        try:
-            values |= part.read(config)
-        except Unbuilt as error:
-            problems.append(Problem("PP-E521", str(error), place=place))
-        except KeyError as error:
-            problems.append(Problem("PP-E521", f"{error.args[0]} is missing, which every {kind} has", place=place))
+    told = {**family.defaults, **{family.synonyms.get(key, key): value for key, value in config.items()}}
+    for reads in ([partial(_read_field, field) for field in family.fields], [part.read for part in family.parts]):
+        for read in () if problems else reads:
+            try:
+                values |= read(told)
+            except Unbuilt as error:
+                problems.append(Problem("PP-E521", str(error), place=place))
+            except KeyError as error:
+                problems.append(Problem("PP-E521", f"{error.args[0]} is missing, which every {kind} has", place=place))
     if problems:
         raise ConfigError(problems)
     return Recognised(family, canonical(ModelConfig(**values)))
+
+
+def _read_field(field: Field, told: Mapping[str, Any]) -> dict[str, Any]:
+    name = f"model.{field.ours}"
+    try:
+        value = converted_value(name, told[field.theirs])
+    except ValueError as error:
+        raise Unbuilt(field.theirs, str(error)) from None
+    if name in POSITIVE and value is not None and not value > 0:
+        raise Unbuilt(field.theirs, f"must be above 0, not {value}")
+    return {field.ours: value}
 
 
 def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
@@ -111,16 +124,20 @@ def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
 def _write(family: Family, model: ModelConfig) -> dict[str, Any]:
     model = canonical(model)
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    for theirs, ours, default in family.fields:
-        value = getattr(model, ours)
-        if value is not None or default not in (None, REQUIRED):  # none is what leaving it out means
-            written[theirs] = value
+    values = [(field, getattr(model, field.ours)) for field in family.fields]
+    written |= {field.theirs: value for field, value in values if value is not None or field.nullable}
     for part in family.parts:
         written |= part.write(model)
     written |= {key: allowed[0] for key, allowed in family.fixed.items() if key not in written}
     if model.multi_latent_attention:
         written["num_key_value_heads"] = model.num_attention_heads
     return written
+
+
+def foreign_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What of a family's config.json neither says what the model is nor is written by ppctl, as bos_token_id."""
+    ours = {*family.defaults, *family.fixed, *family.synonyms, *(field.theirs for field in family.fields)}
+    return {key: value for key, value in config.items() if key not in ours | _WRITTEN | _OF_FILES}
 
 
 def canonical(model: ModelConfig) -> ModelConfig:

@@ -15,16 +15,14 @@ from ppctl.config.schema import ModelConfig
 from ppctl.families import parts
 from ppctl.families.names import LATENT, MIXTRAL
 
-REQUIRED = object()
-
 
 class Field(NamedTuple):
     """One key of config.json that is one of ours."""
 
     theirs: str
     ours: str
-    default: Any = REQUIRED
-    """What a config.json without the key means."""
+    nullable: bool = False
+    """Whether null means something else than leaving the key out."""
 
 
 class Part(NamedTuple):
@@ -43,6 +41,8 @@ class Family:
     """transformers' class, as config.json names it."""
     implied: Mapping[str, Any]
     """Our keys that every model of the family has at this value."""
+    defaults: Mapping[str, Any]
+    """Key of config.json -> what a file without it means: the default of transformers' config class (decision 24)."""
     fields: tuple[Field, ...]
     parts: tuple[Part, ...]
     fixed: Mapping[str, tuple[Any, ...]]
@@ -51,6 +51,8 @@ class Family:
     """What it calls otherwise than the other families."""
     also: tuple[str, ...] = ()
     """Other values of model_type that mean this family."""
+    synonyms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Key that transformers reads and may write -> the same key as this table calls it."""
 
 
 _SIZES = (
@@ -59,26 +61,22 @@ _SIZES = (
     Field("intermediate_size", "ffn_hidden_size"),
     Field("num_attention_heads", "num_attention_heads"),
     Field("vocab_size", "vocab_size"),
-    Field("max_position_embeddings", "max_position_embeddings", 2048),
-    Field("rms_norm_eps", "norm_epsilon", 1e-6),
-    Field("initializer_range", "init_method_std", 0.02),
-    Field("tie_word_embeddings", "share_embeddings_and_output_weights", False),
+    Field("max_position_embeddings", "max_position_embeddings"),
+    Field("rms_norm_eps", "norm_epsilon"),
+    Field("initializer_range", "init_method_std"),
+    Field("tie_word_embeddings", "share_embeddings_and_output_weights"),
 )
-_GROUPED = (*_SIZES, Field("num_key_value_heads", "num_query_groups", None), Field("head_dim", "kv_channels", None))
+_GROUPED = (*_SIZES, Field("num_key_value_heads", "num_query_groups"), Field("head_dim", "kv_channels"))
 _LATENT = (
     *_SIZES,
-    Field("q_lora_rank", "q_lora_rank", 1536),
-    Field("kv_lora_rank", "kv_lora_rank", 512),
-    Field("qk_nope_head_dim", "qk_head_dim", 128),
-    Field("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
-    Field("v_head_dim", "v_head_dim", 128),
+    Field("q_lora_rank", "q_lora_rank", nullable=True),
+    Field("kv_lora_rank", "kv_lora_rank"),
+    Field("qk_nope_head_dim", "qk_head_dim"),
+    Field("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    Field("v_head_dim", "v_head_dim"),
 )
-_ROUTED = (
-    Field("num_experts_per_tok", "moe_router_topk", 8),
-    Field("moe_intermediate_size", "moe_ffn_hidden_size", None),
-)
-_DEEPSEEK_EXPERTS = (*_ROUTED, Field("aux_loss_alpha", "moe_aux_loss_coeff", 0.0))
-_MTP = Field("num_nextn_predict_layers", "mtp_num_layers", None)
+_ROUTED = (Field("num_experts_per_tok", "moe_router_topk"), Field("moe_intermediate_size", "moe_ffn_hidden_size"))
+_DEEPSEEK_EXPERTS = (*_ROUTED, Field("aux_loss_alpha", "moe_aux_loss_coeff"))
 
 _ROPE = Part(parts.read_rope, parts.write_rope)
 _PART_ROPE = Part(parts.read_part_rope, parts.write_part_rope)
@@ -86,73 +84,123 @@ _FIRST_DENSE = Part(parts.read_first_dense, parts.write_first_dense)
 _GROUPS = Part(parts.read_groups, parts.write_groups)
 _SPARSE_STEP = Part(parts.read_sparse_step, parts.write_sparse_step)
 _NORMALISED = Part(parts.read_normalised, parts.write_normalised)
+_DIVIDED = Part(parts.read_divided, parts.write_divided)
+_MTP = Part(parts.read_mtp, parts.write_mtp)
 
 _SILU = {"hidden_act": ("silu",), "attention_dropout": (0.0,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
-_SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,)}
+_SIGMOID = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _BALANCED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 _MLA = {"multi_latent_attention": True, "rotary_interleaved": True}
 
+_COMMON = {
+    "initializer_range": 0.02, "tie_word_embeddings": False, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+    "num_key_value_heads": None, "head_dim": None,
+}  # fmt: skip
+_LLAMA = {
+    **_COMMON, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+_QWEN = {
+    **_COMMON, "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32768,
+}  # fmt: skip
+_MIXTRAL = {
+    **_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_QWEN_MOE = {
+    **_QWEN, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    "decoder_sparse_step": 1, "mlp_only_layers": None, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_UNTOLD = {"aux_loss_alpha": 0.0, "num_nextn_predict_layers": None}
+"""What transformers' classes do not know, or would presume: modules for multi-token prediction that are not stored."""
+_GLM = {
+    **_COMMON, **_UNTOLD, "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False, "use_qk_norm": False,
+    "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
+_LATENT_SIZES = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    **_COMMON, **_LATENT_SIZES, **_UNTOLD, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256,
+    "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+}  # fmt: skip
+_DEEPSEEK_V2 = {
+    **_LLAMA, **_LATENT_SIZES, "aux_loss_alpha": 0.0, "vocab_size": 102400, "moe_intermediate_size": 1407,
+    "n_shared_experts": 2, "n_routed_experts": 64, "first_k_dense_replace": 0,
+}  # fmt: skip
+"""Without num_experts_per_tok: transformers' default is none, with which no expert is chosen."""
+
+_MORE_EXPERTS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+
 FAMILIES = (
     Family(
-        "llama", "LlamaForCausalLM", {}, _GROUPED, (_ROPE,),
+        "llama", "LlamaForCausalLM", {}, _LLAMA, _GROUPED, (_ROPE,),
         {**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
     ),
-    Family("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, _GROUPED, (_ROPE,), {**_SILU, **_NO_WINDOW}),
+    Family("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, _QWEN, _GROUPED, (_ROPE,), {**_SILU, **_NO_WINDOW}),
     Family(
-        "qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, _GROUPED, (_ROPE,),
+        "qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, {**_QWEN, "head_dim": 128}, _GROUPED, (_ROPE,),
         {**_SILU, **_NO_WINDOW, "attention_bias": (False,)},
     ),
     Family(
-        "mixtral", "MixtralForCausalLM", {},
+        "mixtral", "MixtralForCausalLM", {}, _MIXTRAL,
         (
             *_GROUPED,
             Field("num_local_experts", "num_moe_experts"),
-            Field("num_experts_per_tok", "moe_router_topk", 2),
-            Field("router_aux_loss_coef", "moe_aux_loss_coeff", 0.0),
+            Field("num_experts_per_tok", "moe_router_topk"),
+            Field("router_aux_loss_coef", "moe_aux_loss_coeff"),
         ),
         (_ROPE,),
         {**_SILU, "sliding_window": (None,), "router_jitter_noise": (0.0,)},
         names=MIXTRAL,
+        synonyms={"num_experts": "num_local_experts"},
     ),
     Family(
-        "qwen3_moe", "Qwen3MoeForCausalLM", {"qk_layernorm": True},
-        (
-            *_GROUPED,
-            *_ROUTED,
-            Field("num_experts", "num_moe_experts"),
-            Field("router_aux_loss_coef", "moe_aux_loss_coeff", 0.0),
-        ),
+        "qwen3_moe", "Qwen3MoeForCausalLM", {"qk_layernorm": True}, _QWEN_MOE,
+        (*_GROUPED, *_ROUTED, Field("router_aux_loss_coef", "moe_aux_loss_coeff")),
         (_ROPE, _SPARSE_STEP, _NORMALISED),
         {**_SILU, **_NO_WINDOW, "attention_bias": (False,)},
+        synonyms={"num_local_experts": "num_experts"},
     ),
     Family(
-        "glm4_moe", "Glm4MoeForCausalLM", _BALANCED,
+        "glm4_moe", "Glm4MoeForCausalLM", _BALANCED, _GLM,
         (
             *_GROUPED,
             *_DEEPSEEK_EXPERTS,
-            _MTP,
-            Field("attention_bias", "add_qkv_bias", False),
-            Field("use_qk_norm", "qk_layernorm", False),
+            Field("attention_bias", "add_qkv_bias"),
+            Field("use_qk_norm", "qk_layernorm"),
         ),
-        (_PART_ROPE, _FIRST_DENSE, _GROUPS),
-        {**_SILU, "norm_topk_prob": (True,)},
+        (_PART_ROPE, _FIRST_DENSE, _GROUPS, _DIVIDED, _MTP),
+        _SILU,
+        synonyms=_MORE_EXPERTS,
     ),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_BALANCED}, (*_LATENT, *_DEEPSEEK_EXPERTS, _MTP),
-        (_ROPE, _FIRST_DENSE, _GROUPS),
+        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_BALANCED}, _DEEPSEEK_V3, (*_LATENT, *_DEEPSEEK_EXPERTS),
+        (_ROPE, _FIRST_DENSE, _GROUPS, _DIVIDED, _MTP),
         {**_SILU, **_SIGMOID, "attention_bias": (False,), "rope_interleave": (True,), "moe_layer_freq": (1,)},
         names=LATENT,
         also=("kimi_k2",),
+        synonyms=_MORE_EXPERTS,
     ),
     Family(
-        "deepseek_v2", "DeepseekV2ForCausalLM", _MLA, (*_LATENT, *_DEEPSEEK_EXPERTS),
-        (_ROPE, _FIRST_DENSE, _NORMALISED),
+        "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "moe_router_pre_softmax": True}, _DEEPSEEK_V2,
+        (*_LATENT, *_DEEPSEEK_EXPERTS),
+        (_ROPE, _FIRST_DENSE),
         {
             **_SILU, "scoring_func": ("softmax",), "topk_method": ("greedy",), "attention_bias": (False,),
             "mlp_bias": (False,), "n_group": (1, None), "topk_group": (1, None), "routed_scaling_factor": (1.0,),
-            "moe_layer_freq": (1,),
+            "moe_layer_freq": (1,), "norm_topk_prob": (False,),
         },
         names=LATENT,
+        synonyms={"num_experts": "n_routed_experts"},
     ),
 )  # fmt: skip

@@ -66,8 +66,8 @@ class _Progress:
 
 def _summary(done: Done) -> str:
     what = f"{done.parameters:,} parameters of a {done.family} model, {done.tensors} tensors, {done.bytes:,} bytes"
-    lines = [f"wrote {what}", *([f"with {done.tokenizer}"] if done.tokenizer else []), str(done.path)]
-    return "\n".join(lines)
+    beside = [f"with {line}" for line in (done.tokenizer, done.settings) if line]
+    return "\n".join([f"wrote {what}", *beside, str(done.path)])
 
 
 if __name__ == "__main__":

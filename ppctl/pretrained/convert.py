@@ -26,6 +26,7 @@ from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, mtp_tables, open_directory, stored_names
 from ppctl.families.tensors import model_tensors
 from ppctl.pretrained.reading import Reader
+from ppctl.pretrained.source_files import keep_settings
 from ppctl.pretrained.tokenizer_files import copy_tokenizer, tokenizer_path
 from ppctl.pretrained.writing import DTYPES, SHARD, Spec, write_shards
 
@@ -47,6 +48,8 @@ class Done:
     bytes: int
     tokenizer: str = ""
     """A line about the tokenizer's files, where such are written."""
+    settings: str = ""
+    """A line about what was kept of the directory that the weights came from, where they came from one."""
 
 
 def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool = True) -> Done:
@@ -65,6 +68,7 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
         return reader.tensor(name.removeprefix("model."))
 
     state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(found.model)}
+    state["source"] = str(source.absolute())
     if (source / TOKENIZER).is_file():
         state["tokenizer_path"] = tokenizer_path(str(source))
     with _new_directory(out) as temporary:
@@ -79,8 +83,8 @@ def export_checkpoint(
 ) -> Done:
     """Write a checkpoint's weights as a directory that transformers loads; `dtype` None keeps that of the checkpoint.
 
-    The files of the tokenizer that it was trained with go beside them, if there are any. Raises ConfigError (PP-E522,
-    PP-E525) and CheckpointError (PP-E502, PP-E503).
+    The files of the tokenizer that it was trained with go beside them, if there are any, and settings of the directory
+    that training began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
     """
     manifest, state = read_manifest(checkpoint), read_state(checkpoint)
     model = _model(state)
@@ -99,12 +103,13 @@ def export_checkpoint(
 
     with _new_directory(out) as temporary:
         tokenizer = copy_tokenizer(state, temporary)
+        kept = keep_settings(state, family, temporary)
         total = write_shards(temporary, specs, tensors(), SHARD)
-        config["torch_dtype"] = str(dtypes["norm.weight"]).removeprefix("torch.")
+        config = {**kept.keys, **config, "torch_dtype": str(dtypes["norm.weight"]).removeprefix("torch.")}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _verify(temporary, specs)
     parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
-    return Done(out, family.model_type, parameters, len(specs), total, tokenizer)
+    return Done(out, family.model_type, parameters, len(specs), total, tokenizer, kept.line)
 
 
 def _model(state: Mapping[str, Any]) -> ModelConfig:

@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import shutil
 import struct
 from dataclasses import asdict, replace
 
 import pytest
 import torch
-from cuts import cut
-from hugging_face_models import DENSE, MOE, hugging_face_model, relative
+import transformers
+from hugging_face_models import DENSE, LEFT_OUT, MOE, hugging_face_model, our_logits, relative, saved_model
 from safetensors.torch import load_file, save_file
 
 from ppctl.checkpoint.manifest import read_manifest, verify
@@ -18,9 +19,6 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.families.directory import open_directory
 from ppctl.families.tensors import model_tensors
-from ppctl.model.initialize import pieces
-from ppctl.model.names import owner_of
-from ppctl.model.stage import build_stage
 from ppctl.pretrained import convert
 from ppctl.pretrained.__main__ import main as convert_command
 from ppctl.pretrained.convert import export_checkpoint, import_directory
@@ -59,25 +57,21 @@ def test_import_and_export_give_the_same_bits_and_the_same_model(name, tmp_path)
 def test_logits_equal_those_of_transformers_in_one_stage_and_in_eight(name, tmp_path):
     theirs = hugging_face_model(name)
     theirs.save_pretrained(tmp_path)
-    reader = Reader(open_directory(tmp_path))
     tokens = torch.arange(22).view(2, 11)
     expected = theirs(tokens).logits
     for layout in ("EttttL", "E|t|t||t|t||L"):
-        x = tokens
-        for spec in cut(layout, 1):
-            stage = build_stage(spec, reader.directory.model, seed=1, dtype=torch.float32, device="cpu")
-            take(stage, reader)
-            (x,) = stage(x)
-        assert relative(x, expected) <= 1e-5, layout
+        assert relative(our_logits(tmp_path, tokens, layout), expected) <= 1e-5, layout
 
 
-@torch.no_grad()
-def take(stage, reader):
-    """Fill a stage's weights and buffers."""
-    model = reader.directory.model
-    for name, tensor in {**stage.canonical_parameters(), **stage.canonical_buffers()}.items():
-        for piece, part in pieces(owner_of(name, model), tensor, stage.held):
-            part.copy_(reader.tensor(piece))
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_config_json_leaves_out_computes_what_it_computes_in_transformers(name, tmp_path):
+    """Read by both from one file, and written by ppctl: with the numbers that were left out."""
+    theirs, tokens = saved_model(name, tmp_path / "theirs"), torch.arange(44).view(2, 22)
+    expected = theirs(tokens).logits
+    assert relative(our_logits(tmp_path / "theirs", tokens), expected) <= 1e-5
+    imported = import_directory(tmp_path / "theirs", tmp_path / "ours", silent)
+    export_checkpoint(imported.path, tmp_path / "back", silent)
+    assert torch.equal(type(theirs).from_pretrained(tmp_path / "back").eval()(tokens).logits, expected)
 
 
 def test_many_files_are_read_and_written_through_their_index(tmp_path, monkeypatch):
@@ -108,6 +102,65 @@ def test_a_tokenizers_files_go_where_the_weights_go(tmp_path):
     assert (tmp_path / "later" / "config.json").exists()
 
 
+# --- settings that ppctl does not own ------------------------------------------------------------------------------
+
+SETTINGS = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": None, "use_cache": False, "my_own": {"a": 1}}
+STALE = {"dtype": "float16", "auto_map": {"AutoConfig": "x.Y"}, "rope_parameters": {"rope_theta": 500.0}}
+
+
+@pytest.fixture
+def with_settings(tmp_path):
+    """A model's directory as people publish it, and how it is written back by a run of given state."""
+    source = tmp_path / "theirs"
+    hugging_face_model("glm4_moe").save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **SETTINGS, **STALE, "num_nextn_predict_layers": 0}))
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    model, numbers = open_directory(source).model, itertools.count()
+
+    def exported(**state):
+        """config.json that a checkpoint of this state is exported with, and what is said of it."""
+        number = next(numbers)
+        path, _ = checkpoint_of(model, tmp_path / f"run{number}", more=state)
+        done = export_checkpoint(path, tmp_path / f"back{number}", silent)
+        return json.loads((done.path / "config.json").read_text()), done
+
+    return source, exported
+
+
+def test_an_export_keeps_what_the_source_says_beside_the_model(with_settings, tmp_path):
+    source, exported = with_settings
+    config, done = exported(source=str(source))
+    assert {key: config[key] for key in SETTINGS} == SETTINGS
+    assert not {*STALE} & {*config} and config["torch_dtype"] == "float32"
+    assert (done.path / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    assert str(source) in done.settings and "generation_config.json" in done.settings
+    assert transformers.GenerationConfig.from_pretrained(done.path).temperature == 0.6
+    assert transformers.AutoConfig.from_pretrained(done.path).eos_token_id == [4, 5]
+    assert "bos_token_id" not in exported()[0] and exported()[1].settings == ""
+
+
+def test_the_source_is_known_to_imports_and_to_runs_that_began_with_either(with_settings, tmp_path):
+    source, exported = with_settings
+    imported = import_directory(source, tmp_path / "ours", silent)
+    config = export_checkpoint(imported.path, tmp_path / "back", silent)
+    assert str(source) in config.settings
+    for began in (source, imported.path):
+        assert exported(from_=str(began))[0]["eos_token_id"] == [4, 5], began
+    shutil.rmtree(source)
+    config, done = exported(from_=str(imported.path))
+    assert "eos_token_id" not in config and "is not there any more" in done.settings
+
+
+def test_tokens_are_not_kept_where_training_took_another_tokenizer(with_settings, tmp_path):
+    source, exported = with_settings
+    config, done = exported(source=str(source), tokenizer_path=str(tmp_path / "another"))
+    assert config["my_own"] == {"a": 1} and "eos_token_id" not in config
+    assert not (done.path / "generation_config.json").exists() and "the tokenizer is another" in done.settings
+
+
 # --- multi-token prediction ----------------------------------------------------------------------------------------
 
 MTP = ModelConfig(
@@ -119,14 +172,16 @@ MTP = ModelConfig(
 )  # fmt: skip
 
 
-def checkpoint_of(model, directory, dtype=torch.float32, said=None):
-    """A checkpoint of random weights, whose state says that it is of the model `said`."""
+def checkpoint_of(model, directory, dtype=torch.float32, said=None, more=None):
+    """A checkpoint of random weights, whose state says that it is of the model `said`, and `more`."""
     generator = torch.Generator().manual_seed(3)
     weights = {
         f"model.{n}": torch.randn(shape, generator=generator).to(dtype) for n, shape in model_tensors(model).items()
     }
     specs = {name: weight.to("meta") for name, weight in weights.items()}
-    state = {"step": 7, "model": asdict(said or model)}
+    more = dict(more or {})
+    came = {"from_": more.pop("from_", None)}
+    state = {"step": 7, "model": {**asdict(said or model), **came}, **more}
     return save_streamed(directory, 7, specs, weights.__getitem__, state), weights
 
 
@@ -148,6 +203,8 @@ def test_multi_token_prediction_is_left_out_where_that_is_asked_for(tmp_path):
     path, _ = checkpoint_of(MTP, tmp_path / "run")
     export_checkpoint(path, tmp_path / "with", silent)
     export_checkpoint(path, tmp_path / "without", silent, mtp=False)
+    said = {name: json.loads((tmp_path / name / "config.json").read_text()) for name in ("with", "without")}
+    assert [said[name]["num_nextn_predict_layers"] for name in said] == [1, 0]
     rest = values(tmp_path / "without")
     assert_equal(rest, {n: v for n, v in values(tmp_path / "with").items() if not n.startswith("model.layers.2.")})
     done = import_directory(tmp_path / "with", tmp_path / "ours", silent, mtp=False)

@@ -1,0 +1,74 @@
+"""What an export keeps of the model directory that training began with: settings that ppctl neither reads nor changes.
+
+Knows where a checkpoint's state names that directory. Must not know weights or what trained them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl.checkpoint.manifest import STATE, read_state
+from ppctl.errors import PpctlError
+from ppctl.families.config_json import foreign_keys
+from ppctl.families.directory import CONFIG, read_config_file
+from ppctl.families.table import Family
+
+GENERATION = "generation_config.json"
+
+
+class Kept(NamedTuple):
+    """What was taken over."""
+
+    keys: Mapping[str, Any]
+    """Of the source's config.json."""
+    line: str
+    """A line for people; empty where the weights came from no directory."""
+
+
+def keep_settings(state: Mapping[str, Any], family: Family, out: Path) -> Kept:
+    """Copy the source's generation_config.json into `out`, and return the keys of its config.json that are not ours.
+
+    Numbers of tokens (`eos_token_id`) are left out where training took another tokenizer than the source's.
+    """
+    source = _source(state)
+    if source is None:
+        return Kept({}, "")
+    try:
+        config = read_config_file(source)
+    except PpctlError:
+        return Kept({}, f"no settings of {source}, because its {CONFIG} is not there any more")
+    if config.get("model_type") not in (family.model_type, *family.also):
+        return Kept({}, f"no settings of {source}, because it is no {family.model_type} any more")
+    keys = foreign_keys(config, family)
+    if not _takes_its_tokens(state, source):
+        keys = {key: value for key, value in keys.items() if not key.endswith("_token_id")}
+        return Kept(
+            keys, f"{len(keys)} settings of {source}, none of them its tokens', because the tokenizer is another"
+        )
+    files = [CONFIG]
+    if (source / GENERATION).is_file():
+        shutil.copyfile(source / GENERATION, out / GENERATION)
+        files.append(GENERATION)
+    return Kept(keys, f"{len(keys)} settings of {source} ({', '.join(files)})")
+
+
+def _source(state: Mapping[str, Any]) -> Path | None:
+    """The directory with which training began, also where that was by way of other checkpoints."""
+    seen: set[str] = set()
+    while (named := state.get("source") or state["model"].get("from_")) and named not in seen:
+        seen.add(named)
+        if not (Path(named) / STATE).is_file():
+            return Path(named)
+        try:
+            state = read_state(Path(named))
+        except PpctlError:
+            return None
+    return None
+
+
+def _takes_its_tokens(state: Mapping[str, Any], source: Path) -> bool:
+    named = state.get("tokenizer_path")
+    return named is None or source in (Path(named), Path(named).parent)
