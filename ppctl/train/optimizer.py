@@ -21,10 +21,11 @@ State = dict[str, dict[str, Tensor]]
 
 
 def lr_at(updates: int, optim: OptimConfig, steps: int) -> float:
-    """The learning rate of the update after `updates` others, of `steps`: linear warm-up, then half a cosine to `min_lr`.
+    """The learning rate of the update that follows `updates` others, of `steps` in all.
 
-    With u = updates, lr x (u + 1) / warmup_steps while u < warmup_steps: no update is lost at rate 0. Then, with p = (u -
-    warmup_steps) / (steps - warmup_steps), min_lr + (lr - min_lr) x (1 + cos(pi p)) / 2; from update `steps` on, min_lr.
+    A linear warm-up, lr x (u + 1) / warmup_steps while u = updates < warmup_steps: no update is lost at rate 0. Then
+    half a cosine, min_lr + (lr - min_lr) x (1 + cos(pi p)) / 2 with p = (u - warmup_steps) / (steps - warmup_steps).
+    From update `steps` on, min_lr.
     """
     if updates < optim.warmup_steps:
         return optim.lr * ((updates + 1) / optim.warmup_steps)

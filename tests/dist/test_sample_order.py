@@ -78,5 +78,5 @@ def test_an_order_of_a_later_ppctl_is_refused(text: Path, tmp_path: Path) -> Non
     losses(text, tmp_path / "run")
     middle = tmp_path / "run" / "step-2"
     rewrite_state(middle, read_state(middle) | {"sample_order": 3})
-    with pytest.raises(RanksFailed, match="PP-E509.*follows version 3 of the order of samples, this ppctl knows 2"):
+    with pytest.raises(RanksFailed, match=r"PP-E509.*follows version 3 of the order of samples, this ppctl knows 2"):
         losses(text, tmp_path / "again", middle)
