@@ -32,6 +32,7 @@ _MATH = ("model.", "data.", "optim.")
 _MATH_KEYS = frozenset(
     {"train.global_batch_size", "train.seed", "pipeline.scale_grads_in_schedule", "parallel.bf16", "parallel.fp16"}
 )
+_MICRO_BATCH = "train.micro_batch_size"  # pipeline.pp_microbatch_size is the same value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +78,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
     changes = differences(_values(before), _values(composed.config))
-    training.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(changes, args))])
+    training.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(changes, before, args))])
     assert plan is not None  # without problems there is one
     given = "checkpoint.resume" in changes
     checkpoint = find_checkpoint(str(composed.config.checkpoint.resume) if given else str(run.path), Path(args.dir))
@@ -143,18 +144,43 @@ def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
     ]
 
 
-def forbidden(changes: Mapping[str, tuple[Any, Any]], args: argparse.Namespace) -> list[Problem]:
-    """One problem for each change that would make the run another one: other numbers from the next step on."""
+def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: argparse.Namespace) -> list[Problem]:
+    """One problem for each change that would make the run another one: other numbers from the next step on.
+
+    `before` is the run's config without the changes.
+    """
+    reasons = {key: "" for key in changes if key.startswith(_MATH) or key in _MATH_KEYS or key.endswith("dtype")}
+    weighed = weight_of_microbatches(before)
+    if _MICRO_BATCH in changes and weighed is not None:
+        reasons[_MICRO_BATCH] = f"{weighed}, and "
     return [
         Problem(
             "PP-E617",
-            f"{key} was {old} and would be {new}: the run would go on with other mathematics",
+            f"{key} was {changes[key][0]} and would be {changes[key][1]}: {reason}the run would go on with other "
+            "mathematics",
             f"ppctl resume {shlex.join([*([args.run] if args.run else []), *args.overrides])} --allow",
             f"{key} (command line)",
         )
-        for key, (old, new) in changes.items()
-        if key.startswith(_MATH) or key in _MATH_KEYS or key.endswith("dtype")
+        for key, reason in reasons.items()
     ]
+
+
+def weight_of_microbatches(config: RunConfig) -> str | None:
+    """What makes the objective depend on how the global batch is cut into microbatches; None where nothing does.
+
+    Which ranks take the microbatches, and in how many schedule calls, matters in neither case (data_parallel_size,
+    pp_batch_size): they are the same ones, cut from the global batch in its order. Losses by token and by sequence (the
+    z-loss, seq_aux_loss, multi-token prediction) are means over the global batch, however it is cut.
+    """
+    from ppctl.cost.layers import moe_layer_pattern
+
+    model = config.model
+    balances = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "aux_loss"
+    if balances and any(moe_layer_pattern(model)):
+        return f"experts are balanced within each microbatch (model.moe_aux_loss_coeff={model.moe_aux_loss_coeff:g})"
+    if config.pipeline.scale_grads_in_schedule:
+        return "every microbatch weighs alike, whatever number of its tokens counts (pipeline.scale_grads_in_schedule)"
+    return None
 
 
 def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: argparse.Namespace) -> None:

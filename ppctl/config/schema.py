@@ -198,7 +198,8 @@ class OptimConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the cosine."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises linearly."""
+    """Updates over which the learning rate rises linearly. Neither this nor the cosine moves on in a step that fp16
+    leaves out."""
     weight_decay: float = 0.1
     """Not applied to norms, biases and embeddings."""
     beta1: float = 0.9

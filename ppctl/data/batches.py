@@ -14,7 +14,7 @@ import torch
 
 from ppctl.data.documents import DocumentEnd, Lengths, lengths, positions
 from ppctl.data.load import Samples
-from ppctl.data.sampler import Ids, checksum, microbatches
+from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
 
 
@@ -45,6 +45,7 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
+    `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
     `end` says what a document's end does to loss, positions and attention; none: nothing.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
@@ -63,6 +64,7 @@ class Batches:
         first_step: int = 0,
         consumed_samples: int = 0,
         end: DocumentEnd | None = None,
+        sample_order: int = SAMPLE_ORDER,
     ) -> None:
         corpus.check_vocabulary(vocab_size)
         self.corpus = corpus
@@ -76,6 +78,7 @@ class Batches:
         self.first_step = first_step
         self.start = consumed_samples
         self.end = end or DocumentEnd(-1)
+        self.sample_order = sample_order
         self.num_samples = corpus.num_samples(seq_length)
 
     def consumed_samples(self, step: int) -> int:
@@ -84,7 +87,11 @@ class Batches:
 
     def sample_ids(self, step: int) -> Ids:
         """Ids of the global batch of `step`, shape [global_batch_size], the same on every rank."""
-        return self.corpus.order(self.seed, self.consumed_samples(step), self.global_batch_size, self.seq_length)
+        return self.ids_at(self.consumed_samples(step), self.global_batch_size)
+
+    def ids_at(self, first: int, count: int) -> Ids:
+        """Ids at positions first .. first + count - 1 of the run."""
+        return self.corpus.order(self.seed, first, count, self.seq_length, self.sample_order)
 
     def step(self, step: int) -> StepBatch:
         """This dp rank's share of `step`."""
@@ -136,7 +143,7 @@ class HeldOutBatches:
         self._batches = batches
         size = batches.global_batch_size
         steps = min(steps, -(-batches.corpus.span(batches.seq_length) // size))
-        ids = batches.corpus.order(batches.seed, 0, steps * size, batches.seq_length)
+        ids = batches.ids_at(0, steps * size)
         fresh = np.zeros(len(ids), dtype=np.int64)
         fresh[np.unique(ids, return_index=True)[1]] = 1
         self._fresh = fresh.reshape(steps, size)

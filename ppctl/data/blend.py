@@ -50,10 +50,12 @@ class Blend:
         """The samples of all corpora; DataError where one of them has none."""
         return int(self._firsts(seq_length)[-1])
 
-    def order(self, seed: int, first: int, count: int, seq_length: int) -> Ids:
+    def order(
+        self, seed: int, first: int, count: int, seq_length: int, sample_order: int = sampler.SAMPLE_ORDER
+    ) -> Ids:
         """Sample ids at positions first .. first + count - 1 of a run."""
         if self.quotas is None:
-            return sampler.order(seed, first, count, self.num_samples(seq_length))
+            return sampler.order(seed, first, count, self.num_samples(seq_length), sample_order)
         cycles, slots = np.divmod(np.arange(first, first + count, dtype=np.int64), sum(self.quotas))
         which, turn = self._cycle
         firsts = self._firsts(seq_length)
@@ -62,7 +64,7 @@ class Blend:
             here = which[slots] == number
             positions = cycles[here] * quota + turn[slots[here]]
             size = int(firsts[number + 1] - firsts[number])
-            ids[here] = firsts[number] + sampler.draw(sampler.seed_of(seed, number), positions, size)
+            ids[here] = firsts[number] + sampler.draw(sampler.seed_of(seed, number), positions, size, sample_order)
         return ids
 
     def span(self, seq_length: int) -> int:

@@ -58,9 +58,11 @@ class Corpus:
             raise DataError(_too_short(self, seq_length))
         return number
 
-    def order(self, seed: int, first: int, count: int, seq_length: int) -> Ids:
+    def order(
+        self, seed: int, first: int, count: int, seq_length: int, sample_order: int = sampler.SAMPLE_ORDER
+    ) -> Ids:
         """Sample ids at positions first .. first + count - 1 of a run: every epoch visits each sample once."""
-        return sampler.order(seed, first, count, self.num_samples(seq_length))
+        return sampler.order(seed, first, count, self.num_samples(seq_length), sample_order)
 
     def span(self, seq_length: int) -> int:
         """After how many positions every sample has come."""

@@ -1,12 +1,13 @@
 """Which samples a step reads: a pure function of the seed and the data position, in any cut.
 
-The order of an epoch is a keyed permutation that is computed, not stored: sample i of the run costs a few integer
-operations, whatever the corpus's size, and no state but the position (one integer) goes into a checkpoint. Written in
-unsigned 64-bit arithmetic only, so that it does not change with numpy's random generators.
+The order of an epoch is computed, not stored, and no state but the position (one integer) and the version of the rule
+goes into a checkpoint. Up to SHUFFLED samples every permutation is equally likely: as many random words are sorted.
+Beyond, the order is a keyed permutation that costs a few integer operations for a sample, whatever the corpus's size
+(decision 26). Written in unsigned 64-bit arithmetic only, so that it does not change with numpy's random generators.
 
 Sources: a balanced Feistel network is a permutation for any round function (Luby and Rackoff, 1988); walking the cycle
-until the value falls into the range makes it one of any size (Black and Rogaway, 2002); the mixing function is
-splitmix64's finaliser (Steele, Lea and Flood, 2014).
+until the value falls into the range makes it one of any size (Black and Rogaway, 2002); random words and the mixing
+function are splitmix64's (Steele, Lea and Flood, 2014).
 
 Knows positions and sample ids. Must not know the corpus, tokens, files or torch.
 """
@@ -21,8 +22,14 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
+SAMPLE_ORDER = 2
+"""The version of the rule that new runs follow. Version 1 took the keyed permutation for every size; a run that began
+with it goes on with it, since other samples would follow the checkpoint's position."""
+SHUFFLED = 1024
+"""Samples up to which an epoch's words are sorted. With few bits per half, Feistel orders are visibly not uniform (up
+to 256 samples in a million epochs); sorting 1024 words costs no more than they do."""
 ROUNDS = 6
-"""Feistel rounds; four suffice in theory, two more because a small corpus has only a few bits per half."""
+"""Feistel rounds; four suffice in theory."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -35,22 +42,24 @@ def sample_ids(seed: int, step: int, global_batch_size: int, num_samples: int) -
     return order(seed, step * global_batch_size, global_batch_size, num_samples)
 
 
-def order(seed: int, first: int, count: int, num_samples: int) -> Ids:
+def order(seed: int, first: int, count: int, num_samples: int, sample_order: int = SAMPLE_ORDER) -> Ids:
     """Sample ids at positions first .. first + count - 1 of the run, shape [count], each in [0, num_samples).
 
-    Raises ValueError if there is no sample to draw from or a number is negative.
+    `sample_order` is the version of the rule. Raises ValueError if there is no sample to draw from or a number is
+    negative.
     """
     if first < 0 or count < 0:
         raise ValueError(f"positions {first} .. {first + count} are not positions of a run")
-    return draw(seed, np.arange(first, first + count, dtype=np.int64), num_samples)
+    return draw(seed, np.arange(first, first + count, dtype=np.int64), num_samples, sample_order)
 
 
-def draw(seed: int, positions: Ids, num_samples: int) -> Ids:
+def draw(seed: int, positions: Ids, num_samples: int, sample_order: int = SAMPLE_ORDER) -> Ids:
     """Sample ids at any positions of the run, shape of `positions`, each in [0, num_samples)."""
     if num_samples < 1:
         raise ValueError(f"cannot draw from {num_samples} samples")
     words, size = positions.astype(np.uint64), np.uint64(num_samples)
-    return _permute(words % size, _epoch_keys(seed, words // size), num_samples).astype(np.int64)
+    permute = _shuffle if sample_order > 1 and num_samples <= SHUFFLED else _permute
+    return permute(words % size, _epoch_keys(seed, words // size), num_samples).astype(np.int64)
 
 
 def seed_of(seed: int, number: int) -> int:
@@ -88,8 +97,18 @@ def _epoch_keys(seed: int, epochs: _Words) -> _Words:
     return _mix(start + (epochs + np.uint64(1)) * np.uint64(_GOLDEN))
 
 
+def _shuffle(values: _Words, keys: _Words, size: int) -> _Words:
+    """Each value (< size) through its key's permutation of 0 .. size - 1: the ranks of `size` words of its stream.
+
+    Two of the words are equal with a probability below 2^-45; the earlier one then comes first.
+    """
+    epochs, row = np.unique(keys, return_inverse=True)
+    words = _mix(epochs[:, None] + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return words.argsort(axis=1, kind="stable")[row.reshape(keys.shape), values].astype(np.uint64)
+
+
 def _permute(values: _Words, keys: _Words, size: int) -> _Words:
-    """Each value (< size) through its key's permutation of 0 .. size - 1."""
+    """Each value (< size) through its key's keyed permutation of 0 .. size - 1, without making the others."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)  # two halves of `half` bits hold at least `size` values
     result = _feistel(values, keys, half)
     while (outside := result >= np.uint64(size)).any():

@@ -22,7 +22,8 @@ class Evaluator:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.batches = trainer.session.held_out_batches()
+        training = trainer.batches  # the ranks that read what is trained on read what is held out, in the same order
+        self.batches = None if training is None else trainer.session.held_out_batches(training.sample_order)
         counts = [] if self.batches is None else [self.batches.num_batches, self.batches.num_samples]
         # Ranks that read nothing take part in as many forwards as the others.
         self.num_batches, self.num_samples = (max(column) for column in zip(*_gather(counts or [0, 0]), strict=True))

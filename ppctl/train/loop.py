@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
 from ppctl.train.session import Session
@@ -48,13 +49,13 @@ def train(
     begins (`training`, `evaluating`, `saving`) in which step.
     """
     config = session.config
-    first, consumed = 0, 0
+    first, consumed, sample_order = 0, 0, SAMPLE_ORDER
     if resume is not None:
         state = load_checkpoint(session, resume)
-        first, consumed = state["step"], state["consumed_samples"]
+        first, consumed, sample_order = state["step"], state["consumed_samples"], state["sample_order"]
     elif config.model.from_ is not None:
         start_from(session, Path(config.model.from_))
-    trainer = Trainer(session, session.batches(first, consumed), stop_requested)
+    trainer = Trainer(session, session.batches(first, consumed, sample_order), stop_requested)
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
@@ -79,7 +80,7 @@ def train(
         due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
         if last or due or result.stop:
             enter("saving", step)
-            saved = save_checkpoint(session, checkpoints, done, position(done))
+            saved = save_checkpoint(session, checkpoints, done, position(done), sample_order)
         if result.stop and not last:
             return Outcome(done, True, loss, eval_loss, saved, result.stop)
     return Outcome(max(first, config.train.steps), False, loss, eval_loss, saved)

@@ -1,4 +1,4 @@
-"""AdamW over parameters by canonical name, and the learning rate as a function of the step.
+"""AdamW over parameters by canonical name, and the learning rate as a function of the updates made.
 
 Knows which parameters decay and how the optimizer's state is named. Must not know stages, ranks or how gradients came.
 """
@@ -20,17 +20,18 @@ State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar), "exp_avg", "exp_avg_sq" (the parameter's shape)}, float32."""
 
 
-def lr_at(step: int, optim: OptimConfig, steps: int) -> float:
-    """The learning rate of optimizer step `step` (0-based) of `steps`: linear warm-up, then half a cosine to `min_lr`.
+def lr_at(updates: int, optim: OptimConfig, steps: int) -> float:
+    """The learning rate of the update that follows `updates` others, of `steps` in all.
 
-    lr x (step + 1) / warmup_steps while step < warmup_steps: no step is lost at rate 0. Then, with p = (step -
-    warmup_steps) / (steps - warmup_steps), min_lr + (lr - min_lr) x (1 + cos(pi p)) / 2; from step `steps` on, min_lr.
+    A linear warm-up, lr x (u + 1) / warmup_steps while u = updates < warmup_steps: no update is lost at rate 0. Then
+    half a cosine, min_lr + (lr - min_lr) x (1 + cos(pi p)) / 2 with p = (u - warmup_steps) / (steps - warmup_steps).
+    From update `steps` on, min_lr.
     """
-    if step < optim.warmup_steps:
-        return optim.lr * ((step + 1) / optim.warmup_steps)
-    if step >= steps:
+    if updates < optim.warmup_steps:
+        return optim.lr * ((updates + 1) / optim.warmup_steps)
+    if updates >= steps:
         return optim.min_lr
-    progress = (step - optim.warmup_steps) / (steps - optim.warmup_steps)
+    progress = (updates - optim.warmup_steps) / (steps - optim.warmup_steps)
     return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -63,6 +64,15 @@ class AdamW:
             for group in groups
             for parameter in group.parameters
         }
+
+    @property
+    def updates(self) -> int:
+        """How many updates were made, those before a checkpoint included; 0 for a rank without parameters.
+
+        It is what every parameter's own count says, which AdamW's bias correction needs: a step that is left out does
+        not count. So it comes back with any checkpoint, in any cut.
+        """
+        return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -33,8 +33,8 @@ class RankReport:
     """The first microbatch whose loss is not finite."""
     checksum: float = NOTHING
     """crc32 of the sample ids that this rank read."""
-    tokens: float = 0.0
-    """Unmasked tokens whose loss this rank computed."""
+    loss_tokens: float = 0.0
+    """Tokens that count in the loss, of those whose loss this rank computed: masked ones do not."""
     start: float = 0.0
     end: float = 0.0
     busy: float = 0.0
@@ -42,6 +42,8 @@ class RankReport:
     memory_bytes: float = 0.0
     mtp_loss: float = 0.0
     """This rank's share of the mean over the MTP modules' losses."""
+    updates: float = 0.0
+    """Updates that this rank's optimizer has made, in earlier steps."""
     stage_seconds: list[float] = field(default_factory=list)
     """Busy seconds of each of this rank's stages, in chunk order."""
     auxiliary: list[float] = field(default_factory=list)

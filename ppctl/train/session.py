@@ -21,6 +21,7 @@ from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.documents import DocumentEnd
 from ppctl.data.load import Samples, load_data
+from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.model.compile import compile_stage
@@ -92,16 +93,21 @@ class Session:
         if self.communicator is not None:
             self.communicator.close()
 
-    def batches(self, first_step: int = 0, consumed_samples: int = 0) -> Batches | None:
+    def batches(
+        self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
+    ) -> Batches | None:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
-        return None if self.corpus is None else self._batches(self.corpus, first_step, consumed_samples)
+        if self.corpus is None:
+            return None
+        return self._batches(self.corpus, sample_order, first_step, consumed_samples)
 
-    def held_out_batches(self) -> HeldOutBatches | None:
+    def held_out_batches(self, sample_order: int) -> HeldOutBatches | None:
         """This rank's share of what an evaluation reads; None where it reads none."""
-        steps = self.config.train.eval_steps
-        return None if self.held_out is None else HeldOutBatches(self._batches(self.held_out), steps)
+        if self.held_out is None:
+            return None
+        return HeldOutBatches(self._batches(self.held_out, sample_order), self.config.train.eval_steps)
 
-    def _batches(self, samples: Samples, first_step: int = 0, consumed_samples: int = 0) -> Batches:
+    def _batches(self, samples: Samples, sample_order: int, first_step: int = 0, consumed_samples: int = 0) -> Batches:
         return Batches(
             samples,
             seq_length=self.config.data.seq_length,
@@ -114,6 +120,7 @@ class Session:
             first_step=first_step,
             consumed_samples=consumed_samples,
             end=self.document_end,
+            sample_order=sample_order,
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ppctl import checkpoint
 from ppctl.checkpoint import read_state
 from ppctl.config.keys import as_typed
+from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.model.initialize import pieces
 from ppctl.model.names import owner_of
@@ -62,14 +63,18 @@ def named_tensors(session: Session, parts: list[Part] | None = None) -> dict[str
     return dict(tensors)
 
 
-def save_checkpoint(session: Session, directory: Path, step: int, consumed_samples: int) -> Path:
+def save_checkpoint(
+    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
+) -> Path:
     """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
 
+    `consumed_samples` and `sample_order` are the position in the data, and the rule that says which samples come next.
     Raises TrainingError on all ranks where one cannot write; the earlier checkpoints are as they were.
     """
     state = {
         "step": step,
         "consumed_samples": consumed_samples,
+        "sample_order": sample_order,
         "seed": session.config.train.seed,
         "seq_length": session.config.data.seq_length,
         "data_path": session.config.data.path,
@@ -109,11 +114,12 @@ def _filling(session: Session) -> Iterator[dict[str, Sequence[Tensor]]]:
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
-    Raises CheckpointError where the data is not what the checkpoint was trained on: its position would mean nothing.
+    The state's `sample_order` is 1 where the checkpoint is older than that entry. Raises CheckpointError where the
+    data, or the order of its samples, is not what the checkpoint was trained on: its position would mean nothing.
     """
     if read_state(path).get("weights_only"):
         start_from(session, path)
-        return {"step": 0, "consumed_samples": 0}
+        return {"step": 0, "consumed_samples": 0, "sample_order": SAMPLE_ORDER}
     try:
         with _filling(session) as tensors:
             state = checkpoint.load(path, tensors)
@@ -134,6 +140,10 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         for key, value in now.items()
         if state[key] != value
     ]
+    state.setdefault("sample_order", 1)
+    if state["sample_order"] > SAMPLE_ORDER:
+        message = f"it follows version {state['sample_order']} of the order of samples, this ppctl knows {SAMPLE_ORDER}"
+        problems.append(Problem("PP-E509", message, "use the version of ppctl that wrote it", place=str(path)))
     if problems:
         raise CheckpointError(problems)
     return state

@@ -100,12 +100,13 @@ class Trainer:
         Raises TrainingError, on all ranks alike, where numbers are not finite.
         """
         s, started = self.session, time.perf_counter()
-        lr = lr_at(step, s.config.optim, s.config.train.steps)
         self._run_pipeline(step)
         if s.heartbeat is not None:
             s.heartbeat.set_state("updating")
         reports = gather_reports(self._report())
         check_reports(reports, step + 1, s.plan.stages[-1].stage)
+        # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
+        lr = lr_at(int(max(report.updates for report in reports)), s.config.optim, s.config.train.steps)
         s.reducer.finish()
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
@@ -280,7 +281,7 @@ class Trainer:
         if self.losses:
             losses = torch.stack([self.losses[mb] for mb in sorted(self.losses)]).tolist()
             report.loss = sum(losses)
-            report.tokens = float(self._own(self.batch).loss_mask.sum())
+            report.loss_tokens = float(self._own(self.batch).loss_mask.sum())
             report.bad_microbatch = next((float(mb) for mb, x in enumerate(losses) if not math.isfinite(x)), NOTHING)
         report.stage_seconds = [0.0] * s.plan.sizes.vpp
         totals = s.recorder.totals()
@@ -294,6 +295,7 @@ class Trainer:
         own = self.balance.losses()
         report.auxiliary = own + [0.0] * (self.auxiliary_width - len(own))
         report.memory_bytes = float(_peak_memory(s.device))
+        report.updates = float(s.optimizer.updates)
         return report
 
     def _further_losses(self, reports: list[RankReport]) -> dict[str, float]:
@@ -313,13 +315,15 @@ class Trainer:
         s = self.session
         own = [reports[rank] for rank in self.pipeline]
         stage, rank = slowest_stage(reports, self.stages_of)
-        tokens = sum(r.tokens for r in reports)
+        # All that went through the model, as FLOPs count them; samples are whole, so that none of these is padding.
+        tokens = s.config.train.global_batch_size * s.config.data.seq_length
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.
         flops = 3 * sum(spec.flops_forward for spec in s.plan.stages) * self._microbatches_of_all()
         tflops = flops / seconds / world / 1e12
         return {
-            "tokens": int(tokens),
+            "tokens": tokens,
+            "loss_tokens": int(sum(r.loss_tokens for r in reports)),
             "tokens_per_s": tokens / seconds,
             "tokens_per_s_per_device": tokens / seconds / world,
             "step_time_s": seconds,

@@ -60,8 +60,10 @@ def test_what_follows_a_documents_end_does_not_count(home: Path, tmp_path: Path)
     config.data.eod_mask_loss = True
     masked, _ = records_of(config, tmp_path / "masked")
     every, _ = records_of(blended(home, "a", "b"), tmp_path / "every")
-    tokens = [record["tokens"] for record in every]
-    assert all(m["tokens"] < e for m, e in zip(masked, tokens, strict=True)) and len(set(tokens)) == 1
+    whole = config.train.global_batch_size * config.data.seq_length
+    assert {(record["tokens"], record["loss_tokens"]) for record in every} == {(whole, whole)}
+    assert {record["tokens"] for record in masked} == {whole}
+    assert all(0 < record["loss_tokens"] < whole for record in masked)
     steps = config.train.steps
     losses = train_reference(config.model, config.optim, config.train.seed, microbatches(config, steps), steps)[0]
     assert [record["loss"] for record in masked] == losses

@@ -14,6 +14,7 @@ from test_plan_is_what_happens import session_of, trainer_of
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
+from ppctl.train.optimizer import lr_at
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint
 
 
@@ -91,6 +92,41 @@ def test_the_loss_scale_goes_on_from_a_checkpoint(text: Path, tmp_path: Path) ->
     for saved, loaded in run_ranks(save_and_load, 2, mapping, str(tmp_path)):
         assert saved == loaded
         assert saved["scale"] == 2.0**27
+
+
+def go_on(mapping: dict, directory: str, first: int, last: int) -> tuple[list[dict], set[float]]:
+    """Steps `first` to `last` and a checkpoint; (records, the counts of AdamW's updates by parameter)."""
+    session = session_of(mapping)
+    if first:
+        load_checkpoint(session, Path(directory) / f"step-{first}")
+    trainer = trainer_of(session, first)
+    records = [trainer.step(step).record for step in range(first, last)]
+    save_checkpoint(session, Path(directory), last, last * session.config.train.global_batch_size)
+    return records, {entry["step"].item() for entry in session.optimizer.state.values()}
+
+
+def test_steps_that_are_left_out_use_up_nothing_of_the_learning_rates_schedule(text: Path, tmp_path: Path) -> None:
+    """Through a checkpoint in another cut, in the middle of the steps that are left out, and one behind them."""
+    records: list[dict] = []
+    for (first, last), pp in zip([(0, 5), (5, 11), (11, 14)], [2, 1, 2], strict=True):
+        config = config_of(text, pp=pp, vpp=1, m=4)
+        mapping = changed(
+            config,
+            parallel__fp16=True,
+            optim__initial_loss_scale=2.0**27,
+            optim__hysteresis=1,
+            optim__lr=5e-3,
+            optim__warmup_steps=2,
+            train__steps=14,
+        )
+        ((own, counts), *others) = run_ranks(go_on, pp, mapping, str(tmp_path), first, last)
+        records += own
+        made = sum(not record["skipped"] for record in records)
+        assert [counts, *(theirs for _, theirs in others)] == [{float(made)}] * pp, "bias correction counts updates"
+    done = [sum(not record["skipped"] for record in records[:number]) for number in range(14)]
+    assert [record["skipped"] for record in records[:6]] == [True] * 6 and 3 <= done[-1] < 8
+    assert [record["lr"] for record in records] == [lr_at(updates, config.optim, 14) for updates in done]
+    assert records[0]["lr"] == records[5]["lr"] == 2.5e-3
 
 
 @pytest.mark.parametrize("modules", [None, ["core_attn", "mlp", "layernorm"]], ids=["kept", "recomputed"])

@@ -30,7 +30,7 @@ def test_the_slowest_stage_is_the_one_with_the_most_busy_seconds() -> None:
 
 
 def test_a_report_survives_its_vector() -> None:
-    report = RankReport(1.0, 0.5, 3.0, 4294967295.0, 7.0, 1.0, 2.0, 0.5, 1e9, 2.5, [1.0, 2.0, 3.0], [0.1])
+    report = RankReport(1.0, 0.5, 3.0, 4294967295.0, 7.0, 1.0, 2.0, 0.5, 1e9, 2.5, 4.0, [1.0, 2.0, 3.0], [0.1])
     assert report.unpack(report.pack().tolist()) == report
 
 
@@ -60,16 +60,16 @@ def figures(mapping):
     mask = trainer.batches.step(0).loss_mask
     step = type(trainer.batches).step
 
-    def padded(batches, number):
+    def masked(batches, number):
         batch = step(batches, number)
         batch.loss_mask[..., -5:] = 0
         return batch
 
-    type(trainer.batches).step = padded
+    type(trainer.batches).step = masked
     return trainer.step(0).record, mask.numel()
 
 
-def test_tokens_leave_out_padding_and_flops_are_three_forwards_of_every_microbatch(tmp_path: Path) -> None:
+def test_tokens_are_all_that_the_flops_are_for_and_loss_tokens_those_that_count(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("a stage and a rank and a layer " * 50)
     sizes = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 2, "num_query_groups": 1}
     config = RunConfig(model=ModelConfig(**sizes))
@@ -80,7 +80,8 @@ def test_tokens_leave_out_padding_and_flops_are_three_forwards_of_every_microbat
     config.train.global_batch_size, config.train.micro_batch_size = 6, 2
     (record, tokens), _ = run_ranks(figures, 2, to_mapping(config))
     assert tokens == 6 * 16
-    assert record["tokens"] == 6 * (16 - 5)
+    assert record["tokens"] == 6 * 16
+    assert record["loss_tokens"] == 6 * (16 - 5)
     assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["step_time_s"])
     assert record["tokens_per_s_per_device"] == pytest.approx(record["tokens_per_s"] / 2)
     # Two operations per product. Each layer and token: projections 16 x (2 x 16 + 2 x 8), feed-forward 3 x 16 x 24;

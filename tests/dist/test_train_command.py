@@ -123,7 +123,17 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
 def test_a_record_has_the_documented_keys(whole_run):
     _, run = whole_run
     assert list(metrics(run)[0]) == [
-        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device", "step_time_s"),
+        *(
+            "step",
+            "loss",
+            "grad_norm",
+            "lr",
+            "tokens",
+            "loss_tokens",
+            "tokens_per_s",
+            "tokens_per_s_per_device",
+            "step_time_s",
+        ),
         *(
             "bubble_fraction",
             "slowest_stage",
@@ -135,7 +145,7 @@ def test_a_record_has_the_documented_keys(whole_run):
         ),
     ]
     last = metrics(run)[-1]
-    assert (last["step"], last["tokens"], last["consumed_samples"]) == (12, 8 * 16, 12 * 8)
+    assert (last["step"], last["tokens"], last["loss_tokens"], last["consumed_samples"]) == (12, 8 * 16, 8 * 16, 12 * 8)
     assert 0 < last["bubble_fraction"] < 1
 
 

@@ -13,10 +13,11 @@ from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, find_checkpoint, go_on, new_run
+from ppctl.launch.prepare import Launch, find_checkpoint, go_on, new_run, with_value
 from ppctl.rundir import RunDir
 
 PERSON = Started("person")
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 64}
 
 
 @pytest.fixture
@@ -79,6 +80,34 @@ def test_what_changes_the_mathematics_is_refused_unless_allowed(run: RunDir, typ
     words = shlex.split(caught.value.problems[0].remedy)
     launch, _ = prepared(run, *words[words.index("resume") + 1 :])
     assert launch.config != run.read_config()
+
+
+@pytest.mark.parametrize("typed", ["mbs=1", "pipeline.pp_microbatch_size=1"])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"pipeline": {"scale_grads_in_schedule": True}}, "every microbatch weighs alike"),
+        ({"model": EXPERTS | {"moe_aux_loss_coeff": 0.01}}, "experts are balanced within each microbatch"),
+        ({"model": {"moe_aux_loss_coeff": 0.01}}, None),
+        ({"model": EXPERTS | {"moe_z_loss_coeff": 0.01}}, None),
+        ({"model": EXPERTS | {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss"}}, None),
+        ({"model": EXPERTS | {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "none"}}, None),
+    ],
+)
+def test_another_micro_batch_is_refused_where_the_objective_depends_on_it(
+    run: RunDir, changes: dict[str, dict[str, object]], says: str | None, typed: str
+) -> None:
+    config = run.read_config()
+    for section, values in changes.items():
+        config = with_value(config, section, **values)
+    run.write_config(config)
+    assert prepared(run, typed, "--allow")[0].config.train.micro_batch_size == 1
+    if says is None:
+        assert prepared(run, typed)[0].config.train.micro_batch_size == 1
+        return
+    with pytest.raises(ConfigError, match=f"PP-E617: train.micro_batch_size was 2 and would be 1: {says}"):
+        prepared(run, typed)
 
 
 def test_all_that_is_wrong_is_told_at_once(run: RunDir) -> None:
