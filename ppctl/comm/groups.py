@@ -19,8 +19,8 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
     NCCL) know nothing of the limits of a run. Raises ValueError where no group, or more than one, holds this rank.
 
     Only the members take part in making a group, and torch then names it after its ranks and the number of groups that
-    the process has made. So all ranks make the same number of groups before, in the same order: what only some ranks
-    need, such as a channel, is no group (`ppctl.comm.wires`).
+    the process has made. So its members must have made the same number of groups before, or they look for each other
+    under different names: what neighbours need in pairs, as channels, is no group (`ppctl.comm.wires`).
     """
     rank = dist.get_rank()
     own = [group for group in groups if rank in group]

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ppctl.comm.groups import make_group
+
 
 class TiedUse(NamedTuple):
     """A use of a shared parameter: the global rank that holds it, and the use's canonical name there."""
@@ -34,7 +36,7 @@ class TiedGradients:
         ranks = sorted({use.rank for use in uses})
         self.group: dist.ProcessGroup | None = None
         if self.own and len(ranks) > 1:
-            self.group = dist.new_group(ranks, use_local_synchronization=True)
+            self.group = make_group([tuple(ranks)])
 
     @torch.no_grad()
     def sum(self) -> None:

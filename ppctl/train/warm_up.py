@@ -40,6 +40,8 @@ def _contacts(session: Session) -> list[Contact]:
     for axis, group in session.groups.items():
         touched = p2p is not None and bool(p2p.lanes) and group is p2p.pp_group
         contacts += group_contacts(axis, group, session.device, ring=not touched)
+    if session.ties.group is not None:
+        contacts += group_contacts("ties", session.ties.group, session.device, ring=False)
     world = dist.group.WORLD
     assert world is not None  # a session is built in one
     # What the world says to each other is said between hosts' CPUs.
