@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint import folder
+from ppctl import checkpoint_folder
+from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
 FORMAT = 1
 
 
@@ -119,8 +118,7 @@ def _fault(file: Path, name: str, manifest: Manifest) -> str:
 
 
 def _damaged(path: Path, fault: str) -> Problem:
-    others = [folder.step_path(path.parent, step) for step in folder.steps(path.parent)]
-    earlier = [other for other in others if other != path]
+    others = [other for other in checkpoint_folder.complete(path.parent) if other != path]
     run = path.parent.parent
-    remedy = f"ppctl resume '{run}' checkpoint.resume='{earlier[-1]}'" if earlier else f"ls '{path.parent}'"
+    remedy = f"ppctl resume '{run}' checkpoint.resume='{others[-1]}'" if others else f"ls '{path.parent}'"
     return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", remedy)
