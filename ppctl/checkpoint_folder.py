@@ -199,11 +199,12 @@ def sweep(directory: Path) -> None:
 def _settle(moved: Path) -> None:
     """Finish or undo the replacement of a checkpoint that a crash interrupted."""
     path = moved.with_suffix("")
-    if is_complete(path) or not is_complete(moved):
+    if is_complete(moved) and not is_complete(path):
+        discard(path)
+        moved.rename(path)
+    elif os.path.lexists(path):
         discard(moved)
-        return
-    discard(path)  # if it is there, it is not complete
-    moved.rename(path)
+    # Else it is damaged, but it shows that there was a checkpoint: without it a start would take the run for a new one.
 
 
 def publish(directory: Path, step: int) -> Path:
