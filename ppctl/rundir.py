@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import TAKEN, append, lock, release, write_atomically
 from ppctl.processes import identity
@@ -224,13 +225,13 @@ class RunDir:
 
     def sweep(self) -> None:
         """Remove what writers who were killed have left half-written. Only where no process of the run is left."""
-        places = (self.path, self.path / "errors", self.path / "heartbeats", self.checkpoints)
         with suppress(OSError):
-            for left in (path for place in places for path in place.glob("*.tmp")):
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
-                else:
-                    left.unlink(missing_ok=True)
+            for place in (self.path, self.path / "errors", self.path / "heartbeats"):
+                for draft in place.glob("*.tmp"):
+                    if not draft.is_dir():
+                        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            checkpoint_folder.sweep(self.checkpoints)
 
     def forget_heartbeats(self) -> None:
         """Remove what the hosts published: room on a full disk for what must be written."""
@@ -334,17 +335,12 @@ class RunDir:
         return self.path / "logs" / "job.log"
 
     def latest_checkpoint(self) -> Path | None:
-        """The checkpoint that `checkpoints/latest` names, if it is there; before there is such a file, the last one."""
-        try:
-            name = (self.checkpoints / "latest").read_text(errors="replace").strip()
-        except OSError:
-            return next(reversed(self.all_checkpoints()), None)
-        return next((path for path in self.all_checkpoints() if path.name == name), None)
+        """The checkpoint that a start of this run goes on from, by the one rule of `checkpoint_folder.find`.
 
-    def all_checkpoints(self) -> list[Path]:
-        """All complete checkpoints, by step."""
-        found = [path for path in self.checkpoints.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        Raises CheckpointError (PP-E505) where the directory cannot be read.
+        """
+        found = checkpoint_folder.find(self.checkpoints)
+        return None if found is None else found.path
 
     def set_aside(self) -> None:
         """Keep the plan, config, errors and result of the life that has ended, as plan-1.json and so on."""
@@ -393,7 +389,6 @@ class RunDir:
         return value if isinstance(value, dict) else {}
 
 
-_STEP = re.compile(r"step-[0-9]+")
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 
 

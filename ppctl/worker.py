@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 import torch.distributed as dist
 
+from ppctl import checkpoint_folder
 from ppctl.comm.channels import PeerLost
 from ppctl.config.durations import seconds
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError, PpctlError
-from ppctl.hang.limits import Limits, first_step_of
+from ppctl.hang.limits import Limits
 from ppctl.heartbeat import Heartbeat, Publisher, leave_word
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
@@ -183,11 +184,10 @@ def _work(
         alarm.set(state)
         time_left.enter(state)
 
-    resume = job.config.checkpoint.resume
     outcome = train(
         session,
         job.run.checkpoints,
-        resume=None if resume is None else Path(resume),
+        resume=_resumed(job),
         write=_writer(job, to_close) if leads else None,
         stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
         enter=enter,
@@ -240,11 +240,19 @@ def _publisher(job: Job, ranks: Ranks, limits: Limits, *, by_others: bool) -> Pu
     """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
     if ranks.local_rank != 0:
         return None
-    run, first = job.run, first_step_of(job.config.checkpoint.resume)
+    run, first = job.run, checkpoint_folder.step_of(job.config.checkpoint.resume)
     write = NodeWatch(run, job.plan, limits, first) if by_others else run.write_heartbeats
     publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write, limits.look)
     publisher.start()
     return publisher
+
+
+def _resumed(job: Job) -> Path | None:
+    """The checkpoint to go on from, where it is now: a `step-N.old` of the config may have its name back."""
+    if job.config.checkpoint.resume is None:
+        return None
+    named = Path(job.config.checkpoint.resume)
+    return checkpoint_folder.at(named) or named
 
 
 def _writer(job: Job, to_close: ExitStack) -> Writer:

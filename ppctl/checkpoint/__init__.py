@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ppctl.checkpoint.folder import latest, step_path
 from ppctl.checkpoint.manifest import read_state, verify
 from ppctl.checkpoint.replicas import Tensors
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 _LATER = {"load": "ppctl.checkpoint.reading", "save": "ppctl.checkpoint.writing"}
 """What needs torch's checkpoint library, which takes nearly as long to import as torch: no first step waits for it."""
 
-__all__ = ["Tensors", "latest", "load", "read_state", "save", "step_path", "verify"]
+__all__ = ["Tensors", "load", "read_state", "save", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint import folder
+from ppctl import checkpoint_folder
+from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
 FORMAT = 1
 
 
@@ -77,8 +77,8 @@ def read_manifest(path: Path) -> Manifest:
             return Manifest.from_mapping(value)
     except (FileNotFoundError, NotADirectoryError):
         message = f"there is no checkpoint at {path}" if not path.exists() else f"{path} is not a checkpoint"
-        remedy = f"ls '{path.parent}'"
-        raise CheckpointError(Problem("PP-E501", message, remedy, place=f"{path / MANIFEST} is missing")) from None
+        place = f"{path / MANIFEST} is missing"
+        raise CheckpointError(Problem("PP-E501", message, _another(path), place)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(_damaged(path, f"{MANIFEST} cannot be read ({type(error).__name__}: {error})")) from None
     message = f"the checkpoint at {path} has format {version}, this ppctl reads format {FORMAT}"
@@ -119,8 +119,13 @@ def _fault(file: Path, name: str, manifest: Manifest) -> str:
 
 
 def _damaged(path: Path, fault: str) -> Problem:
-    others = [folder.step_path(path.parent, step) for step in folder.steps(path.parent)]
-    earlier = [other for other in others if other != path]
-    run = path.parent.parent
-    remedy = f"ppctl resume '{run}' checkpoint.resume='{earlier[-1]}'" if earlier else f"ls '{path.parent}'"
-    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", remedy)
+    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", _another(path))
+
+
+def _another(path: Path) -> str:
+    """A command that goes on from the newest complete checkpoint beside the one at `path`, which cannot be read."""
+    others = [other for other in checkpoint_folder.complete(path.parent) if other != path]
+    if not others:
+        return f"ls {shlex.quote(str(path.parent))}"
+    resume = f"checkpoint.resume={others[-1]}"
+    return f"ppctl resume {shlex.quote(str(path.parent.parent))} {shlex.quote(resume)}"

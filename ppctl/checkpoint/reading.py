@@ -22,6 +22,7 @@ from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.ranks import Ranks
 from ppctl.checkpoint.replicas import Tensors, copies, record_tensor
 from ppctl.checkpoint.writing import without_warning
+from ppctl.checkpoint_folder import STATE
 from ppctl.errors import CheckpointError, Problem
 
 _Spec = tuple[tuple[int, ...], str]
@@ -79,7 +80,7 @@ def _check_fit(path: Path, manifest: Manifest, specs: Sequence[Mapping[str, set[
 
 
 def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
-    remedy = f"give the model the sizes that it was saved with: they are in '{path / 'state.json'}'"
+    remedy = f"give the model the sizes that it was saved with: they are in '{path / STATE}'"
     return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
 
 

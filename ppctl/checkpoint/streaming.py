@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 
-from ppctl.checkpoint import folder
+from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, TensorRecord
 from ppctl.checkpoint.replicas import record_tensor
 from ppctl.checkpoint.writing import Writer, seal, sync_files, without_warning
@@ -54,19 +54,19 @@ def save_streamed(
     Raises what `read` raises, and OSError; then, as after a crash, nothing is left that is read.
     """
     planner = _Lazy(read)
-    temporary = folder.prepare(directory, step)
+    temporary = checkpoint_folder.prepare(directory, step)
     try:
         without_warning(
             lambda: save_with_dcp(dict(tensors), storage_writer=Writer(temporary), planner=planner, no_dist=True)
         )
         files = sync_files(temporary, "__*.distcp")
         seal(temporary, Manifest(step, files, planner.records), json.dumps(dict(state), indent=1) + "\n")
-        return folder.publish(directory, step)
+        return checkpoint_folder.publish(directory, step)
     except CheckpointException as failed:
-        folder.discard(temporary)
+        checkpoint_folder.discard(temporary)
         raise _cause(failed) from failed
     except BaseException:
-        folder.discard(temporary)
+        checkpoint_folder.discard(temporary)
         raise
 
 

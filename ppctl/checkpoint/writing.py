@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ppctl.checkpoint import folder
-from ppctl.checkpoint.manifest import MANIFEST, STATE, FileRecord, Manifest, record_file
+from ppctl import checkpoint_folder
+from ppctl.checkpoint.manifest import FileRecord, Manifest, record_file
 from ppctl.checkpoint.ranks import Ranks, problems_of
 from ppctl.checkpoint.replicas import Tensors, copies, elect_writers, hold
+from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 
 
@@ -48,27 +49,27 @@ def save(
     after a crash at any moment, the earlier checkpoints and `latest` are as they were.
     """
     ranks = Ranks(process_group)
-    what = f"write the checkpoint {folder.step_path(directory, step)}"
+    what = f"write the checkpoint {checkpoint_folder.step_path(directory, step)}"
     text = json.dumps(dict(state), indent=1) + "\n"
     writers, records = ranks.agree(what, lambda: hold(tensors, writer=writer), elect_writers)
     mine = {name: copies(tensors[name])[0] for name, rank in writers.items() if rank == ranks.rank}
-    ranks.agree(what, lambda: None, lambda _: folder.prepare(directory, step))
-    temporary = folder.temporary_path(directory, step)
+    ranks.agree(what, lambda: None, lambda _: checkpoint_folder.prepare(directory, step))
+    temporary = checkpoint_folder.temporary_path(directory, step)
 
     def finish(files: list[dict[str, FileRecord]]) -> Path:
         seal(
             temporary, Manifest(step, {name: record for each in files for name, record in each.items()}, records), text
         )
-        return folder.publish(directory, step)
+        return checkpoint_folder.publish(directory, step)
 
     try:
         _write(temporary, mine, what, ranks)
         path = ranks.agree(what, lambda: sync_files(temporary, f"__{ranks.rank}_*.distcp"), finish)
     except CheckpointError:
         if ranks.rank == 0:
-            folder.discard(temporary)
+            checkpoint_folder.discard(temporary)
         raise
-    ranks.agree("delete old checkpoints", lambda: None, lambda _: folder.retain(directory, step, keep))
+    ranks.agree("delete old checkpoints", lambda: None, lambda _: checkpoint_folder.retain(directory, step, keep))
     return path
 
 
@@ -112,7 +113,7 @@ def sync_files(path: Path, pattern: str) -> dict[str, FileRecord]:
     """Bring this rank's files to the disk, and describe them as they can be read back."""
     files = {}
     for file in sorted(path.glob(pattern)):
-        folder.sync(file)
+        checkpoint_folder.sync(file)
         files[file.name] = record_file(file)
     return files
 
@@ -127,8 +128,8 @@ def seal(path: Path, manifest: Manifest, state: str) -> None:
     (path / STATE).write_text(state)
     files = {**manifest.files, **sync_files(path, STATE), **sync_files(path, ".metadata")}
     (path / MANIFEST).write_text(Manifest(manifest.step, files, manifest.tensors).to_text())
-    folder.sync(path / MANIFEST)
-    folder.sync(path)
+    checkpoint_folder.sync(path / MANIFEST)
+    checkpoint_folder.sync(path)
 
 
 def without_warning(call: Callable[[], object]) -> None:

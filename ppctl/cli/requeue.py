@@ -20,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Requeue. Raises ConfigError where the run has done its steps."""
     from ppctl.cli.submit import hand_over
     from ppctl.launch import slurm
+    from ppctl.launch.prepare import last_checkpoint
 
     found = must_be_submitted(meant(args), "requeue")
     going_on = found.run
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         steps = going_on.read_config().train.steps
         message = f"run {going_on.id} has done its {steps} steps"
         raise ConfigError(Problem("PP-E618", message, f"ppctl resume {going_on.path} steps={2 * steps}"))
+    last = last_checkpoint(going_on)
     hand_over(going_on)
-    last = going_on.latest_checkpoint()
     print(f"job {going_on.job()['job']} goes on from {last.name if last else 'the beginning'}\nrun {going_on.path}")
     return 0

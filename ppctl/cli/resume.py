@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppctl.checkpoint_folder import step_of
 from ppctl.cli.console import note
 from ppctl.errors import ConfigError, Problem
 
@@ -184,8 +185,6 @@ def weight_of_microbatches(config: RunConfig) -> str | None:
 
 
 def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: argparse.Namespace) -> None:
-    from ppctl.launch.prepare import step_of
-
     done, steps = step_of(checkpoint), composed.config.train.steps
     finished = run.status()["state"] == "finished" and done == steps
     if finished or done > steps:

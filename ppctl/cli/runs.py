@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run, list_runs
@@ -56,7 +56,7 @@ def facts(run: RunDir) -> dict[str, Any]:
     status, metrics = run.status(), run.metrics()
     state = _state(run, status)
     last = metrics[-1] if metrics else {}
-    checkpoint = run.latest_checkpoint()
+    checkpoint = checkpoint_of(run)
     return {
         "id": run.id,
         "name": run.name,
@@ -71,6 +71,14 @@ def facts(run: RunDir) -> dict[str, Any]:
         "command": run.commands()[-1],
         "path": str(run.path),
     }
+
+
+def checkpoint_of(run: RunDir) -> Path | None:
+    """The checkpoint that a start would go on from, to be shown: None also where the directory cannot be read."""
+    try:
+        return run.latest_checkpoint()
+    except CheckpointError:
+        return None
 
 
 def _state(run: RunDir, status: dict[str, Any]) -> str:

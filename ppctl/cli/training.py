@@ -16,14 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ppctl.checkpoint_folder import step_of
 from ppctl.cli.console import note
 from ppctl.cli.plan import exit_code, planned, summary
+from ppctl.cli.runs import checkpoint_of
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
-from ppctl.hang.limits import Limits, first_step_of
+from ppctl.hang.limits import Limits
 from ppctl.launch.environment import Started
 from ppctl.launch.machine import choose_device, shortage, with_overrides
 from ppctl.launch.others import become_worker
@@ -170,7 +172,7 @@ def saved_before(run: RunDir, outcome: Outcome) -> str:
     """After an interruption: what there is to go on from, or how there would have been something."""
     if outcome.exit_code != INTERRUPTED:
         return ""
-    checkpoint = run.latest_checkpoint()
+    checkpoint = checkpoint_of(run)
     if checkpoint is None:
         again = "checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
         return f"\n  no checkpoint yet: {again}"
@@ -188,7 +190,7 @@ def ending(run: RunDir, launch: Launch, outcome: Outcome, overrides: Sequence[st
             _indented(str(sample.get("text", ""))),
         ]
         lines.append("")
-    checkpoint = run.latest_checkpoint()
+    checkpoint = checkpoint_of(run)
     lines.append(f"run         {run.path}")
     lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
     where = shlex.quote(shown(run.path))
@@ -211,7 +213,7 @@ def _indented(text: str) -> str:
 
 
 def _job(run: RunDir, config: RunConfig, world: int) -> Job:
-    first = first_step_of(config.checkpoint.resume)
+    first = step_of(config.checkpoint.resume)
     return Job(run, world, config.launch.env, limits=Limits.of(config.launch), first_step=first)
 
 

@@ -6,7 +6,6 @@ Knows the limits of a config and what records say. Must not know clocks or proce
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,12 +53,6 @@ class Limits:
     def look(self) -> float:
         """Seconds between publications of a node's records: under a short limit a live node must not seem silent."""
         return min(10.0, (self.step or LEAST) / 4)
-
-
-def first_step_of(resume: str | None) -> int:
-    """The step that a life of a run begins with: behind the checkpoint that it resumes from."""
-    found = re.search(r"step-(\d+)/?$", resume or "")
-    return int(found[1]) if found else 0
 
 
 class Progress:

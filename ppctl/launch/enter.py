@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.heartbeat import host_name
 from ppctl.launch.code import package_digest
-from ppctl.launch.prepare import with_value
+from ppctl.launch.prepare import last_checkpoint, with_value
 from ppctl.rundir import RunDir
 
 LIVE = "live"
@@ -27,12 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--code", required=True, help="the digest that was submitted, or live")
     args = parser.parse_args(argv)
-    problem = wrong_here(RunDir(args.run), args.code)
-    if problem is not None:
-        print(f"error {problem}".replace("\n", "; "))
-        return ConfigError.exit_code
-    if int(os.environ.get("SLURM_NODEID", 0)) == 0:
-        go_on(RunDir(args.run))
+    try:
+        problem = wrong_here(RunDir(args.run), args.code)
+        if problem is not None:
+            raise ConfigError(problem)
+        if int(os.environ.get("SLURM_NODEID", 0)) == 0:
+            go_on(RunDir(args.run))
+    except PpctlError as error:
+        print(f"error {error.problems[0]}".replace("\n", "; "))
+        return error.exit_code
     return 0
 
 
@@ -52,7 +55,7 @@ def go_on(run: RunDir) -> None:
     """Let the run go on from its last checkpoint, if it has one, and forget how its last life ended."""
     run.begin_life(f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}")
     run.sweep()
-    last, config = run.latest_checkpoint(), run.read_config()
+    last, config = last_checkpoint(run), run.read_config()
     if last is not None and config.checkpoint.resume != str(last):
         run.write_config(with_value(config, "checkpoint", resume=str(last)))
     run.write_status("starting", job=os.environ.get("SLURM_JOB_ID"))

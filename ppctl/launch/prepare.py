@@ -5,12 +5,14 @@ Knows what a run directory must hold before the first rank reads it. Must not kn
 
 from __future__ import annotations
 
-import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ppctl import checkpoint_folder
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.launch.environment import Started
@@ -44,7 +46,7 @@ def new_run(launch: Launch, started: Started) -> RunDir:
     root, name = Path(launch.config.log.dir), launch.config.log.name
     before = root.absolute() / name / str(started.run_id)
     if started.run_id and started.restarts and (before / "config.yaml").exists():
-        return go_on(RunDir(before), launch, RunDir(before).latest_checkpoint())
+        return go_on(RunDir(before), launch, last_checkpoint(RunDir(before)))
     return RunDir.create(root, name, lambda draft: _fill(draft, launch), started.run_id)
 
 
@@ -65,10 +67,23 @@ def _fill(run: RunDir, launch: Launch) -> None:
     run.write_config(launch.config)
 
 
-def step_of(checkpoint: Path) -> int:
-    """The number of completed steps that a checkpoint's name says; 0 for a name of another kind."""
-    number = checkpoint.name.removeprefix("step-")
-    return int(number) if number.isdecimal() else 0
+def last_checkpoint(run: RunDir) -> Path | None:
+    """The checkpoint that a start of `run` goes on from; one line on stderr where it is not the one of `latest`.
+
+    Raises CheckpointError (PP-E505) where the directory of checkpoints cannot be read.
+    """
+    found = checkpoint_folder.find(run.checkpoints)
+    if found is None:
+        return None
+    if found.warning:
+        _warn(found.warning)
+    return found.path
+
+
+@cache
+def _warn(line: str) -> None:
+    """Once in a process: a start may look for its checkpoint several times."""
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def find_checkpoint(text: str, root: Path) -> Path:
@@ -77,28 +92,20 @@ def find_checkpoint(text: str, root: Path) -> Path:
     Raises CheckpointError (PP-E615) where there is none.
     """
     path = Path(text).absolute()
-    if path.is_dir() and path.name.startswith("step-"):
-        return path
+    named = checkpoint_folder.at(path)
+    if named is not None:
+        return named
     run = RunDir(path.parent if path.name == "checkpoints" else path)
-    found = run.latest_checkpoint()
+    found = last_checkpoint(run)
     if found is None:
         try:
             run = find_run(text, root)
         except ConfigError as error:
             message = f"checkpoint.resume={text}: there is no such checkpoint and no such run"
             raise CheckpointError(Problem("PP-E615", message, "ppctl runs", "checkpoint.resume")) from error
-        found = run.latest_checkpoint()
+        found = last_checkpoint(run)
     if found is None:
-        raise CheckpointError(_no_checkpoint(run))
+        again = next(iter(run.commands()), "ppctl train +recipe=quickstart")
+        message = f"run {run.id} has no checkpoint to go on from"
+        raise CheckpointError(Problem("PP-E615", message, again, str(run.checkpoints)))
     return found
-
-
-def _no_checkpoint(run: RunDir) -> Problem:
-    left = run.all_checkpoints()
-    if left:
-        names = ", ".join(path.name for path in left)
-        message = f"{run.checkpoints / 'latest'} names no checkpoint that is there; there are {names}"
-        remedy = f"ppctl resume {shlex.quote(str(run.path))} {shlex.quote(f'checkpoint.resume={left[-1]}')}"
-        return Problem("PP-E615", message, remedy, str(run.checkpoints))
-    again = next(iter(run.commands()), "ppctl train +recipe=quickstart")
-    return Problem("PP-E615", f"run {run.id} has no checkpoint to go on from", again, str(run.checkpoints))

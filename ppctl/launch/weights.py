@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import TRAINING, read_config
@@ -42,7 +43,7 @@ def model_values(text: str) -> Mapping[str, Any]:
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known = {field.name for field in fields(ModelConfig)} - {"from_"}
-        saved = _saved(path, "state.json", "model")
+        saved = _saved(path, STATE, "model")
         return {name: value for name, value in saved.items() if name in known}
     family, model = read_config(read_config_file(path), str(path / CONFIG))
     unsaid = TRAINING - {field.ours for field in family.fields}
@@ -63,12 +64,12 @@ def check_weights(path: Path, model: ModelConfig) -> None:
         return
     cut = [
         f"{path / name}: {_size(path / name):,} bytes instead of {entry['bytes']:,}"
-        for name, entry in _saved(path, "manifest.json", "files").items()
+        for name, entry in _saved(path, MANIFEST, "files").items()
         if _size(path / name) != entry["bytes"]
     ]
     if cut:
         raise CheckpointError(_damaged(path, "files are missing or cut short", "\n".join(cut)))
-    saved = _saved(path, "manifest.json", "tensors")
+    saved = _saved(path, MANIFEST, "tensors")
     shapes = model_tensors(model)
     stored = {name.removeprefix("model."): tuple(entry["shape"]) for name, entry in saved.items()}
     wrong = [
@@ -86,7 +87,7 @@ def _tokenizer(path: Path) -> str | None:
     """What `data.tokenizer` is for the weights at `path`; None where they do not say it."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
-    state = _read(path, "state.json")
+    state = _read(path, STATE)
     named: str | None = state.get("tokenizer_path")
     return named or ("byte" if state.get("tokenizer") == "byte" else None)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
 from ppctl.checkpoint.names import ranges
 from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
+from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
@@ -75,7 +76,7 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     parameters = sum(spec.numel() for spec in specs.values())
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(out / "checkpoints" / "step-0", found.family.model_type, parameters, len(specs), size)
+    return Done(step_path(out / "checkpoints", 0), found.family.model_type, parameters, len(specs), size)
 
 
 def export_checkpoint(

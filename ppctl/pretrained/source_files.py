@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.checkpoint.manifest import STATE, read_state
+from ppctl.checkpoint.manifest import read_state
+from ppctl.checkpoint_folder import STATE
 from ppctl.errors import PpctlError
 from ppctl.families.config_json import foreign_keys
 from ppctl.families.directory import CONFIG, read_config_file

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.folder import sync
+from ppctl.checkpoint_folder import sync
 from ppctl.families.safetensors import INDEX, SINGLE
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shlex
 import shutil
 
 import pytest
 import torch
 
-from ppctl.checkpoint import latest, load, read_state, save, step_path, verify
+from ppctl.checkpoint import load, read_state, save, verify
+from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 
 STATE = {"step": 2, "consumed_samples": 16, "seed": 7, "config": {"model": {"num_layers": 2}}, "layout": "Et|tL"}
@@ -48,6 +50,11 @@ def refused(call, *args, **kwargs):
         call(*args, **kwargs)
     assert caught.value.exit_code == 3
     return caught.value.problems
+
+
+def latest(directory):
+    found = find(directory)
+    return None if found is None else found.path
 
 
 def names(directory):
@@ -171,15 +178,28 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, make, code):
         assert problem.code == code
 
 
-def test_latest_is_none_before_the_first_and_an_error_when_it_points_nowhere(tmp_path):
-    assert latest(tmp_path / "checkpoints") is None
+def test_a_start_finds_none_before_the_first_and_the_newest_when_latest_names_what_is_gone(tmp_path):
+    assert find(tmp_path / "checkpoints") is None
     write(tmp_path, 1)
     write(tmp_path, 2)
     shutil.rmtree(tmp_path / "step-2")
-    (problem,) = refused(latest, tmp_path)
-    assert problem.code == "PP-E501" and "step-1" in problem.message
-    os.system(problem.remedy)  # a remedy works when pasted
     assert latest(tmp_path) == tmp_path / "step-1"
+    assert "latest names step-2, which is not there; using step-1" in find(tmp_path).warning
+    assert_holds(latest(tmp_path), 1.0)
+
+
+def test_a_checkpoint_without_its_manifest_is_refused_with_another_one_to_go_on_from(tmp_path):
+    """The one that `latest` names is damaged: a start reads it all the same, and says so (exit code 3)."""
+    directory = tmp_path / "my run" / "checkpoints"
+    write(directory, 1)
+    write(directory, 2)
+    (directory / "step-2" / "manifest.json").unlink()
+    assert latest(directory) == directory / "step-2"
+    for call in (verify, read_state, lambda path: load(path, blank())):
+        (problem,) = refused(call, directory / "step-2")
+        assert problem.code == "PP-E501"
+        words = shlex.split(problem.remedy)
+        assert words == ["ppctl", "resume", str(directory.parent), f"checkpoint.resume={directory / 'step-1'}"]
 
 
 def test_without_the_latest_file_the_last_complete_checkpoint_counts(tmp_path):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoint_states import mark_of, write
 
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
@@ -167,17 +168,17 @@ def test_a_requeued_life_and_a_resumed_one_keep_their_errors_apart(run: RunDir) 
 def test_the_latest_checkpoint_is_the_one_that_latest_names(run: RunDir) -> None:
     assert run.latest_checkpoint() is None
     for name in ("step-4", "step-12", "step-8", "step-16.tmp", "step-x"):
-        (run.checkpoints / name).mkdir()
+        write(run.checkpoints / name, name)
     assert run.latest_checkpoint() == run.checkpoints / "step-12", "a crash came before the first `latest`"
     (run.checkpoints / "latest").write_text("step-4\n")
     assert run.latest_checkpoint() == run.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("text", ["step-99\n", "", "../../..", "step-4.tmp", "\0{"])
-def test_a_latest_that_names_nothing_is_no_checkpoint(run: RunDir, text: str) -> None:
-    (run.checkpoints / "step-4").mkdir()
+def test_a_latest_that_names_nothing_does_not_hide_the_checkpoints(run: RunDir, text: str) -> None:
+    write(run.checkpoints / "step-4", "4")
     (run.checkpoints / "latest").write_text(text)
-    assert run.latest_checkpoint() is None
+    assert run.latest_checkpoint() == run.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json"])
@@ -212,7 +213,7 @@ def test_on_a_full_disk_no_half_line_stays(run: RunDir) -> None:
 
 
 def test_what_killed_writers_left_is_swept(run: RunDir) -> None:
-    (run.checkpoints / "step-4").mkdir()
+    write(run.checkpoints / "step-4", "4")
     (run.checkpoints / "step-8.tmp").mkdir()
     for name in (
         ".status.json.7.tmp",
@@ -223,7 +224,7 @@ def test_what_killed_writers_left_is_swept(run: RunDir) -> None:
         (run.path / name).write_text("{")
     run.sweep()
     assert [path.name for path in run.path.rglob("*.tmp")] == []
-    assert run.all_checkpoints() and (run.path / "errors" / "rank-0001.json").exists()
+    assert mark_of(run.latest_checkpoint()) == "4" and (run.path / "errors" / "rank-0001.json").exists()
 
 
 HOLD = """

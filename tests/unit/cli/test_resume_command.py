@@ -7,13 +7,14 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from checkpoint_states import write
 
 from ppctl.cli import main as front
 from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, find_checkpoint, go_on, new_run, with_value
+from ppctl.launch.prepare import Launch, go_on, new_run, with_value
 from ppctl.rundir import RunDir
 
 PERSON = Started("person")
@@ -144,15 +145,21 @@ def test_an_older_checkpoint_can_be_named(run: RunDir) -> None:
     assert launch.config.checkpoint.resume == str(checkpoint)
 
 
+def test_where_latest_names_nothing_that_is_there_the_newest_checkpoint_is_used_with_a_warning(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run.checkpoints / "step-4", "4")
+    (run.checkpoints / "latest").write_text("step-5\n")
+    assert prepared(run)[1] == run.checkpoints / "step-4"
+    err = capsys.readouterr().err
+    latest = run.checkpoints / "latest"
+    assert f"warning: {latest} names step-5, which is not there; using step-4, the newest complete" in err
+    assert f"going on with {run.path} from step-4" in err
+
+
 def test_without_a_checkpoint_the_exit_code_is_3_and_the_remedy_starts_anew(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run.checkpoints / "latest").write_text("step-5\n")
-    with pytest.raises(CheckpointError, match="names no checkpoint that is there; there are step-4") as caught:
-        prepared(run)
-    words = shlex.split(caught.value.problems[0].remedy)
-    assert words[:3] == ["ppctl", "resume", str(run.path)]
-    assert find_checkpoint(words[3].partition("=")[2], Path("runs")) == run.checkpoints / "step-4"
     shutil.rmtree(run.checkpoints)
     with pytest.raises(CheckpointError, match="PP-E615") as caught:
         prepared(run)

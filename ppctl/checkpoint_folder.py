@@ -1,0 +1,264 @@
+"""A directory of checkpoints: names, order of writes, what a crash may leave, and which checkpoint a start reads.
+
+Knows directories, the `latest` file and that the manifest is a checkpoint's last file. Must not know tensors, ranks or
+what is in a file. Standard library only: both towers use it, and nobody else knows these names (decision 23).
+
+    step-20/        a checkpoint: complete, because it got this name by one rename, after its manifest was written
+    latest          text: the name of the checkpoint to go on from; replaced by rename
+    step-30.tmp/    being written or being deleted, or what a crash left of either: never read
+    step-20.old/    moved aside while a new step-20 takes its place; read only if a crash left no step-20
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ppctl.errors import CheckpointError, Problem
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that is written last and deleted first: without it, the checkpoint is not complete."""
+STATE = "state.json"
+
+_OLD, _TEMPORARY = ".old", ".tmp"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_KEPT = re.compile(rf"{_STEP.pattern}(?:\{_OLD})?")
+_REMAINS = re.compile(r"(step-[0-9]+|latest)\.tmp")
+_LONGEST_NAME = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The checkpoint that a start goes on from."""
+
+    path: Path
+    warning: str = ""
+    """What is wrong with `latest`, and which checkpoint is used instead; empty where `latest` names this one."""
+
+
+# Names
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of `step` completed steps lives."""
+    return directory / f"step-{step}"
+
+
+def temporary_path(directory: Path, step: int) -> Path:
+    """Where it is written before it has a name that is read."""
+    return directory / f"step-{step}{_TEMPORARY}"
+
+
+def step_of(checkpoint: Path | str | None) -> int:
+    """The number of completed steps that a checkpoint's name says (`step-6` and `step-6.old`: 6).
+
+    0 for None and for a name of another kind.
+    """
+    match = _KEPT.fullmatch(Path(checkpoint or "").name)
+    return int(match[1]) if match else 0
+
+
+# Reading
+
+
+def find(directory: Path) -> Found | None:
+    """The checkpoint that every start of a run goes on from; None only where there is no checkpoint of any kind.
+
+    The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. Where
+    none is complete, the newest one: whoever loads it refuses it, and no run begins anew beside its checkpoints.
+    Raises CheckpointError (PP-E505) where the directory cannot be read.
+    """
+    with _os_errors_as_problems(directory):
+        named, fault = _named_by_latest(directory)
+        # Twice: a run that saves at this moment may be between two renames.
+        found = None if named is None else _at(named) or _at(named)
+        if found is not None:
+            return Found(found)
+        kept = _kept(directory)
+        if not kept:
+            return None
+        newest = max(kept, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
+        which = "newest complete checkpoint" if is_complete(newest) else "newest (none is complete)"
+    return Found(newest, f"{fault}; using {newest.name}, the {which} there")
+
+
+def at(path: Path) -> Path | None:
+    """The checkpoint that a path names, or None.
+
+    Where a crash came while a new step-N took the place of an old one, this is `step-N.old`, also for the path
+    `step-N`; once the next save has given it its name back, it is `step-N`, also for the path `step-N.old`. Any other
+    directory with a manifest is a checkpoint, too (a copy under a name of its own), but never a `.tmp`.
+    Raises CheckpointError (PP-E505) where the file system does not let us look.
+    """
+    with _os_errors_as_problems(path):
+        return _at(path)
+
+
+def complete(directory: Path) -> list[Path]:
+    """All complete checkpoints, by step; `step-N.old` only where there is no complete step-N.
+
+    Empty where there is no such directory. Raises OSError where it cannot be read.
+    """
+    by_step = {step_of(path): path for path in sorted(_kept(directory), reverse=True) if is_complete(path)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the checkpoint at `path` has been written to its end, and nobody has begun to delete it.
+
+    Raises OSError where the file system does not answer: that does not mean that the checkpoint is not there.
+    """
+    try:
+        return stat.S_ISREG((path / MANIFEST).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name that no file can have
+        return False
+
+
+def _at(path: Path) -> Path | None:
+    places = [path]
+    if _KEPT.fullmatch(path.name):
+        places.append(path.with_suffix("" if path.suffix == _OLD else _OLD))
+    for place in places:
+        if is_complete(place) and place.suffix != _TEMPORARY:
+            return place
+    # Without a manifest it is damaged. Whoever loads it says so: to use another one in its place is not decided here.
+    return next((place for place in places if _KEPT.fullmatch(place.name) and place.is_dir()), None)
+
+
+def _named_by_latest(directory: Path) -> tuple[Path | None, str]:
+    """The path that `latest` names, and what is wrong with `latest` if nothing is there."""
+    pointer = directory / LATEST
+    try:
+        with open(pointer, "rb") as file:
+            text = file.read(_LONGEST_NAME).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None, f"{pointer} is missing"
+    except OSError as error:
+        return None, f"{pointer} cannot be read ({error.strerror})"
+    if not text:
+        return None, f"{pointer} is empty"
+    if not _STEP.fullmatch(text):
+        return None, f"{pointer} holds {text!r}, which is not the name of a checkpoint"
+    return directory / text, f"{pointer} names {text}, which is not there"
+
+
+def _kept(directory: Path) -> list[Path]:
+    """Every step-N and step-N.old, complete or not."""
+    try:
+        entries = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.lexists(directory):  # a file, or a link into a file system that is not mounted
+            raise
+        return []
+    return [path for path in entries if _KEPT.fullmatch(path.name) and path.is_dir()]
+
+
+@contextmanager
+def _os_errors_as_problems(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        remedy = f"ls -ld {shlex.quote(str(path))}"
+        raise CheckpointError(Problem("PP-E505", message, remedy, str(error.filename or path))) from error
+
+
+# Writing. Between any two lines the machine may stop: what is there then must be what `find` expects.
+
+
+def prepare(directory: Path, step: int) -> Path:
+    """Make the empty directory that `step` is written into, after removing what a crashed save left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sweep(directory)
+    pointer = directory / LATEST
+    if pointer.is_dir() and not pointer.is_symlink():
+        # Someone else's, and no file can take its place. It may hold what its owner needs: it is moved, not deleted.
+        pointer.rename(pointer.with_suffix(_OLD))
+    path = temporary_path(directory, step)
+    path.mkdir()
+    return path
+
+
+def sweep(directory: Path) -> None:
+    """Remove what crashed saves left, and finish or undo replacements. Only where nobody else saves here."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix == _OLD and _KEPT.fullmatch(path.name):
+            _settle(path)
+        elif _REMAINS.fullmatch(path.name):
+            discard(path)
+
+
+def _settle(moved: Path) -> None:
+    """Finish or undo the replacement of a checkpoint that a crash interrupted."""
+    path = moved.with_suffix("")
+    if is_complete(moved) and not is_complete(path):
+        discard(path)
+        moved.rename(path)
+    elif os.path.lexists(path):
+        discard(moved)
+    # Else it is damaged, but it shows that there was a checkpoint: without it a start would take the run for a new one.
+
+
+def publish(directory: Path, step: int) -> Path:
+    """Give the written checkpoint its name, then point `latest` at it; both outlast a power failure.
+
+    Everything that needs space on the disk happens before the first rename.
+    """
+    path, pointer = step_path(directory, step), directory / f"{LATEST}{_TEMPORARY}"
+    pointer.write_text(f"{path.name}\n")
+    sync(pointer)
+    moved = path.with_suffix(_OLD)
+    if os.path.lexists(path):
+        path.rename(moved)
+    temporary_path(directory, step).rename(path)
+    sync(directory)
+    pointer.replace(directory / LATEST)
+    sync(directory)
+    discard(moved)
+    return path
+
+
+def retain(directory: Path, step: int, keep: int) -> None:
+    """Delete all but the last `keep` complete checkpoints up to `step` (0 keeps all).
+
+    Later ones belong to a run that was set back; they stay until this run reaches them. Each loses its name first, so
+    that a half-deleted checkpoint is never read. What cannot be deleted now is tried again at the next save.
+    """
+    past = [path for path in complete(directory) if step_of(path) <= step]
+    for path in past[:-keep] if keep else []:
+        gone = temporary_path(directory, step_of(path))
+        path.rename(gone)
+        discard(gone)
+
+
+def discard(path: Path) -> None:
+    """Delete a file or a directory that nobody reads, as far as the file system lets us.
+
+    A checkpoint loses its manifest first: what is left of it after a crash is not complete under any name.
+    """
+    if path.is_dir() and not path.is_symlink():
+        try:
+            (path / MANIFEST).unlink(missing_ok=True)
+            sync(path)
+        except OSError:
+            return
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content or a directory's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
