@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from ppctl.schedule.action import (
     Op,
     Placement,
     Schedule,
+    backward_of,
     lane,
     receive_slots,
     send_slots,
@@ -74,13 +75,13 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
 
     A channel keeps at most `receive_slots(capacity)` receives posted: that many at first, then another one whenever a
     message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
-    before its own rank has sent what the message follows from (`_causes`): until then nothing can arrive, and on a GPU
-    a posted receive is a kernel that keeps the device from draining, which the first launch of any other kernel and a
-    retry of the allocator wait for.
+    before its own rank has done what the message follows from (`_first_of_use`): until then nothing can arrive, and on
+    a GPU a posted receive is a kernel that keeps the device from draining, which the first launch of any other kernel
+    and a retry of the allocator wait for.
     """
     routes = _sent(schedule)
     slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}
-    causes = _causes(schedule.placement)
+    ready = _first_of_use(schedule, routes)
     rows: list[tuple[Action, ...]] = []
     for pp_rank, row in enumerate(schedule.actions):
         ends = {
@@ -88,18 +89,17 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
             for line in routes.lines
             if line.channel.target == pp_rank
         }
-        sent: set[Action] = set()
-        full = [receive for end in ends.values() for receive in end.post(causes, sent)]
-        for action in row:
+        full = [receive for end in ends.values() for receive in end.post(ready, -1)]
+        for index, action in enumerate(row):
             full.append(action)
             op, stage, mb = action
             if (goes := routes.goes[op][stage]) is not None:
                 full.append(goes.sends[mb])
-                sent.add(goes.sends[mb])
             if (comes := routes.comes[op][stage]) is not None:
                 ends[comes.line.channel].free += 1
-            if goes is not None or comes is not None:
-                full.extend(receive for end in ends.values() for receive in end.post(causes, sent))
+            for end in ends.values():
+                if end.free and end.due:
+                    full.extend(end.post(ready, index))
         rows.append(tuple(full))
     return replace(schedule, actions=tuple(rows), capacities=dict(capacities))
 
@@ -111,36 +111,58 @@ class _ReceivingEnd:
     free: int
     due: deque[Action]
 
-    def post(self, causes: _Causes, sent: Set[Action]) -> Iterator[Action]:
-        """The receives that are posted now."""
-        while self.free and self.due:
-            op, stage, mb = self.due[0]
-            cause = causes[op, stage]
-            if cause is not None and Action(*cause, mb) not in sent:
-                return
+    def post(self, ready: Mapping[Action, int], index: int) -> Iterator[Action]:
+        """The receives that are posted behind the action with this index in the rank's list (-1: in front of all)."""
+        while self.free and self.due and ready[self.due[0]] <= index:
             self.free -= 1
             yield self.due.popleft()
 
 
-_Causes = Mapping[tuple[Op, int], tuple[Op, int] | None]
-"""By operation and stage of a receive: the send, of the same rank and microbatch, that its message follows from."""
+def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
+    """By receive, the index of the last action of its rank's list that the message follows from; -1: from none.
 
-
-def _causes(place: Placement) -> _Causes:
-    """An activation follows from the one that the rank's stage before sent, a gradient from the one that its stage
-    behind sent or, at the last of the rank's stages, from that stage's own activation. None: from no send of the rank.
+    The message follows from all that its sender has used by then, also for other microbatches: in 1F1B the first
+    gradient comes only after the sender's warm-up, which needs as many activations of this rank. And it follows from
+    what it was made of on its way: an activation from that of the rank's stage before, a gradient from that of the
+    rank's stage behind it.
     """
-    causes: dict[tuple[Op, int], tuple[Op, int] | None] = {}
+    place = schedule.placement
+    where = [{action: index for index, action in enumerate(row)} for row in schedule.actions]
+    neighbours = _neighbours_on_rank(place)
+    ready: dict[Action, int] = {}
+    for row in schedule.actions:
+        used: dict[int, int] = {}
+        for action in row:
+            op, stage, mb = action
+            if (comes := routes.comes[op][stage]) is not None:
+                source = comes.line.channel.source
+                made = Action(Op.F, stage - 1, mb) if op is Op.F else backward_of(stage + 1, mb, schedule)
+                used[source] = max(used.get(source, -1), where[source][made])
+            if (goes := routes.goes[op][stage]) is not None:
+                target, receive = goes.line.channel.target, goes.receives[mb]
+                before, behind = neighbours[receive.stage]
+                own = -1
+                if op is Op.F and before is not None:
+                    own = where[target][Action(Op.F, before, mb)]
+                elif op is not Op.F and behind is not None:
+                    own = where[target][backward_of(behind, mb, schedule)]
+                ready[receive] = max(own, used.get(target, -1))
+    return ready
+
+
+def _neighbours_on_rank(place: Placement) -> list[tuple[int | None, int | None]]:
+    """By stage, the stages of the same rank before and behind it."""
+    before: list[int | None] = []
+    behind: list[int | None] = [None] * place.num_stages
     last: dict[int, int] = {}
     for stage in range(place.num_stages):
         pp_rank = place.rank_of(stage)
-        before = last.get(pp_rank)
-        causes[Op.RECV_F, stage] = None if before is None else (Op.SEND_F, before)
-        causes[Op.RECV_B, stage] = (Op.SEND_F, stage)
-        if before is not None:
-            causes[Op.RECV_B, before] = (Op.SEND_B, stage)
+        earlier = last.get(pp_rank)
+        before.append(earlier)
+        if earlier is not None:
+            behind[earlier] = stage
         last[pp_rank] = stage
-    return causes
+    return list(zip(before, behind, strict=True))
 
 
 def least_capacities(schedule: Schedule) -> dict[Channel, int]:
