@@ -213,9 +213,9 @@ class RunDir:
             (record for record in found if "rank" in record), key=lambda record: float(record.get("time", 0.0))
         )
 
-    def write_flight_record(self, rank: int, record: bytes) -> None:
-        """Write what torch's flight recorder holds of a rank in a job that hangs: beside the life's errors."""
-        write_atomically(self.flight_record(rank), record, durable=False)
+    def write_flight_record(self, backend: str, rank: int, record: bytes) -> None:
+        """Write what torch's flight recorder of `backend` holds of a rank in a job that hangs: beside the errors."""
+        write_atomically(self.flight_record(backend, rank), record, durable=False)
 
     def forget_errors(self) -> None:
         """Remove the error records, where the same life of the run begins anew."""
@@ -305,13 +305,16 @@ class RunDir:
         """The rank's log file."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
-    def flight_record(self, rank: int) -> Path:
-        """The file of torch's flight recorder of a rank; the name ends with the rank, as torch's tools want it."""
-        return self.path / "errors" / f"flight_recorder_rank_{rank}"
+    def flight_record(self, backend: str, rank: int) -> Path:
+        """The file of a rank of torch's flight recorder of `backend` (gloo, nccl).
+
+        Torch's tools want one prefix for all ranks, and the rank at the end.
+        """
+        return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:
         """Those files that are there."""
-        return sorted((self.path / "errors").glob("flight_recorder_rank_*"))
+        return sorted((self.path / "errors").glob("flight_recorder_*_rank_*"))
 
     @property
     def checkpoints(self) -> Path:

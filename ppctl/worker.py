@@ -32,6 +32,7 @@ import torch.distributed as dist
 from ppctl.comm.channels import PeerLost
 from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
+from ppctl.devices import device_type
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
 from ppctl.hang.limits import Limits, first_step_of
@@ -205,16 +206,16 @@ def _work(
 
 
 def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
-    """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight record to the run."""
+    """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight records to the run."""
     listener = Listener()
     flight.turn_on(run)
-    listener.on(signal.SIGUSR2, lambda: flight.write(run, rank))
+    listener.on(signal.SIGUSR2, lambda: flight.write(run, rank, flight.dumps()))
     write_stacks_on_request()
     return listener
 
 
 def _device(name: str, ranks: Ranks) -> torch.device:
-    if name == "cpu" or (name == "any" and torch.cuda.device_count() < ranks.local_world_size):
+    if device_type(name, torch.cuda.device_count(), ranks.local_world_size) == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
