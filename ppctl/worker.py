@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.comm.channels import PeerLost
+from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
 from ppctl.devices import device_type
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     stop, phases = StopRequest(), Phases()
     lose_lines_rather_than_fail()
+    raise_file_limit()
     phases.add("import", process_age())
     ranks = Ranks.from_environment()
     directory, by_others = arguments.run or arguments.submitted or arguments.publish, arguments.run is None

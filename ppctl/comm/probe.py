@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> torch.device:
-    """What rank `rank` of `world` measures with, on a machine with `gpus`: what a worker takes for launch.device=any."""
+    """What a rank measures with, on a machine with `gpus`: what a worker takes for launch.device=any."""
     kind = device_type("any", gpus, int(environ.get("LOCAL_WORLD_SIZE", world)))
     return torch.device(kind, int(environ.get("LOCAL_RANK", rank))) if kind == "cuda" else torch.device(kind)
 
