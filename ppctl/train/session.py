@@ -87,6 +87,11 @@ class Session:
         """The weights, where they are whole only while a stage computes."""
         return self.weights if isinstance(self.weights, GatheredWeights) else None
 
+    @property
+    def world_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
+        """The groups along the axes that make up the world: what goes along both reaches every rank."""
+        return self.pp_group, self.dp_group
+
     def batches(self, first_step: int = 0, consumed_samples: int = 0) -> Batches | None:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
         return None if self.corpus is None else self._batches(self.corpus, first_step, consumed_samples)

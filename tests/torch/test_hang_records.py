@@ -12,7 +12,7 @@ import pytest
 
 from ppctl.rundir import RunDir
 from ppctl.train import flight
-from ppctl.train.report import TIME_IS_OVER, RankReport, stop_reason
+from ppctl.train.report import TIME_IS_OVER, RankReport, Reports, stop_reason
 from ppctl.train.signals import Listener
 
 
@@ -101,4 +101,4 @@ def test_a_signals_action_is_done_while_the_main_thread_is_busy() -> None:
     ],
 )
 def test_all_know_why_they_stop(stops: list[int], reason: str | None) -> None:
-    assert stop_reason([RankReport(stop=float(stop)) for stop in stops]) == reason
+    assert stop_reason(Reports.of([RankReport(stop=float(stop)) for stop in stops])) == reason
