@@ -37,7 +37,7 @@ from ppctl.devices import device_type
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
 from ppctl.hang.limits import Limits, first_step_of
-from ppctl.heartbeat import Heartbeat, Publisher, leave_word
+from ppctl.heartbeat import Heartbeat, Publisher, Write, leave_word
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 from ppctl.topology import RankGrid
@@ -156,10 +156,10 @@ def _work(
     to_close.callback(heartbeat.close)
     listener = _ready_for_a_hang(job.run, ranks.rank)
     alarm = Alarm(Limits.of(job.config.launch))
-    publisher = _publisher(job, ranks, by_others=by_others)
+    watch = _watch(job) if by_others else None
+    publisher = _publisher(job, ranks, job.run.write_heartbeats if watch is None else watch)
     with phases("groups"):
-        call_roll(store, ranks, job, _patience(job).total_seconds())
-        join_world(store, ranks, device)
+        _join(job, ranks, store, device, watch)
     with phases("build"):
         session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
     leads = ranks.rank == 0
@@ -224,13 +224,26 @@ def _device(name: str, ranks: Ranks) -> torch.device:
     return device
 
 
-def _publisher(job: Job, ranks: Ranks, *, by_others: bool) -> Publisher | None:
-    """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
+def _join(job: Job, ranks: Ranks, store: Store, device: torch.device, watch: NodeWatch | None) -> None:
+    """Join the world, when all are there and reach each other."""
+    hosts = call_roll(store, ranks, job, _patience(job).total_seconds())
+    if watch is not None:
+        watch.meet(hosts)
+    join_world(store, ranks, device)
+
+
+def _watch(job: Job) -> NodeWatch:
+    """What watches the job where no launcher of ours does."""
+    first = first_step_of(job.config.checkpoint.resume)
+    return NodeWatch(job.run, job.plan, Limits.of(job.config.launch), first)
+
+
+def _publisher(job: Job, ranks: Ranks, write: Write) -> Publisher | None:
+    """One rank a node publishes the records of all its ranks."""
     if ranks.local_rank != 0:
         return None
-    run, first, limits = job.run, first_step_of(job.config.checkpoint.resume), Limits.of(job.config.launch)
-    write = NodeWatch(run, job.plan, limits, first) if by_others else run.write_heartbeats
-    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write, limits.look)
+    own, look = range(ranks.rank, ranks.rank + ranks.local_world_size), Limits.of(job.config.launch).look
+    publisher = Publisher(job.run.id, own, write, look)
     publisher.start()
     return publisher
 
@@ -318,7 +331,8 @@ def _state(outcome: Outcome) -> str:
 def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None, *, by_others: bool) -> int:
     """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
-    if run is not None and not _outlived(run):
+    # Where a watch has told of this rank, what it says itself is what came of that.
+    if run is not None and not _outlived(run) and not run.has_error(ranks.rank):
         record = _error_record(error, ranks, plan, code)
         try:
             run.write_error(ranks.rank, record)
