@@ -191,12 +191,14 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+Write = Callable[[str, Mapping[str, Any]], None]
+"""(host, record) -> nothing: takes what a node publishes. OSError is no reason to end a run."""
+
+
 class Publisher:
     """One thread that hands all of a node's records to `write(host, record)`: every ten seconds, and when asked."""
 
-    def __init__(
-        self, run_id: str, ranks: Iterable[int], write: Callable[[str, Mapping[str, Any]], None], every: float = 10.0
-    ) -> None:
+    def __init__(self, run_id: str, ranks: Iterable[int], write: Write, every: float = 10.0) -> None:
         self.run_id = run_id
         self.ranks = tuple(ranks)
         self.write = write

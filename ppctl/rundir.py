@@ -197,15 +197,19 @@ class RunDir:
         """Replace heartbeats/<host>.json. Not synced: it is overwritten in ten seconds."""
         self._write(f"heartbeats/{host}.json", json.dumps(record) + "\n", durable=False)
 
+    def heartbeat(self, host: str) -> dict[str, Any]:
+        """What one host published last; empty where nothing is there."""
+        return self._mapping(f"heartbeats/{host}.json")
+
     def heartbeats(self) -> dict[str, dict[str, Any]]:
         """What each host published last, by host."""
         files = sorted((self.path / "heartbeats").glob("*.json"))
-        return {file.stem: self._mapping(f"heartbeats/{file.name}") for file in files}
+        return {file.stem: self.heartbeat(file.stem) for file in files}
 
     def write_error(self, rank: int, record: Mapping[str, Any]) -> None:
         """Write errors/rank-NNNN.json: the first thing that a failing rank does."""
         (self.path / "errors").mkdir(exist_ok=True)
-        self._write(f"errors/rank-{rank:04d}.json", json.dumps(record) + "\n")
+        write_atomically(self._error(rank), json.dumps(record) + "\n")
 
     def errors(self) -> list[dict[str, Any]]:
         """The failures that ranks have told, earliest first."""
@@ -214,9 +218,13 @@ class RunDir:
             (record for record in found if "rank" in record), key=lambda record: float(record.get("time", 0.0))
         )
 
-    def write_flight_record(self, rank: int, record: bytes) -> None:
-        """Write what torch's flight recorder holds of a rank in a job that hangs: beside the life's errors."""
-        write_atomically(self.flight_record(rank), record, durable=False)
+    def write_flight_record(self, backend: str, rank: int, record: bytes) -> None:
+        """Write what torch's flight recorder of `backend` holds of a rank in a job that hangs: beside the errors."""
+        write_atomically(self.flight_record(backend, rank), record, durable=False)
+
+    def has_error(self, rank: int) -> bool:
+        """Whether a failure of the rank has been told."""
+        return self._error(rank).exists()
 
     def forget_errors(self) -> None:
         """Remove the error records, where the same life of the run begins anew."""
@@ -306,13 +314,16 @@ class RunDir:
         """The rank's log file."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
-    def flight_record(self, rank: int) -> Path:
-        """The file of torch's flight recorder of a rank; the name ends with the rank, as torch's tools want it."""
-        return self.path / "errors" / f"flight_recorder_rank_{rank}"
+    def flight_record(self, backend: str, rank: int) -> Path:
+        """The file of a rank of torch's flight recorder of `backend` (gloo, nccl).
+
+        Torch's tools want one prefix for all ranks, and the rank at the end.
+        """
+        return self.path / "errors" / f"flight_recorder_{backend}_rank_{rank}"
 
     def flight_records(self) -> list[Path]:
         """Those files that are there."""
-        return sorted((self.path / "errors").glob("flight_recorder_rank_*"))
+        return sorted((self.path / "errors").glob("flight_recorder_*_rank_*"))
 
     @property
     def checkpoints(self) -> Path:
@@ -363,6 +374,9 @@ class RunDir:
         if errors.exists():
             errors.rename(self.path / f"errors-{number}")
         errors.mkdir()
+
+    def _error(self, rank: int) -> Path:
+        return self.path / "errors" / f"rank-{rank:04d}.json"
 
     def _write(self, name: str, text: str, *, durable: bool = True) -> None:
         write_atomically(self.path / name, text, durable=durable)

@@ -31,13 +31,15 @@ import torch.distributed as dist
 
 from ppctl import checkpoint_folder
 from ppctl.comm.channels import PeerLost
+from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.durations import seconds
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.mapping import to_mapping
+from ppctl.devices import device_type
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.hang.limits import Limits
-from ppctl.heartbeat import Heartbeat, Publisher, leave_word
+from ppctl.heartbeat import Heartbeat, Publisher, Write, leave_word
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 from ppctl.topology import RankGrid
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     stop, phases = StopRequest(), Phases()
     lose_lines_rather_than_fail()
+    raise_file_limit()
     phases.add("import", process_age())
     ranks = Ranks.from_environment()
     directory, by_others = arguments.run or arguments.submitted or arguments.publish, arguments.run is None
@@ -156,10 +159,10 @@ def _work(
     listener = _ready_for_a_hang(job.run, ranks.rank)
     limits = Limits.of(job.config.launch)
     alarm = Alarm(limits)
-    publisher = _publisher(job, ranks, limits, by_others=by_others)
+    watch = _watch(job, limits) if by_others else None
+    publisher = _publisher(job, ranks, limits, job.run.write_heartbeats if watch is None else watch)
     with phases("groups"):
-        call_roll(store, ranks, job, _patience(job).total_seconds())
-        join_world(store, ranks, device, limits.of_groups)
+        _join(job, ranks, store, device, limits, watch)
     with phases("build"):
         session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
     leads = ranks.rank == 0
@@ -213,18 +216,17 @@ def _lead(run: RunDir, listener: Listener, heartbeat: Heartbeat) -> None:
 
 
 def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
-    """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight record to the run."""
+    """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight records to the run."""
     listener = Listener()
     flight.turn_on(run)
-    listener.on(signal.SIGUSR2, lambda: flight.write(run, rank))
+    listener.on(signal.SIGUSR2, lambda: flight.write(run, rank, flight.dumps()))
     write_stacks_on_request()
     return listener
 
 
 def _device(job: Job, ranks: Ranks) -> torch.device:
     """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
-    name = job.config.launch.device
-    if name == "cpu" or (name == "any" and torch.cuda.device_count() < ranks.local_world_size):
+    if device_type(job.config.launch.device, torch.cuda.device_count(), ranks.local_world_size) == "cpu":
         return torch.device("cpu")
     # What the launcher has seen is not always what reaches a rank: a job's setup and a node's own profile come later.
     missing, problems = gpu_environment(job.config.parallel, job.plan.sizes.pp, os.environ, {})
@@ -236,13 +238,25 @@ def _device(job: Job, ranks: Ranks) -> torch.device:
     return device
 
 
-def _publisher(job: Job, ranks: Ranks, limits: Limits, *, by_others: bool) -> Publisher | None:
-    """One rank a node publishes the records of all its ranks; where no launcher of ours does, it watches them all."""
+def _join(job: Job, ranks: Ranks, store: Store, device: torch.device, limits: Limits, watch: NodeWatch | None) -> None:
+    """Join the world, when all are there and reach each other."""
+    hosts = call_roll(store, ranks, job, _patience(job).total_seconds())
+    if watch is not None:
+        watch.meet(hosts)
+    join_world(store, ranks, device, limits.of_groups)
+
+
+def _watch(job: Job, limits: Limits) -> NodeWatch:
+    """What watches the job where no launcher of ours does."""
+    return NodeWatch(job.run, job.plan, limits, checkpoint_folder.step_of(job.config.checkpoint.resume))
+
+
+def _publisher(job: Job, ranks: Ranks, limits: Limits, write: Write) -> Publisher | None:
+    """One rank a node publishes the records of all its ranks."""
     if ranks.local_rank != 0:
         return None
-    run, first = job.run, checkpoint_folder.step_of(job.config.checkpoint.resume)
-    write = NodeWatch(run, job.plan, limits, first) if by_others else run.write_heartbeats
-    publisher = Publisher(run.id, range(ranks.rank, ranks.rank + ranks.local_world_size), write, limits.look)
+    own = range(ranks.rank, ranks.rank + ranks.local_world_size)
+    publisher = Publisher(job.run.id, own, write, limits.look)
     publisher.start()
     return publisher
 
@@ -338,7 +352,8 @@ def _state(outcome: Outcome) -> str:
 def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None, *, by_others: bool) -> int:
     """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
-    if run is not None and not _outlived(run):
+    # Where a watch has told of this rank, what it says itself is what came of that.
+    if run is not None and not _outlived(run) and not run.has_error(ranks.rank):
         record = _error_record(error, ranks, plan, code)
         try:
             run.write_error(ranks.rank, record)

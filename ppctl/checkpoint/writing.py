@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import FileRecord, Manifest, record_file
+from ppctl.checkpoint.manifest import FileRecord, Manifest, TensorRecord, record_file
 from ppctl.checkpoint.ranks import Ranks, problems_of
-from ppctl.checkpoint.replicas import Tensors, copies, elect_writers, hold
+from ppctl.checkpoint.replicas import Holding, Tensors, copies, elect_writers, hold
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 
@@ -51,7 +51,14 @@ def save(
     ranks = Ranks(process_group)
     what = f"write the checkpoint {checkpoint_folder.step_path(directory, step)}"
     text = json.dumps(dict(state), indent=1) + "\n"
-    writers, records = ranks.agree(what, lambda: hold(tensors, writer=writer), elect_writers)
+    records: dict[str, TensorRecord] = {}
+
+    def elect(holdings: list[Holding]) -> dict[str, int]:
+        elected, found = elect_writers(holdings)
+        records.update(found)  # stays on rank 0, which seals: of 188k tensors it is most of what would be broadcast
+        return elected
+
+    writers = ranks.agree(what, lambda: hold(tensors, writer=writer), elect)
     mine = {name: copies(tensors[name])[0] for name, rank in writers.items() if rank == ranks.rank}
     ranks.agree(what, lambda: None, lambda _: checkpoint_folder.prepare(directory, step))
     temporary = checkpoint_folder.temporary_path(directory, step)
@@ -64,7 +71,7 @@ def save(
 
     try:
         _write(temporary, mine, what, ranks)
-        path = ranks.agree(what, lambda: sync_files(temporary, f"__{ranks.rank}_*.distcp"), finish)
+        path = ranks.agree(what, lambda: sync_files(temporary, f"__{ranks.rank}_0.distcp"), finish)
     except CheckpointError:
         if ranks.rank == 0:
             checkpoint_folder.discard(temporary)
@@ -91,7 +98,9 @@ class Writer(FileSystemWriter):
     """Reports the file system's error; torch's own ("unexpected pos 704 vs 598") hides it behind the last one."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # it syncs before it has flushed; `sync_files` does both in order
+        # One thread is one file, `__<rank>_0.distcp`, which a rank finds without listing all ranks' files.
+        # DCP syncs before it has flushed; `sync_files` does both in order.
+        super().__init__(path, thread_count=1, sync_files=False)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors."""
@@ -110,7 +119,10 @@ def _file_error_behind(error: BaseException) -> BaseException:
 
 
 def sync_files(path: Path, pattern: str) -> dict[str, FileRecord]:
-    """Bring this rank's files to the disk, and describe them as they can be read back."""
+    """Bring the files that match `pattern` to the disk, and describe them as they can be read back.
+
+    A pattern without a wildcard looks for that one file; any other lists the whole directory.
+    """
     files = {}
     for file in sorted(path.glob(pattern)):
         checkpoint_folder.sync(file)

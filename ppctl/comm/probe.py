@@ -13,11 +13,14 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ppctl.devices import device_type
 
 LIMIT = 20.0
 """Seconds that one edge may take."""
@@ -29,11 +32,11 @@ _ROUNDS = 5
 def main() -> int:
     """Measure; 0 where every edge answered, else 1."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() > int(os.environ.get("LOCAL_RANK", rank))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
-    if cuda:
+    device = device_of(rank, world, os.environ, torch.cuda.device_count())
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=LIMIT))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT))
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, socket.gethostname())
     edges = [_edge(source, (source + 1) % world, hosts, device) for source in range(world)] if world > 1 else []
@@ -41,6 +44,12 @@ def main() -> int:
         print(json.dumps({"versions": versions(), "device": device.type, "ranks": world, "edges": edges}))
         sys.stdout.flush()
     return int(any(edge["error"] for edge in edges))
+
+
+def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> torch.device:
+    """What a rank measures with, on a machine with `gpus`: what a worker takes for launch.device=any."""
+    kind = device_type("any", gpus, int(environ.get("LOCAL_WORLD_SIZE", world)))
+    return torch.device(kind, int(environ.get("LOCAL_RANK", rank))) if kind == "cuda" else torch.device(kind)
 
 
 def versions() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Knows addresses and sockets. Must not know the store, runs or configs.
 
-gloo connects every rank with every other one while a group is made. To a host that drops what comes it waits five times
-the group's timeout, meanwhile the ranks that are connected go on, and what any of them says in the end names no rank.
+gloo connects ranks while a group is made, or on first use. To a host that drops what comes it waits five times the
+group's timeout, meanwhile the ranks that are connected go on, and what any of them says in the end names no rank.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Progress:
 
     def late(self, standings: Sequence[Standing], now: float) -> float | None:
         """Seconds since anything moved, if that is longer than allowed; else None."""
-        self._count(standings)
+        self.note(standings)
         if not standings or all(standing.state == "done" for standing in standings):
             return None
         moved = max(self._began, *(standing.since for standing in standings))
@@ -86,7 +86,7 @@ class Progress:
             return self.limits.step
         return min(self.limits.longest, max(LEAST, TIMES * self._slowest))
 
-    def _count(self, standings: Sequence[Standing]) -> None:
+    def note(self, standings: Sequence[Standing]) -> None:
         """Note when a step begins, and how long the one before took (its start-up does not count)."""
         trained = [standing for standing in standings if standing.state == "training"]
         newest = max((standing.step for standing in trained), default=-1)

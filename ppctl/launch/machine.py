@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.config.argv import typed_again
+from ppctl.devices import device_type
 from ppctl.errors import Problem
 
 _FEW_PROCESSES = 64
@@ -48,10 +49,8 @@ def _gpus_by_driver() -> int:
 
 
 def choose_device(asked: str, ranks: int, environ: Mapping[str, str]) -> str:
-    """`cuda` or `cpu` for `launch.device`: `any` is cuda where this machine has a GPU for each of its ranks."""
-    if asked != "any":
-        return asked
-    return "cuda" if count_gpus(environ) >= ranks else "cpu"
+    """`cuda` or `cpu` for `launch.device`. GPUs are counted only where the answer depends on them."""
+    return device_type(asked, count_gpus(environ) if asked == "any" else 0, ranks)
 
 
 def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Problem]:

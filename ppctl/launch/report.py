@@ -142,7 +142,7 @@ def report(run: RunDir, found: Sequence[Failure], beats: Mapping[int, Beat], wor
     step = f"at step {beat.step + 1}; " if beat is not None and stepping else ""
     lines.append(f"  {step}its log: {run.log(first.rank)}")
     if run.flight_records():
-        lines.append(f"  torch's flight records: {run.flight_record(0).parent}/flight_recorder_rank_*")
+        lines.append(f"  torch's flight records: {run.flight_records()[0].parent}/flight_recorder_*")
     if first.code == SILENT:
         lines += [f"  | {line}" for line in _tail(run, first.rank)]
     if first.code == KILLED:

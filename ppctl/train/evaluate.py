@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from ppctl.comm.gather import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.train.step import Trainer
 
@@ -26,7 +24,9 @@ class Evaluator:
         self.batches = None if training is None else trainer.session.held_out_batches(training.sample_order)
         counts = [] if self.batches is None else [self.batches.num_batches, self.batches.num_samples]
         # Ranks that read nothing take part in as many forwards as the others.
-        self.num_batches, self.num_samples = (max(column) for column in zip(*_gather(counts or [0, 0]), strict=True))
+        self.num_batches, self.num_samples = (
+            max(column) for column in zip(*self._gather(counts or [0, 0]), strict=True)
+        )
 
     def is_due(self, done: int) -> bool:
         """Whether one belongs behind the `done`-th step."""
@@ -45,17 +45,14 @@ class Evaluator:
             if losses and batch is not None:
                 tokens += float(batch.loss_mask.sum())
         checksum = _READS_NOTHING if self.batches is None else float(self.batches.checksum)
-        rows = _gather([loss, tokens, checksum])
+        rows = self._gather([loss, tokens, checksum])
         seen = {rank: int(row[2]) for rank, row in enumerate(rows) if row[2] != _READS_NOTHING}
         check_same_samples(self.trainer.session.config.train.steps, seen)
         total = sum(row[0] for row in rows), sum(row[1] for row in rows)
         return {"eval_loss": total[0] / total[1], "eval_samples": int(self.num_samples)}
 
-
-def _gather(own: list[float] | list[int]) -> list[list[float]]:
-    """Every rank's numbers, by rank."""
-    row = torch.tensor(own, dtype=torch.float64)
-    table = torch.empty(dist.get_world_size(), len(row), dtype=torch.float64)
-    dist.all_gather(list(table.unbind()), row)
-    found: list[list[float]] = table.tolist()
-    return found
+    def _gather(self, own: list[float] | list[int]) -> list[list[float]]:
+        """Every rank's numbers, by rank."""
+        s = self.trainer.session
+        found: list[list[float]] = gather_rows(own, s.own.rank, s.world_groups).tolist()
+        return found

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ppctl.comm.reach import connecting
+from ppctl.comm.sockets import connecting_on_first_use
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
@@ -136,8 +137,10 @@ def refuse_job(store: Store, code: int, ranks: Ranks, patience_s: float = 30.0) 
 def join_world(store: Store, ranks: Ranks, device: torch.device, limit: timedelta) -> None:
     """Make the default process group: gloo for what is said between hosts' CPUs, NCCL beside it on CUDA.
 
+    A rank connects with its neighbours in the world's ring here, where a failure is named; with others on first use.
     `limit` is how long its backends wait for other ranks; every group and connection that is made later takes it over.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with connecting(ranks.rank, host_name(), "the job"):
+    with connecting(ranks.rank, host_name(), "the job"), connecting_on_first_use():
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)
+        dist.all_reduce(torch.zeros(1))

@@ -1,7 +1,8 @@
 """What every rank tells all others once a step, in one small gather, and what all conclude from it alike.
 
 Knows the fields of that message and the rules that end a step or a run. Must not know how the numbers came about. The
-gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight.
+gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight; with thousands of
+ranks nothing here may take a Python statement for each of them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import signal
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 
-import torch
+import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 
+from ppctl.comm.gather import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.errors import Problem, TrainingError
 
 NOTHING = -1.0
 TIME_IS_OVER = -1
+
+Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -45,74 +50,106 @@ class RankReport:
     updates: float = 0.0
     """Updates that this rank's optimizer has made, in earlier steps."""
     stage_seconds: list[float] = field(default_factory=list)
-    """Busy seconds of each of this rank's stages, in chunk order."""
+    """Busy seconds of each of this rank's stages, in chunk order; as many on every rank."""
     auxiliary: list[float] = field(default_factory=list)
     """Auxiliary losses of each of this rank's routers, summed over its microbatches; as long on every rank."""
 
-    def pack(self) -> torch.Tensor:
-        """The report as a float64 vector: exact for whole numbers below 2^53."""
+    def pack(self) -> list[float]:
+        """The report as one row: float64 is exact for whole numbers below 2^53."""
         *head, stages, auxiliary = astuple(self)
-        return torch.tensor([*head, *stages, *auxiliary], dtype=torch.float64)
-
-    def unpack(self, row: Sequence[float]) -> RankReport:
-        """The report that was packed into `row`, with lists as long as this one's."""
-        report, head = RankReport(), [f.name for f in fields(self)][:-2]
-        for name, value in zip(head, row, strict=False):
-            setattr(report, name, value)
-        stages, end = len(head), len(head) + len(self.stage_seconds)
-        report.stage_seconds, report.auxiliary = list(row[stages:end]), list(row[end:])
-        return report
+        return [*head, *stages, *auxiliary]
 
 
-def gather_reports(own: RankReport, group: dist.ProcessGroup | None = None) -> list[RankReport]:
-    """Every rank's report, by rank. A collective: all ranks of the world call it once a step."""
-    row = own.pack()
-    world = dist.get_world_size(group)
-    table = torch.empty(world, row.numel(), dtype=torch.float64)
-    dist.all_gather(list(table.unbind()), row, group=group)
-    return [own.unpack(values) for values in table.tolist()]
+_COLUMNS = {each.name: index for index, each in enumerate(fields(RankReport)[:-2])}
 
 
-def check_reports(reports: Sequence[RankReport], step: int, last_stage: int) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class Reports:
+    """The reports of all ranks, by rank: a row each, as `RankReport.pack` makes it."""
+
+    table: Numbers
+    """[ranks, numbers]"""
+    stages: int
+    """How many of a row's numbers are seconds of stages."""
+
+    @classmethod
+    def of(cls, reports: Sequence[RankReport]) -> Reports:
+        """These reports, of rank 0 and so on."""
+        return cls(np.array([report.pack() for report in reports], dtype=np.float64), len(reports[0].stage_seconds))
+
+    def column(self, name: str) -> Numbers:
+        """One field of all ranks (not the two lists)."""
+        return self.table[:, _COLUMNS[name]]
+
+    def total(self, name: str) -> float:
+        """The sum of one field over all ranks, added up in rank order: its bits depend on the order."""
+        values: list[float] = self.column(name).tolist()
+        return sum(values)
+
+    @property
+    def stage_seconds(self) -> Numbers:
+        """[ranks, chunks]"""
+        return self.table[:, len(_COLUMNS) : len(_COLUMNS) + self.stages]
+
+    @property
+    def auxiliary(self) -> Numbers:
+        """[ranks, routers]"""
+        return self.table[:, len(_COLUMNS) + self.stages :]
+
+
+def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGroup]) -> Reports:
+    """Every rank's report. A collective: all ranks of the world call it once a step, with their groups."""
+    return Reports(gather_rows(own.pack(), rank, groups).numpy(), len(own.stage_seconds))
+
+
+def check_reports(reports: Reports, step: int, last_stage: int) -> None:
     """Raise TrainingError where ranks read different samples or a loss is not finite. All ranks raise alike."""
-    check_same_samples(step, {rank: int(r.checksum) for rank, r in enumerate(reports) if r.checksum != NOTHING})
+    check_same_samples(step, _told(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
             "PP-E732",
-            f"step {step}: the loss of microbatch {int(report.bad_microbatch)} is not finite on rank {rank} "
-            f"(stage {last_stage})",
+            f"step {step}: the loss of microbatch {microbatch} is not finite on rank {rank} (stage {last_stage})",
             "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
         )
-        for rank, report in enumerate(reports)
-        if report.bad_microbatch != NOTHING
+        for rank, microbatch in _told(reports.column("bad_microbatch"), NOTHING).items()
     ]
     if problems:
         raise TrainingError(problems)
 
 
-def stop_reason(reports: Sequence[RankReport]) -> str | None:
+def _told(column: Numbers, nothing: float) -> dict[int, int]:
+    """The whole numbers of those ranks that have one to tell, by rank."""
+    ranks = np.flatnonzero(column != nothing)
+    return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
+
+
+def stop_reason(reports: Reports) -> str | None:
     """Why the run has to stop, in words: what has asked which ranks. None where nothing has."""
-    asked = {rank: int(report.stop) for rank, report in enumerate(reports) if report.stop}
+    asked = _told(reports.column("stop"), 0.0)
     if not asked:
         return None
     if TIME_IS_OVER in asked.values():
         return "its time is nearly over"
     first, number = next(iter(asked.items()))
-    ranks = f"rank {first}" if len(asked) == 1 else f"{len(asked)} ranks" if len(asked) < len(reports) else "every rank"
+    several = f"{len(asked)} ranks" if len(asked) < len(reports.table) else "every rank"
+    ranks = f"rank {first}" if len(asked) == 1 else several
     return f"{signal.Signals(number).name.removeprefix('SIG')} on {ranks}"
 
 
-def bubble_fraction(reports: Sequence[RankReport]) -> float:
+def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
     """1 - busy time / (ranks x time from the first action's start to the last one's end), over one pipeline's ranks."""
-    span = max(r.end for r in reports) - min(r.start for r in reports)
-    return 1.0 - sum(r.busy for r in reports) / (len(reports) * span) if span > 0 else math.nan
+    start, end, busy = (reports.column(name)[list(pipeline)] for name in ("start", "end", "busy"))
+    span = float(end.max() - start.min())
+    return 1.0 - sum(busy.tolist()) / (len(pipeline) * span) if span > 0 else math.nan
 
 
-def slowest_stage(reports: Sequence[RankReport], stages: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(stage, rank) with the most busy seconds; `stages[i]` and `reports[i]` are those of rank i, in chunk order."""
-    seconds = {
-        (stage, rank): spent
-        for rank, (report, own) in enumerate(zip(reports, stages, strict=True))
-        for stage, spent in zip(own, report.stage_seconds, strict=True)
-    }
-    return max(seconds, key=lambda which: seconds[which])
+def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
+
+    Raises ValueError where it is not: a rank's report is missing.
+    """
+    seconds = reports.stage_seconds
+    if seconds.shape != stages.shape:
+        raise ValueError(f"reports of [ranks, chunks] {seconds.shape} where stages are {stages.shape}")
+    rank, chunk = divmod(int(seconds.argmax()), seconds.shape[1])
+    return int(stages[rank, chunk]), rank

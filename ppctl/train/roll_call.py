@@ -38,9 +38,10 @@ class _Absent(Exception):
     """Ranks that have not said their word in time."""
 
 
-def call_roll(store: Store, ranks: Ranks, job: Job, patience: float) -> None:
-    """Return when every rank has come, within `patience` seconds, and nothing is wrong with any.
+def call_roll(store: Store, ranks: Ranks, job: Job, patience: float) -> list[str]:
+    """The hosts, in the order of their first ranks, when every rank has come and nothing is wrong with any.
 
+    They have `patience` seconds to come.
     Raises on every rank alike: TrainingError (PP-E709) where some did not come, ConfigError (PP-E742) where they hold
     different configs or plans, DeadEdge (PP-E707) where one host does not reach another one within `launch.edge_limit`.
     """
@@ -49,21 +50,22 @@ def call_roll(store: Store, ranks: Ranks, job: Job, patience: float) -> None:
     with server:
         own = {"host": host_name(), "address": address, "digest": _digest(job)}
         _say(store, f"word/{ranks.rank}", own)
-        problem = None
+        problem, hosts = None, list[str]()
         try:
             if ranks.rank == 0:
                 words = _hear(store, "word", range(ranks.world_size), patience)
                 problem = _wrong_run(words)
                 first = {} if problem else _first_of_each_host(words)
-                _say(store, "hosts", [[rank, *word["address"]] for rank, word in first.items()])
-            reached = _try_hosts(store, ranks.rank, limit, patience + _LATER)
-            if ranks.rank == 0 and reached and problem is None:
+                _say(store, "hosts", [[rank, word["host"], *word["address"]] for rank, word in first.items()])
+            hosts = _try_hosts(store, ranks.rank, limit, patience + _LATER)
+            if ranks.rank == 0 and len(hosts) > 1 and problem is None:
                 found = _hear(store, "found", first, limit + _LATER)
                 problem = _dead_edges(words, found)
         except _Absent as absent:
             problem = Problem("PP-E709", str(absent), "ppctl explain PP-E709")
             _say(store, "hosts", [])
         _agree(store, ranks, problem, patience + limit + 2 * _LATER)
+    return hosts
 
 
 def _digest(job: Job) -> str:
@@ -98,22 +100,23 @@ def _wrong_run(words: Mapping[int, Any]) -> Problem | None:
 
 
 def _first_of_each_host(words: Mapping[int, Any]) -> dict[int, Any]:
-    """The lowest rank of every host; nobody where there is one host alone."""
+    """What the lowest rank of every host has said."""
     first: dict[str, int] = {}
     for rank, word in words.items():
         first.setdefault(word["host"], rank)
-    return {rank: words[rank] for rank in first.values()} if len(first) > 1 else {}
+    return {rank: words[rank] for rank in first.values()}
 
 
-def _try_hosts(store: Store, rank: int, limit: float, patience: float) -> bool:
-    """Let the first rank of every host try all others. Whether there are several hosts."""
+def _try_hosts(store: Store, rank: int, limit: float, patience: float) -> list[str]:
+    """Let the first rank of every host try all others; the hosts' names."""
     store.wait([f"{_KEY}/hosts"], timedelta(seconds=patience))
-    addresses = {int(other): (str(host), int(port)) for other, host, port in json.loads(store.get(f"{_KEY}/hosts"))}
-    if rank in addresses:
+    rows = json.loads(store.get(f"{_KEY}/hosts"))
+    addresses = {int(other): (str(host), int(port)) for other, _, host, port in rows}
+    if rank in addresses and len(addresses) > 1:
         others = {other: address for other, address in addresses.items() if other != rank}
         found = unreached(others, limit)
         _say(store, f"found/{rank}", [[other, *addresses[other], why] for other, why in found.items()])
-    return bool(addresses)
+    return [str(name) for _, name, *_ in rows]
 
 
 def _dead_edges(words: Mapping[int, Any], found: Mapping[int, Any]) -> Problem | None:

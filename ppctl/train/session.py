@@ -93,6 +93,11 @@ class Session:
         if self.communicator is not None:
             self.communicator.close()
 
+    @property
+    def world_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
+        """The groups along the axes that make up the world: what goes along both reaches every rank."""
+        return self.pp_group, self.dp_group
+
     def batches(
         self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
     ) -> Batches | None:

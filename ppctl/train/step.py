@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +39,7 @@ from ppctl.train.precision import in_precision, unscale
 from ppctl.train.report import (
     NOTHING,
     RankReport,
+    Reports,
     bubble_fraction,
     check_reports,
     gather_reports,
@@ -85,7 +87,8 @@ class Trainer:
         self.pipeline = grid.group_of("pp", 0)
         stages = [plan.for_rank(rank).stages for rank in self.pipeline]
         numbers = [[spec.stage for spec in own] for own in stages]
-        self.stages_of = [numbers[grid.coordinates(rank)["pp"]] for rank in range(plan.sizes.world)]
+        self.stages_of = np.array([numbers[grid.coordinates(rank)["pp"]] for rank in range(plan.sizes.world)])
+        """[ranks, chunks]: the stages of every rank."""
         self.auxiliary_width = auxiliary_width(stages, session.config.model)
         self.balance = Balance(
             [router for module in session.stages.values() for router in module.routers()],
@@ -103,10 +106,10 @@ class Trainer:
         self._run_pipeline(step)
         if s.heartbeat is not None:
             s.heartbeat.set_state("updating")
-        reports = gather_reports(self._report())
+        reports = gather_reports(self._report(), s.own.rank, s.world_groups)
         check_reports(reports, step + 1, s.plan.stages[-1].stage)
         # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
-        lr = lr_at(int(max(report.updates for report in reports)), s.config.optim, s.config.train.steps)
+        lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps)
         s.reducer.finish()
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
@@ -118,7 +121,7 @@ class Trainer:
         if not overflow:
             self._update(norm, lr)
         seconds = time.perf_counter() - started
-        record = {"step": step + 1, "loss": sum(r.loss for r in reports), "grad_norm": grad_norm, "lr": lr}
+        record = {"step": step + 1, "loss": reports.total("loss"), "grad_norm": grad_norm, "lr": lr}
         if s.loss_scale is not None:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)
@@ -298,22 +301,21 @@ class Trainer:
         report.updates = float(s.optimizer.updates)
         return report
 
-    def _further_losses(self, reports: list[RankReport]) -> dict[str, float]:
+    def _further_losses(self, reports: Reports) -> dict[str, float]:
         """What the objective has beside the loss: MTP's mean loss, and what the auxiliary losses add, over all layers.
 
         The objective is loss + model.mtp_loss_scaling_factor x mtp_loss + aux_loss.
         """
         losses = {}
         if self.session.config.model.mtp_num_layers:
-            losses["mtp_loss"] = sum(r.mtp_loss for r in reports)
+            losses["mtp_loss"] = reports.total("mtp_loss")
         if self.auxiliary_width:
-            losses["aux_loss"] = math.fsum(x for r in reports for x in r.auxiliary) / self._microbatches_of_all()
+            losses["aux_loss"] = math.fsum(reports.auxiliary.ravel().tolist()) / self._microbatches_of_all()
         return losses
 
-    def _figures(self, reports: list[RankReport], seconds: float) -> dict[str, Any]:
+    def _figures(self, reports: Reports, seconds: float) -> dict[str, Any]:
         """Throughput and balance, from rank 0's pipeline where a figure belongs to one."""
         s = self.session
-        own = [reports[rank] for rank in self.pipeline]
         stage, rank = slowest_stage(reports, self.stages_of)
         # All that went through the model, as FLOPs count them; samples are whole, so that none of these is padding.
         tokens = s.config.train.global_batch_size * s.config.data.seq_length
@@ -323,16 +325,16 @@ class Trainer:
         tflops = flops / seconds / world / 1e12
         return {
             "tokens": tokens,
-            "loss_tokens": int(sum(r.loss_tokens for r in reports)),
+            "loss_tokens": int(reports.total("loss_tokens")),
             "tokens_per_s": tokens / seconds,
             "tokens_per_s_per_device": tokens / seconds / world,
             "step_time_s": seconds,
-            "bubble_fraction": bubble_fraction(own),
+            "bubble_fraction": bubble_fraction(reports, self.pipeline),
             "slowest_stage": stage,
             "slowest_rank": rank,
             "tflops_per_device": tflops,
             "mfu": None if self.peak_flops is None else tflops * 1e12 / self.peak_flops,
-            "max_memory_bytes": int(max(r.memory_bytes for r in reports)),
+            "max_memory_bytes": int(reports.column("memory_bytes").max()),
         }
 
 

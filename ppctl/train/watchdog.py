@@ -1,4 +1,4 @@
-"""No rank waits for ever: its own alarm, and on every node one look at all ranks' records.
+"""No rank waits for ever: its own alarm, and on every node one look at whether the job still moves.
 
 Knows what to do when nothing has moved for too long: tell who is waited for, let every rank write its stack, end them.
 Must not know how that is judged (`ppctl.hang`). Where ppctl's own launcher watches, it comes first: these are for ranks
@@ -15,7 +15,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from itertools import takewhile
+from typing import Any, NoReturn
 
 from ppctl.hang.limits import GRACE, Limits, Progress
 from ppctl.hang.verdict import verdict
@@ -24,6 +25,8 @@ from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 
 _STACKS = 1.0
+_VERDICT = "verdict"
+"""Key of a node's record: why the job ends, in one line. What else is in a record is `ppctl.heartbeat`'s."""
 
 
 def write_stacks_on_request() -> None:
@@ -54,26 +57,58 @@ class Alarm:
 
 
 class NodeWatch:
-    """Hand it to the publisher as what writes a node's records: it writes them, and looks at everybody's.
+    """Hand it to the publisher as what writes a node's records: it writes them, and looks whether the job still moves.
 
-    When nothing has moved for too long it writes the culprit's error record, lets this node's ranks write their stacks,
-    and ends them, its own process last.
+    One node judges: the first, in the order of ranks, that has not fallen silent. It reads what all nodes have
+    published; every other node reads the judge's record alone, so that a shared file system sees as many files opened
+    as there are nodes, and not their square. When nothing has moved for too long the judge writes the culprit's error
+    record and says so in its own record, and every node lets its ranks write their stacks and ends them, its own
+    process last. Until the ranks have met (`meet`) every node judges its own ranks only.
     """
 
     def __init__(self, run: RunDir, plan: Plan, limits: Limits, first_step: int = 0) -> None:
         self.run = run
         self.plan = plan
+        self.limits = limits
         self.progress = Progress(limits, time.time(), first_step)
+        self._hosts: tuple[str, ...] = ()
+        self._began = self._met = time.time()
+
+    def meet(self, hosts: Sequence[str]) -> None:
+        """From now on the nodes of the job are known, in the order of their first ranks."""
+        self._met = time.time()
+        self._hosts = tuple(hosts)
 
     def __call__(self, host: str, record: Mapping[str, Any]) -> None:
-        """Write what a node publishes, then judge. The clock is the hosts' own: seconds since the epoch."""
+        """Write what a node publishes, then look. The clock is the hosts' own: seconds since the epoch."""
         try:
             self.run.write_heartbeats(host, record)
         finally:
-            self._judge(host, record)
+            judge = self._judge_before(host, record)
+            if judge is None:
+                self._judge(host, record)
+            elif _VERDICT in judge:
+                self._leave(str(judge[_VERDICT]), record, wait=0.0)
+
+    def _judge_before(self, host: str, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The record of the node that judges this one; None where this node is the judge itself.
+
+        A node that takes another one for silent by mistake reads more than it must, and concludes nothing else.
+        """
+        now = time.time()
+        own = published({host: record}, now, math.inf)
+        self.progress.note(own)
+        silence = self.progress.limit(own) / 2
+        for name in takewhile(lambda name: name != host, self._hosts):
+            told = self.run.heartbeat(name)
+            if float(told.get("time", 0.0)) <= self._began:  # nothing, or what an earlier life of the run has left
+                told = {"time": self._met}
+            if _VERDICT in told or now - float(told["time"]) <= silence:
+                return told
+        return None
 
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
-        hosts = self.run.heartbeats() | {host: dict(record)}
+        hosts = (self.run.heartbeats() if self._hosts else {}) | {host: dict(record)}
         now = time.time()
         standings = published(hosts, now, math.inf)
         still = self.progress.late(standings, now)
@@ -91,9 +126,10 @@ class NodeWatch:
             if not self.run.errors():
                 self.run.write_error(int(str(error["rank"])), error)
                 self.run.write_status("failed", rank=error["rank"])
-        print(f"{told}\n{error['place']}", file=sys.stderr)
-        sys.stderr.flush()
-        _end([int(row["pid"]) for row in record.get("ranks", ())])
+        with suppress(OSError):
+            self.run.write_heartbeats(host, {**record, "time": now, _VERDICT: told})
+        # Other nodes have time to look: their ranks would die of this node's broken connections before they can tell.
+        self._leave(f"{told}\n{error['place']}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
 
     def _ask_for_other_nodes(self, silent: Sequence[str], why: str) -> None:
         """Where whole nodes have fallen silent, let SLURM's job be requeued without them."""
@@ -102,12 +138,17 @@ class NodeWatch:
             with suppress(OSError):
                 self.run.write_requeue_mark(job, int(life), why, exclude=silent)
 
+    def _leave(self, why: str, record: Mapping[str, Any], wait: float) -> NoReturn:
+        print(why, file=sys.stderr)
+        sys.stderr.flush()
+        _end([int(row["pid"]) for row in record.get("ranks", ())], wait)
 
-def _end(processes: Sequence[int]) -> None:
-    """Let this node's ranks tell where they are, then end them, this process last."""
+
+def _end(processes: Sequence[int], wait: float) -> NoReturn:
+    """Let this node's ranks tell where they are, then end them after `wait` more seconds, this process last."""
     ranks = [pid for pid in processes if pid != 0]
     others = [pid for pid in ranks if pid != os.getpid()]
-    for each, number, pause in ((ranks, signal.SIGUSR2, _STACKS), (others, signal.SIGKILL, 0.0)):
+    for each, number, pause in ((ranks, signal.SIGUSR2, _STACKS + wait), (others, signal.SIGKILL, 0.0)):
         for pid in each:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)

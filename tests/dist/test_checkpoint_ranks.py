@@ -66,6 +66,24 @@ def test_each_tensor_is_written_by_one_rank_and_replicas_write_nothing(tmp_path)
     assert [(path / f"__{rank}_0.distcp").stat().st_size > 0 for rank in range(4)] == [True, True, False, False]
 
 
+def listings_of_a_save(directory):
+    """How often this rank lists the directory that is being written, from when it is there."""
+    listed = []
+
+    def audit(event, arguments):
+        if event in ("os.scandir", "os.listdir") and str(arguments[0]).endswith(".tmp"):
+            listed.append(arguments[0])
+
+    sys.addaudithook(audit)
+    save_cut(directory, 2, 1)
+    return len(listed)
+
+
+def test_no_rank_lists_the_files_of_all_others(tmp_path):
+    """Of 2,048 ranks that would be four million directory entries a save, on a file system that all share."""
+    assert run_ranks(listings_of_a_save, 4, tmp_path)[1:] == [0, 0, 0]
+
+
 def load_without_layer(path, missing):
     tensors = stage_tensors(dist.get_rank(), 2)
     tensors.pop(missing, None)

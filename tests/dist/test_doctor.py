@@ -12,6 +12,7 @@ import pytest
 from command import environment, ppctl
 
 from ppctl.cli.doctor import _lines, _wrong
+from ppctl.comm.probe import device_of
 
 
 def test_it_times_every_edge_of_the_ring(tmp_path: Path) -> None:
@@ -40,6 +41,18 @@ def test_as_ranks_of_a_job_the_first_one_tells(tmp_path: Path) -> None:
     assert done.stdout.count("nothing is wrong") == (done.returncode == 0), done.stderr
     assert all("slow" in line for line in done.stdout.splitlines() if line.startswith("wrong:"))
     assert "0 -> 1" in done.stdout
+
+
+@pytest.mark.parametrize("variables", [True, False], ids=["as ranks of a job", "without LOCAL_RANK"])
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 2), (2, 2), (7, 8), (8, 8), (8, 3), (1, 1)])
+def test_all_ranks_of_a_machine_measure_with_the_same_kind_of_device(gpus: int, ranks: int, variables: bool) -> None:
+    """With one GPU and two ranks, rank 0 took it and waited in NCCL for rank 1, which was on gloo."""
+    taken = []
+    for rank in range(ranks):
+        told = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if variables else {}
+        taken.append(device_of(rank, ranks, told, gpus))
+    assert {device.type for device in taken} == {"cuda" if gpus >= ranks else "cpu"}
+    assert [device.index for device in taken] == (list(range(ranks)) if gpus >= ranks else [None] * ranks)
 
 
 FINE: dict[str, Any] = {

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from command import TINY, environment, metrics, only_run, ppctl, start
+from command import STARTED, TINY, environment, metrics, only_run, ppctl, start
 from test_faults import alive
 
+from ppctl.launch.environment import choose_port
 from ppctl.rundir import RunDir
 
 KINDS = ("raise", "kill", "stop", "hold", "slow", "deaf", "cut", "full", "dumb", "room", "nan", "update")
@@ -90,7 +91,7 @@ def ended_by_its_culprit(fault: Fault, first: str, err: str, run: Path) -> None:
         assert set(flights) == set(range(fault.pp)) - {fault.rank}, "those that could still write"
         records = [pickle.loads(path.read_bytes()) for path in flights.values()]
         assert all(record["entries"] for record in records), "the step's gather at least"
-        assert "flight_recorder_rank_" in err
+        assert "/errors/flight_recorder_*" in err
 
 
 def ended_with_both_ends_named(fault: Fault, first: str, err: str, run: Path) -> None:
@@ -211,6 +212,39 @@ def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -
         assert "error PP-E706: rank 1 in 1B2: nothing has moved for" in done.stderr
         run = RunDir(only_run(tmp_path))
         assert [error["rank"] for error in run.errors()] == [1]
-        assert run.flight_records() == [run.flight_record(0)]
+        assert run.flight_records() == [run.flight_record("gloo", 0)]
     else:
         assert "in _strike" in done.stderr, "its own stack"
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(200)
+def test_where_the_first_node_has_fallen_silent_the_next_one_ends_the_job(tmp_path: Path) -> None:
+    """Rank 0 holds the GIL, and with it the thread that judges the whole job: the second node takes its place."""
+    (tmp_path / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
+    train = ("train", "+recipe=quickstart", *TINY, "pp=2", "vpp=1", "data.path=corpus.txt", "steps=100000")
+    limits = ("launch.step_limit=4s", "launch.first_step_limit=12s")
+    struck = {"PPCTL_FAULT": "hold 0 300 0B2", "PPCTL_ALARM_GRACE": "20"}  # late: its node has published by then
+    port, agents = choose_port({}), []
+    for node, name in enumerate(("first", "second")):
+        where = ("--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port))
+        command = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node", "1", "-m", "ppctl"]
+        agent = subprocess.Popen(
+            [*command, *train, *limits],
+            cwd=tmp_path,
+            env=environment(SLURMD_NODENAME=name, GLOO_SOCKET_IFNAME="lo", **struck),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        STARTED.append(agent)
+        agents.append(agent)
+    _, told = agents[1].communicate(timeout=150)
+    assert agents[1].returncode != 0
+    assert "error PP-E706: rank 0 in 0" in told
+    assert "its host first does not answer" in told
+    assert "in _strike" in agents[0].communicate(timeout=60)[1], "its own alarm"
+    assert alive(tmp_path) == []
+    run = RunDir(only_run(tmp_path))
+    assert (run.errors()[0]["rank"], run.errors()[0]["host"]) == (0, "first")
+    assert run.flight_record("gloo", 1) in run.flight_records()

@@ -30,7 +30,7 @@ def answer(absent=(), deaf=(), hosts=3, patience=60.0):
         if rank not in absent:
             job = Job(RunDir(Path("nowhere")), config, build_plan(config, {}))
             store = dist.distributed_c10d._get_default_store()
-            roll_call.call_roll(store, Ranks(rank, 0, world, 1), job, patience)
+            return roll_call.call_roll(store, Ranks(rank, 0, world, 1), job, patience)
     finally:
         roll_call.listen = reach.listen
         del os.environ["SLURMD_NODENAME"]
@@ -43,8 +43,8 @@ def not_listening():
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3])
-def test_ranks_that_all_come_and_reach_each_other_go_on(hosts):
-    run_ranks(answer, 3, (), (), hosts)
+def test_ranks_that_all_come_and_reach_each_other_go_on_and_know_all_hosts(hosts):
+    assert run_ranks(answer, 3, (), (), hosts) == [[f"host{number}" for number in range(hosts)]] * 3
 
 
 def test_a_host_that_cannot_be_connected_to_is_named_with_who_tried_by_every_rank():

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from ppctl.checkpoint import load, read_state, save, verify
+from ppctl.checkpoint.manifest import TensorRecord
+from ppctl.checkpoint.replicas import Holding, elect_writers
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 
@@ -259,3 +261,33 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path, place):
     (problem,) = refused(write, directory, 1)
     assert problem.code == "PP-E505" and ("exists" in problem.message or "Not a directory" in problem.message)
     assert str(tmp_path / "file") in problem.place
+
+
+class Counted(dict):
+    """A rank's records that count how often they are asked."""
+
+    asked = 0
+
+    def __getitem__(self, name):
+        Counted.asked += 1
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        Counted.asked += 1
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+def test_writers_are_elected_by_asking_each_tensors_holders_alone(dp):
+    """2,048 ranks with tensors of their own and dp copies of each: what is asked grows with what is held."""
+    world, own = 2048, 3
+    record = TensorRecord((2,), "float32", "a" * 64)
+    Counted.asked = 0
+    holdings = [
+        Holding(Counted({f"layers.{rank // dp}.w{n}": (record,) for n in range(own)}), writer=rank % dp == 0)
+        for rank in range(world)
+    ]
+    writers, records = elect_writers(holdings)
+    assert Counted.asked <= 2 * world * own
+    assert writers == {f"layers.{rank}.w{n}": rank * dp for rank in range(world // dp) for n in range(own)}
+    assert set(records) == set(writers)

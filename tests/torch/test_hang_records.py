@@ -12,7 +12,7 @@ import pytest
 
 from ppctl.rundir import RunDir
 from ppctl.train import flight
-from ppctl.train.report import TIME_IS_OVER, RankReport, stop_reason
+from ppctl.train.report import TIME_IS_OVER, RankReport, Reports, stop_reason
 from ppctl.train.signals import Listener
 
 
@@ -30,16 +30,49 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"TORCH_NCCL_TRACE_BUFFER_SIZE": "77"})
     flight.turn_on(run)
-    prefix = f"{run.path}/errors/flight_recorder_rank_"
+    prefix = f"{run.path}/errors/flight_recorder_"
     assert recorder_variables() == {
         "TORCH_FR_BUFFER_SIZE": "77",
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "77",
-        "TORCH_FR_DUMP_TEMP_FILE": prefix,
+        "TORCH_FR_DUMP_TEMP_FILE": f"{prefix}nccl_rank_",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    flight.write(run, 3)
-    assert run.flight_records() == [Path(f"{prefix}3")]
-    assert "entries" in pickle.loads(run.flight_record(3).read_bytes())
+    flight.write(run, 3, flight.dumps())
+    assert run.flight_records()[0] == Path(f"{prefix}gloo_rank_3")
+    assert "entries" in pickle.loads(run.flight_record("gloo", 3).read_bytes())
+
+
+def broken(collectives: bool, stacks: bool) -> bytes:
+    raise RuntimeError("the recorder's thread is gone")
+
+
+class CudaBuild:
+    """The recorders that torch has where it was built with NCCL."""
+
+    @staticmethod
+    def _dump_fr_trace(collectives: bool, stacks: bool) -> bytes:
+        return f"gloo {collectives} {stacks}".encode()
+
+    @staticmethod
+    def _dump_nccl_trace(collectives: bool, stacks: bool) -> bytes:
+        return f"nccl {collectives} {stacks}".encode()
+
+
+def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(run: RunDir) -> None:
+    """Torch's tools take the files of one prefix together: ranks at the end, no two recorders under one name."""
+    found = flight.dumps(CudaBuild)
+    assert list(found) == ["gloo", "nccl"], "what may wait for a thread that stands still comes last"
+    flight.write(run, 12, found)
+    written = {path.name: path.read_bytes() for path in run.flight_records()}
+    assert written == {
+        "flight_recorder_gloo_rank_12": b"gloo True False",
+        "flight_recorder_nccl_rank_12": b"nccl True False",
+    }
+
+
+def test_a_recorder_that_fails_takes_no_other_one_with_it(run: RunDir) -> None:
+    flight.write(run, 1, {"gloo": broken, "nccl": CudaBuild._dump_nccl_trace})
+    assert run.flight_records() == [run.flight_record("nccl", 1)]
 
 
 def test_a_signals_action_is_done_while_the_main_thread_is_busy() -> None:
@@ -68,4 +101,4 @@ def test_a_signals_action_is_done_while_the_main_thread_is_busy() -> None:
     ],
 )
 def test_all_know_why_they_stop(stops: list[int], reason: str | None) -> None:
-    assert stop_reason([RankReport(stop=float(stop)) for stop in stops]) == reason
+    assert stop_reason(Reports.of([RankReport(stop=float(stop)) for stop in stops])) == reason
