@@ -16,7 +16,7 @@ from typing import Any
 from ppctl.cli.console import PIPE_WIDTH
 from ppctl.cli.timeline import write_timeline
 from ppctl.errors import ConfigError, Problem
-from ppctl.schedule.action import Op, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate
@@ -95,7 +95,7 @@ def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[
         "step_time_ms": step_time(trace) / _MS,
         "bubble_fraction": bubble_fraction(trace),
         "bubble_rate": 1.0 - work / longest if longest > 0 else 0.0,
-        "in_flight": list(in_flight(schedule, until=Op.I)),
+        "in_flight": list(in_flight(schedule, until=INPUT_GRADIENTS)),
         "in_flight_until_weight_gradient": list(in_flight(schedule)),
     }
 

@@ -17,7 +17,10 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
+    INPUT_GRADIENTS,
     MESSAGES,
+    PASSED_ON,
+    TIMED,
     Action,
     Channel,
     Op,
@@ -206,9 +209,9 @@ def _routes(schedule: Schedule) -> _Routes:
     edges = list(pairwise(range(place.num_stages)))
     ahead = [route(Op.SEND_F, before, Op.RECV_F, after) for before, after in edges]
     back = [route(Op.SEND_B, after, Op.RECV_B, before) for before, after in edges]
-    alone: dict[Op, list[_Route | None]] = dict.fromkeys((Op.W, Op.REDUCE_GRAD), [None] * place.num_stages)
-    comes = {Op.F: [None, *ahead], Op.B: [*back, None], Op.I: [*back, None], **alone}
-    goes = {Op.F: [*ahead, None], Op.B: [None, *back], Op.I: [None, *back], **alone}
+    alone: dict[Op, list[_Route | None]] = dict.fromkeys(TIMED - PASSED_ON, [None] * place.num_stages)
+    comes = {Op.F: [None, *ahead], **{op: [*back, None] for op in INPUT_GRADIENTS}, **alone}
+    goes = {Op.F: [*ahead, None], **{op: [None, *back] for op in INPUT_GRADIENTS}, **alone}
     return _Routes(comes, goes, list(lines.values()))
 
 

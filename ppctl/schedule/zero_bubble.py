@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import Action, Op, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Placement, Schedule
 from ppctl.schedule.table import get_schedule_table
 
 
@@ -110,7 +110,7 @@ class _Words:
 
     def _one(self, word: str) -> None:
         op, stage = Op(word[0]), self.stages[int(word[1])]
-        counted = "F" if op is Op.F else "W" if op is Op.W else "I"  # B and I are one series
+        counted = "I" if op in INPUT_GRADIENTS else op  # B and I are one series
         mb = self.made[counted + word[1]]
         self.made[counted + word[1]] += 1
         self.actions.append(Action(op, stage, mb))
