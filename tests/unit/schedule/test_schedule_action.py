@@ -28,7 +28,6 @@ from ppctl.schedule.action import (
 )
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.zero_bubble import SPLIT_POLICIES
 
 numbers = st.integers(0, 9999)
 actions = st.builds(
@@ -76,7 +75,13 @@ def test_what_is_not_a_channel_is_refused(text: str) -> None:
         Channel.parse(text)
 
 
-@given(st.sampled_from(sorted(POLICIES.keys() - SPLIT_POLICIES.keys())), small, small, small, st.booleans())
+@given(
+    st.sampled_from(sorted(policy.name for policy in POLICIES.values() if not policy.splits)),
+    small,
+    small,
+    small,
+    st.booleans(),
+)
 def test_a_schedule_survives_its_csv(name: str, pp: int, vpp: int, m: int, lowered: bool) -> None:
     schedule = make_schedule(name, pp=pp, vpp=1 if name == "1f1b" else vpp, num_microbatches=m)
     schedule = lower(schedule) if lowered else schedule
