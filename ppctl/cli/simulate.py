@@ -16,14 +16,14 @@ from typing import Any
 from ppctl.cli.console import PIPE_WIDTH
 from ppctl.cli.timeline import write_timeline
 from ppctl.errors import ConfigError, Problem
-from ppctl.schedule.action import Op, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
-from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, make_schedule
+from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, longest_span, step_time
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "zb_h1", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+SCHEDULES = {name: policy for name, policy in POLICIES.items() if policy.trains}
 
 _TIMES = {
     "tf": "forward of one microbatch through all chunks of a rank",
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     problems = list(_wrong(args))
     if problems:
         raise ConfigError(problems)
-    vpp = args.vpp or (1 if args.schedule in (*ONE_CHUNK, "gpipe") else 2)
+    vpp = args.vpp or SCHEDULES[args.schedule].chunks
     schedule = make_schedule(
         args.schedule,
         pp=args.pp,
@@ -95,7 +95,7 @@ def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[
         "step_time_ms": step_time(trace) / _MS,
         "bubble_fraction": bubble_fraction(trace),
         "bubble_rate": 1.0 - work / longest if longest > 0 else 0.0,
-        "in_flight": list(in_flight(schedule, until=Op.I)),
+        "in_flight": list(in_flight(schedule, until=INPUT_GRADIENTS)),
         "in_flight_until_weight_gradient": list(in_flight(schedule)),
     }
 
@@ -112,9 +112,10 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         value = getattr(args, name)
         if not 0 <= value < float("inf"):
             yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", place)
-    if args.schedule in V_PLACED and args.vpp not in (None, 2):
-        message = f"{args.schedule} runs two chunks per rank, and --vpp is {args.vpp}"
-        yield Problem("PP-E128", message, "--vpp 2", place)
+    policy = SCHEDULES.get(args.schedule)
+    if policy and policy.chunks > 1 and args.vpp is not None and not policy.runs(args.vpp):
+        message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
+        yield Problem("PP-E128", message, f"--vpp {policy.chunks}", place)
     actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if actions > MOST_ACTIONS:
         message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"

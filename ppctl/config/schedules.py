@@ -1,29 +1,21 @@
-"""What `pipeline.pp_schedule` may say: the policies by their own names and by those of other systems.
+"""What `pipeline.pp_schedule` may say: the policies by their own names and by those of other systems, in any case.
 
-Knows spellings, and which policies a run cannot use yet. Must not know how a policy orders work.
+Knows spellings. Must not know how a policy orders work, nor which names there are (`ppctl.schedule.policies`).
 """
 
 from __future__ import annotations
 
 from ppctl.schedule.policies import POLICIES
-from ppctl.schedule.zero_bubble import SPLIT_POLICIES
 
 SCHEDULES = {
-    **{name: name for name in POLICIES if name != "forward_only"},
-    "interleaved1f1b": "interleaved_1f1b",
-    "dfs": "interleaved_1f1b",
-    "loopedbfs": "gpipe",
-    "looped_bfs": "gpipe",
-    "interleavedzerobubble": "interleaved_zero_bubble",
-    "zero_bubble": "interleaved_zero_bubble",
-    "zbh1": "zb_h1",
-    "zbvzerobubble": "zbv_zero_bubble",
-    "v_schedule": "zbv_zero_bubble",
+    spelling.lower(): policy.name
+    for policy in POLICIES.values()
+    if policy.trains
+    for spelling in (policy.name, *policy.other_names)
 }
-"""In lower case, without torch's `Schedule` prefix -> the policy's name: ppctl's names, torch's, and those of NeMo
-Automodel's documentation. Breadth-first (looped) is gpipe with several chunks per rank."""
+"""In lower case, without torch's `Schedule` prefix -> the policy's name."""
 
-PLANNED_SCHEDULES = frozenset(SPLIT_POLICIES)
+PLANNED_SCHEDULES = frozenset(policy.name for policy in POLICIES.values() if policy.splits)
 """The policies that can be planned and drawn, but not trained with yet."""
 
 ABSTRACT_SCHEDULES = frozenset({"pipelineschedulesingle", "pipelineschedulemulti"})

@@ -13,7 +13,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.allocator import MIB, Allocator
 from ppctl.cost.layers import layer_kinds
 from ppctl.cost.parameters import Count, expert_width, head_dim, query_groups
-from ppctl.schedule.action import Action, B, F, W
+from ppctl.schedule.action import LIFE_ENDS, Action, F
 
 
 class Precision(NamedTuple):
@@ -141,7 +141,7 @@ def peaks(
                 most = alive
             if held > largest:
                 largest = held
-        elif op is B or op is W:
+        elif op in LIFE_ENDS:
             if while_backward is not None and held + while_backward[stage] > largest:
                 largest = held + while_backward[stage]
             alive -= 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ppctl.cost.memory import Precision, Spread, shared
 from ppctl.cost.parameters import Count
-from ppctl.schedule.action import Action, Op
+from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, Op
 from ppctl.schedule.sync import gathers_ahead
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
@@ -57,7 +57,7 @@ def passing(count: Count, spread: Spread, precision: Precision, bucket: int) -> 
 def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], stages: Mapping[int, Passing]) -> Most:
     """Over the list of a rank that has `stages`; `kept` and `again` are activations by stage, as `peaks` takes them."""
     rank, ahead = _Rank(stages), gathers_ahead(actions)
-    backwards = Counter(action.stage for action in actions if action.op in _ENDS)
+    backwards = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     for action in actions:
         op, stage, _ = action
         if op is Op.F:
@@ -66,19 +66,16 @@ def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], s
                 rank.begin(ahead[action])
             rank.activations += kept[stage]
             rank.note()
-        elif op in _ENDS:
+        if op in LIFE_ENDS:
             rank.note(again[stage])
             rank.activations -= kept[stage]
+        if op in WEIGHT_GRADIENTS:
             rank.gradients[stage] = stages[stage].gradients
             rank.note()
             backwards[stage] -= 1
             if not backwards[stage]:
                 rank.reduce(stage)
     return rank.most
-
-
-_ENDS = (Op.B, Op.W)
-"""What ends the life of a microbatch's activations."""
 
 
 class _Rank:

@@ -12,7 +12,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ppctl.cost.candidates import Candidate
-from ppctl.schedule.action import Action, Op, Schedule
+from ppctl.schedule.action import LIFE_ENDS, Action, F, Schedule
 
 
 class StagePrice(NamedTuple):
@@ -140,10 +140,10 @@ def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[i
     alive = [0] * len(stages)
     seen: set[tuple[int, ...]] = {tuple(alive)}
     for op, stage, _ in row:
-        if op is Op.F:
+        if op is F:
             alive[position[stage]] += 1
             seen.add(tuple(alive))
-        elif op is Op.B or op is Op.W:
+        elif op in LIFE_ENDS:
             alive[position[stage]] -= 1
     kept: list[tuple[int, ...]] = []
     for moment in sorted(seen, reverse=True):

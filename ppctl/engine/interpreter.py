@@ -17,7 +17,7 @@ from ppctl.engine.pace import Heartbeat, make_pace
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
 from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
-from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule
+from ppctl.schedule.action import BACKWARDS, INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Schedule
 
 _SHOWN_BEFORE = 4
 _SHOWN_AFTER = 2
@@ -86,7 +86,7 @@ class Engine:
         self.pp_rank = 0 if communicator is None else communicator.current_stage
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
-        training = any(action.op is Op.B for action in self.actions)
+        training = any(action.op in BACKWARDS for action in self.actions)
         last = schedule.placement.num_stages - 1
         variable = variable_shapes or (communicator is not None and communicator.modes.variable)
         self._stages = {
@@ -224,12 +224,15 @@ def _settling(handler: _Handler) -> _Handler:
 _BATCHED = {op: _settling(handler) if op in MESSAGES else handler for op, handler in _HANDLERS.items()}
 
 
-_WAITS = {Op.F: (Op.RECV_F, Stage.wait_for_input), Op.B: (Op.RECV_B, Stage.wait_for_gradient)}
+_WAITS = {
+    Op.F: (Op.RECV_F, Stage.wait_for_input),
+    **dict.fromkeys(INPUT_GRADIENTS, (Op.RECV_B, Stage.wait_for_gradient)),
+}
 """What an operation waits for, and how."""
 
 
 def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
-    """The handler, with a timer around its sending or, where it is F or B, around the wait for what it works on."""
+    """The handler, with a timer around its sending or, where it works on a message, around the wait for it."""
 
     def around(engine: Engine, action: Action) -> None:
         with timed(_TIMERS[op]):

@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Op
+from ppctl.schedule.action import COMPUTE, MESSAGES, PASSED_ON, Action, Op
 from ppctl.schedule.trace import Span
 
 
@@ -161,7 +161,7 @@ def _totals(actions: Sequence[Action], stamps: Sequence[tuple[int, float, float]
         busy += end - start
         key = (op is Op.F, stage)
         sums[key] = sums.get(key, 0.0) + end - start
-        counts[key] = counts.get(key, 0) + (op is not Op.W)
+        counts[key] = counts.get(key, 0) + (op in PASSED_ON)
     means = {key: total / max(counts[key], 1) for key, total in sums.items()}
     return StepTotals(
         busy=busy,

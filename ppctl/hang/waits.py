@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ppctl.heartbeat import NO_ACTION
 from ppctl.plan import Plan
-from ppctl.schedule.action import MESSAGES, SENDS, Action, Op, Schedule, backward_of
+from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Schedule, input_gradient_of
 from ppctl.topology import RankGrid
 
 _LISTED = ("training", "evaluating", "generating")
@@ -150,9 +150,9 @@ def _need(schedule: Schedule, action: Action) -> Action | None:
     if op is Op.SEND_F:
         return Action(Op.F, stage + 1, mb)
     if op is Op.SEND_B:
-        return backward_of(stage - 1, mb, schedule)
-    if op in (Op.B, Op.I, Op.RECV_B):
-        return backward_of(stage + 1, mb, schedule) if stage < last else None
+        return input_gradient_of(stage - 1, mb, schedule)
+    if op in INPUT_GRADIENTS or op is Op.RECV_B:
+        return input_gradient_of(stage + 1, mb, schedule) if stage < last else None
     return None
 
 

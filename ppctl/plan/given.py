@@ -21,7 +21,7 @@ from ppctl.plan.sizes import CALL, Batch
 from ppctl.plan.timing import CSV, GIVEN, SCHEDULE, Choice
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import MESSAGES, Op, Schedule
-from ppctl.schedule.policies import V_PLACED
+from ppctl.schedule.policies import POLICIES
 
 CODE = "PP-E216"
 _WITHOUT = ((CSV, None),)
@@ -57,8 +57,9 @@ def chunks_wanted(said: Said, given: Schedule | None) -> tuple[int, str] | None:
     if given is not None:
         stages, pp = given.placement.num_stages, given.placement.pp
         return max(1, stages // pp), f"{said[CSV]} has {stages} stages on {pp} rows"
-    if said[CSV] is None and schedule_policy(said[SCHEDULE]) in V_PLACED:
-        return 2, f"schedule {said[SCHEDULE]} goes down a V and back up"
+    policy = POLICIES.get(schedule_policy(said[SCHEDULE]) or "")
+    if said[CSV] is None and policy is not None and policy.placement == "v":
+        return policy.chunks, f"schedule {said[SCHEDULE]} goes down a V and back up"
     return None
 
 

@@ -19,6 +19,7 @@ from ppctl.layout.text import MAX_ITEMS, canonical_text
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Override, Said
 from ppctl.plan.types import Derived
+from ppctl.schedule.policies import POLICIES
 
 FIRST = "parallel.num_layers_in_first_pipeline_stage"
 LAST = "parallel.num_layers_in_last_pipeline_stage"
@@ -170,7 +171,7 @@ def _by_layers_per_stage(said: Said) -> tuple[str, str]:
     if size is None:
         raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", ((ROUND, None),))
     given = schedule_policy(said["pipeline.pp_schedule"]) if said.given("pipeline.pp_schedule") else None
-    single = given in ("1f1b", "gpipe") if given else -(-layers // max(size, 1)) <= pp
+    single = POLICIES[given].chunks == 1 if given else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
     if stages > layers:
         raise _Unfit(f"{stages} stages are more than the {layers} layers", ((PER_STAGE, None), (ROUND, None)))

@@ -18,7 +18,7 @@ from ppctl.plan.sizes import CALL, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import ONE_CHUNK, V_PLACED, WARMED_UP, forwards_alone, make_schedule
+from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
@@ -45,11 +45,14 @@ class Choice(NamedTuple):
     given: Schedule | None = None
 
     @property
+    def policy(self) -> Policy | None:
+        """What is known about the policy; None for a schedule that was given as a file."""
+        return POLICIES[self.name] if self.given is None else None
+
+    @property
     def placement(self) -> str:
         """How stages are placed: `loop` or `v`."""
-        if self.given is not None:
-            return self.given.placement.kind
-        return "v" if self.name in V_PLACED else "loop"
+        return POLICIES[self.name].placement if self.given is None else self.given.placement.kind
 
 
 def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
@@ -58,19 +61,16 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
     name = schedule_policy(asked)
     if name is None:
         message = f"there is no schedule {asked!r} in this release"
-        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE), ((SCHEDULE, _fitting(vpp)),)))
+        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE), ((SCHEDULE, fitting_policy(vpp)),)))
         return None
-    if name in ONE_CHUNK and vpp > 1:
+    policy = POLICIES[name]
+    if not policy.runs(vpp):
         if not said.given(SCHEDULE):
-            return Choice(_fitting(vpp), (_chosen(vpp, "no schedule was given"),))
-        message = f"schedule {name} runs one chunk per rank, and vpp is {vpp}"
-        one_chunk = (("vpp", 1),) if said["layout"] is None else (("vpp", 1), ("layout", None))
-        remedies = (((SCHEDULE, _fitting(vpp)),), one_chunk)
-        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *remedies))
-        return None
-    if name in V_PLACED and vpp != 2:
-        message = f"schedule {asked} runs two chunks per rank, down a V and back up, and vpp is {vpp}"
-        ways = ((("vpp", 2),), (("vpp", 2), ("layout", None)), ((SCHEDULE, _fitting(vpp)),))
+            return Choice(fitting_policy(vpp), (_chosen(vpp, "no schedule was given"),))
+        message = f"schedule {asked} runs {policy.chunks_in_words}, and vpp is {vpp}"
+        chunks = ("vpp", policy.chunks)
+        ways = [(chunks,) if said["layout"] is None else (chunks, ("layout", None)), ((SCHEDULE, fitting_policy(vpp)),)]
+        ways = ways[::-1] if policy.for_more_chunks else ways
         findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *ways))
         return None
     if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
@@ -80,7 +80,7 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
 
 def settled(said: Said, choice: Choice, num_microbatches: int) -> int:
     """So few microbatches that ranks hold as much as with all of them: 1F1B, plain or interleaved, repeats itself."""
-    if choice.name not in WARMED_UP or said["pipeline.extra_warmup"] == "auto":
+    if choice.policy is None or not choice.policy.settles or said["pipeline.extra_warmup"] == "auto":
         return num_microbatches
     pp: int = said["pp"]
     unit: int = said[GROUP] if said.given(GROUP) else pp
@@ -109,13 +109,9 @@ def check_length(said: Said, num_stages: int, num_microbatches: int, findings: F
     )
 
 
-def _fitting(vpp: int) -> str:
-    return "interleaved_1f1b" if vpp > 1 else "1f1b"
-
-
 def _chosen(vpp: int, why: str) -> Derived:
     chunks = "one chunk" if vpp == 1 else f"{vpp} chunks"
-    return Derived("schedule", _fitting(vpp), f"schedule {_fitting(vpp)}: {chunks} per rank, and {why}")
+    return Derived("schedule", fitting_policy(vpp), f"schedule {fitting_policy(vpp)}: {chunks} per rank, and {why}")
 
 
 def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0) -> Schedule:

@@ -16,7 +16,6 @@ from ppctl.plan.said import Said
 from ppctl.plan.timing import Choice
 from ppctl.plan.types import Derived, RankCost
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.policies import WARMED_UP
 from ppctl.schedule.simulate import Costs, simulate, step_time
 
 EXTRA = "pipeline.extra_warmup"
@@ -35,7 +34,7 @@ def check_warmup(said: Said, choice: Choice, findings: Findings) -> None:
     if not isinstance(given, int) or isinstance(given, bool) or given < 0:
         message = f"{EXTRA}={given} is neither a number of forwards (0 to pp - 1) nor auto"
         findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, AUTO),), ((EXTRA, 0),)))
-    elif choice.name not in WARMED_UP:
+    elif choice.policy is None or not choice.policy.extra_warmup:
         message = f"schedule {choice.name} has no warm-up that {EXTRA}={given} could lengthen"
         findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, 0),)))
     elif given > pp - 1:
@@ -58,7 +57,7 @@ def decide_warmup(
     """
     if said[EXTRA] != AUTO:
         return said[EXTRA], ()
-    if choice.name not in WARMED_UP or said["pp"] == 1:
+    if choice.policy is None or not choice.policy.extra_warmup or said["pp"] == 1:
         return 0, (Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {said['pp']} needs none"),)
     limit = device_limit(said)
 

@@ -34,11 +34,21 @@ class Op(StrEnum):
 F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE_GRAD = Op  # noqa: E741
 """The same by their own names, for what runs once per action: in Python 3.11 `Op.F` is a call."""
 
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
-BACKWARDS = frozenset({Op.B, Op.I, Op.W})
-SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+COMPUTE = frozenset({F, B, I, W})
+BACKWARDS = frozenset({B, I, W})
+INPUT_GRADIENTS = frozenset({B, I})
+"""What makes the gradient of a stage's input, from the gradient of its output."""
+WEIGHT_GRADIENTS = frozenset({B, W})
+"""What adds a microbatch's part to the gradients of a stage's weights."""
+LIFE_ENDS = WEIGHT_GRADIENTS
+"""What ends the life of a microbatch on a stage: of its forward nothing is needed any more."""
+PASSED_ON = frozenset({F}) | INPUT_GRADIENTS
+"""What works on the result of a neighbouring stage, and makes the result that the next one works on."""
+SENDS = frozenset({SEND_F, SEND_B})
+RECEIVES = frozenset({RECV_F, RECV_B})
 MESSAGES = SENDS | RECEIVES
+TIMED = frozenset(Op) - MESSAGES
+"""What takes a rank's time; messages take a channel's."""
 
 BOTH = "FB"
 """The direction of a queue that carries activations and gradients."""
@@ -294,26 +304,30 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
         if stage == 0:
             return ()
         return (Action(RECV_F, stage, mb) if schedule.messages_into[stage] else Action(F, stage - 1, mb),)
-    if op is B or op is I:
+    if op in INPUT_GRADIENTS:
         own = Action(F, stage, mb)
         if stage == schedule.placement.num_stages - 1:
             return (own,)
         remote = schedule.messages_into[stage + 1]
-        return (own, Action(RECV_B, stage, mb) if remote else backward_of(stage + 1, mb, schedule))
+        return (own, Action(RECV_B, stage, mb) if remote else input_gradient_of(stage + 1, mb, schedule))
     if op is W:
         return (Action(I, stage, mb),)
     if op is SEND_F:
         return (Action(F, stage, mb),)
     if op is SEND_B:
-        return (backward_of(stage, mb, schedule),)
+        return (input_gradient_of(stage, mb, schedule),)
     if op is RECV_F:
         return (Action(SEND_F, stage - 1, mb),)
     if op is RECV_B:
         return (Action(SEND_B, stage + 1, mb),)
-    ends = ((W if (stage, m) in schedule.split else B, m) for m in range(schedule.num_microbatches))
-    return tuple(Action(end, stage, m) for end, m in ends)
+    return tuple(weight_gradient_of(stage, m, schedule) for m in range(schedule.num_microbatches))
 
 
-def backward_of(stage: int, mb: int, schedule: Schedule) -> Action:
-    """The action that produces the gradient of a stage's input: B, or I where the backward is split."""
+def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
+    """The action that makes the gradient of a stage's input: B, or I where the backward is split."""
     return Action(I if (stage, mb) in schedule.split else B, stage, mb)
+
+
+def weight_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:
+    """The action that makes the gradients of a stage's weights: B, or W where the backward is split."""
+    return Action(W if (stage, mb) in schedule.split else B, stage, mb)

@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ppctl.schedule.action import COMPUTE, RECEIVES, Action, Channel, Op, Schedule
+from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, RECEIVES, Action, Channel, Op, Schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
 from ppctl.schedule.trace import Span
 
-_USER = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}
+_USERS = {Op.RECV_F: frozenset({Op.F}), Op.RECV_B: INPUT_GRADIENTS}
 
 
 def batch_messages(schedule: Schedule, costs: Costs) -> Schedule:
@@ -49,7 +49,7 @@ def _message(action: Action, schedule: Schedule) -> _Message | None:
     place = schedule.placement
     if op is Op.F and stage < place.num_stages - 1 and not place.is_local(stage):
         return _Message(Action(Op.SEND_F, stage, mb), Action(Op.RECV_F, stage + 1, mb))
-    if op in (Op.B, Op.I) and stage > 0 and not place.is_local(stage - 1):
+    if op in INPUT_GRADIENTS and stage > 0 and not place.is_local(stage - 1):
         return _Message(Action(Op.SEND_B, stage, mb), Action(Op.RECV_B, stage - 1, mb))
     return None
 
@@ -67,7 +67,7 @@ def _placed(schedule: Schedule, spans: tuple[Span, ...], put_off: Callable[[Acti
             return span.end
         _, stage, mb = message.receive
         needed = next(
-            start for op in _USER[message.receive.op] if (start := starts.get(Action(op, stage, mb))) is not None
+            start for op in _USERS[message.receive.op] if (start := starts.get(Action(op, stage, mb))) is not None
         )
         return min(following.end, needed)
 
@@ -106,5 +106,5 @@ def _received(op: Op, stage: int, schedule: Schedule) -> Iterator[Op]:
     place = schedule.placement
     if op is Op.F and stage > 0 and not place.is_local(stage - 1):
         yield Op.RECV_F
-    if op in (Op.B, Op.I) and stage < place.num_stages - 1 and not place.is_local(stage):
+    if op in INPUT_GRADIENTS and stage < place.num_stages - 1 and not place.is_local(stage):
         yield Op.RECV_B

@@ -5,7 +5,7 @@ Knows spans and the dependency rule. Must not know prices or models. Standard li
 
 from __future__ import annotations
 
-from ppctl.schedule.action import BACKWARDS, Action, B, F, I, Schedule, backward_of
+from ppctl.schedule.action import BACKWARDS, INPUT_GRADIENTS, Action, F, Schedule, input_gradient_of
 from ppctl.schedule.trace import Span, Trace
 
 KINDS = ("forward", "backward", "messages", "gradients")
@@ -41,8 +41,8 @@ def _needed(action: Action, schedule: Schedule) -> Action | None:
     op, stage, mb = action
     if op is F:
         return Action(F, stage - 1, mb) if stage else None
-    if op is B or op is I:
-        return None if stage == schedule.placement.num_stages - 1 else backward_of(stage + 1, mb, schedule)
+    if op in INPUT_GRADIENTS:
+        return None if stage == schedule.placement.num_stages - 1 else input_gradient_of(stage + 1, mb, schedule)
     return None
 
 

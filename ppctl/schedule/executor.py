@@ -15,10 +15,7 @@ from itertools import pairwise
 from sys import maxsize
 from typing import NamedTuple
 
-from ppctl.schedule.action import Action, Channel, Op, Schedule, send_slots
-
-TIMED = (Op.F, Op.B, Op.I, Op.W, Op.REDUCE_GRAD)
-"""The operations that take a rank's time; messages take a channel's."""
+from ppctl.schedule.action import INPUT_GRADIENTS, PASSED_ON, TIMED, Action, Channel, Op, Schedule, send_slots
 
 _END = Action(Op.REDUCE_GRAD, -1)
 """Behind the last action of a list: whatever is open is waited for."""
@@ -229,10 +226,8 @@ def _tables(
     return _Tables(
         {
             Op.F: [forward(s) for s in stages],
-            Op.B: [backward(Op.B, s) for s in stages],
-            Op.I: [backward(Op.I, s) for s in stages],
-            Op.W: [alone(Op.W, s) for s in stages],
-            Op.REDUCE_GRAD: [alone(Op.REDUCE_GRAD, s) for s in stages],
+            **{op: [backward(op, s) for s in stages] for op in INPUT_GRADIENTS},
+            **{op: [alone(op, s) for s in stages] for op in TIMED - PASSED_ON},
         },
         {Op.SEND_F: ahead[1:], Op.SEND_B: back[:-1]},
         {

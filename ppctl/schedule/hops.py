@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-from ppctl.schedule.action import Channel, Op, Placement
+from ppctl.schedule.action import PASSED_ON, Channel, Op, Placement
 from ppctl.schedule.trace import Span
-
-_MAKERS = (Op.F, Op.B, Op.I)
-"""What makes a message, and uses one."""
 
 
 def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict[Channel, float]:
@@ -31,12 +28,12 @@ def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict
 
 
 def _waits(spans: list[Span], placement: Placement) -> Iterator[tuple[Channel, float]]:
-    made = {(op is Op.F, stage, mb): end for _, (op, stage, mb), _, end in spans if op in _MAKERS}
+    made = {(op is Op.F, stage, mb): end for _, (op, stage, mb), _, end in spans if op in PASSED_ON}
     idle_since: dict[int, float] = {}
     for pp_rank, (op, stage, mb), start, end in spans:
         before, idle_since[pp_rank] = idle_since.get(pp_rank), end
         maker = stage - 1 if op is Op.F else stage + 1
-        sent = made.get((op is Op.F, maker, mb)) if op in _MAKERS else None
+        sent = made.get((op is Op.F, maker, mb)) if op in PASSED_ON else None
         source = placement.rank_of(maker) if sent is not None else pp_rank
         if sent is not None and source != pp_rank and before is not None and before <= sent:
             yield Channel(source, pp_rank, "F" if op is Op.F else "B"), start - sent

@@ -17,13 +17,16 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
+    INPUT_GRADIENTS,
     MESSAGES,
+    PASSED_ON,
+    TIMED,
     Action,
     Channel,
     Op,
     Placement,
     Schedule,
-    backward_of,
+    input_gradient_of,
     lane,
     receive_slots,
     send_slots,
@@ -136,7 +139,7 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
             op, stage, mb = action
             if (comes := routes.comes[op][stage]) is not None:
                 source = comes.line.channel.source
-                made = Action(Op.F, stage - 1, mb) if op is Op.F else backward_of(stage + 1, mb, schedule)
+                made = Action(Op.F, stage - 1, mb) if op is Op.F else input_gradient_of(stage + 1, mb, schedule)
                 used[source] = max(used.get(source, -1), where[source][made])
             if (goes := routes.goes[op][stage]) is not None:
                 target, receive = goes.line.channel.target, goes.receives[mb]
@@ -145,7 +148,7 @@ def _first_of_use(schedule: Schedule, routes: _Routes) -> dict[Action, int]:
                 if op is Op.F and before is not None:
                     own = where[target][Action(Op.F, before, mb)]
                 elif op is not Op.F and behind is not None:
-                    own = where[target][backward_of(behind, mb, schedule)]
+                    own = where[target][input_gradient_of(behind, mb, schedule)]
                 ready[receive] = max(own, used.get(target, -1))
     return ready
 
@@ -228,9 +231,9 @@ def _routes(schedule: Schedule) -> _Routes:
     edges = list(pairwise(range(place.num_stages)))
     ahead = [route(Op.SEND_F, before, Op.RECV_F, after) for before, after in edges]
     back = [route(Op.SEND_B, after, Op.RECV_B, before) for before, after in edges]
-    alone: dict[Op, list[_Route | None]] = dict.fromkeys((Op.W, Op.REDUCE_GRAD), [None] * place.num_stages)
-    comes = {Op.F: [None, *ahead], Op.B: [*back, None], Op.I: [*back, None], **alone}
-    goes = {Op.F: [*ahead, None], Op.B: [None, *back], Op.I: [None, *back], **alone}
+    alone: dict[Op, list[_Route | None]] = dict.fromkeys(TIMED - PASSED_ON, [None] * place.num_stages)
+    comes = {Op.F: [None, *ahead], **{op: [*back, None] for op in INPUT_GRADIENTS}, **alone}
+    goes = {Op.F: [*ahead, None], **{op: [None, *back] for op in INPUT_GRADIENTS}, **alone}
     return _Routes(comes, goes, list(lines.values()))
 
 

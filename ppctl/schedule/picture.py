@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ppctl.schedule.action import BACKWARDS, Op
+from ppctl.schedule.action import LIFE_ENDS, Op
 from ppctl.schedule.trace import Trace
 
 KINDS = {
@@ -67,8 +67,7 @@ def memory_over_time(picture: Picture) -> tuple[tuple[Level, ...], ...]:
     """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W."""
     if not picture.memory:
         return ()
-    split = {(a.stage, a.mb) for _, a, _, _ in picture.trace.spans if a.op is Op.I}
-    kept = {(a.stage, a.mb) for _, a, _, _ in picture.trace.spans if a.op in BACKWARDS}
+    kept = {(a.stage, a.mb) for _, a, _, _ in picture.trace.spans if a.op in LIFE_ENDS}
     changes: list[list[tuple[float, int]]] = [[] for _ in picture.memory]
     for pp_rank, (op, stage, mb), start, end in picture.trace.spans:
         size = picture.memory[pp_rank].per_microbatch.get(stage, 0)
@@ -76,7 +75,7 @@ def memory_over_time(picture: Picture) -> tuple[tuple[Level, ...], ...]:
             changes[pp_rank].append((start, size))
             if (stage, mb) not in kept:
                 changes[pp_rank].append((end, -size))
-        elif op is (Op.W if (stage, mb) in split else Op.B):
+        elif op in LIFE_ENDS:
             changes[pp_rank].append((end, -size))
     return tuple(_levels(held.fixed, rank) for held, rank in zip(picture.memory, changes, strict=True))
 

@@ -2,20 +2,20 @@
 
 Those with whole backwards are one shape: some forwards to warm up, then forward and backward in turn, then the
 backwards that are left; they differ in the order of a rank's forwards (`table`) and in how many warm up. Those that
-split backwards are `zero_bubble`'s; `POLICIES` names all. Must not know messages, time or capacities. Standard library
-only.
+split backwards are `zero_bubble`'s. `POLICIES` has a row for each, with all that anybody asks about a policy. Must not
+know messages, time or capacities. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
 from ppctl.schedule.table import get_schedule_table, in_turn, warmup_counts
-from ppctl.schedule.zero_bubble import SPLIT_POLICIES
+from ppctl.schedule.zero_bubble import dualpipev, interleaved_zero_bubble, zb_h1, zbv_zero_bubble
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -46,9 +46,6 @@ def one_f_one_b(pp: int, vpp: int, num_microbatches: int, group: int, extra_warm
     That is tight: between neighbours two message times per microbatch are waited for. With `extra_warmup` forwards more
     in flight (`extra_of` each rank) a message may take that much longer before anybody waits.
     """
-    if vpp > 1:
-        message = f"1f1b runs one chunk per rank and vpp is {vpp}"
-        raise ScheduleError(Problem("PP-E305", message, "pipeline.pp_schedule=interleaved_1f1b"))
 
     def warmup(pp_rank: int) -> int:
         counts = warmup_counts(pp, pp_rank, num_microbatches=num_microbatches)
@@ -91,23 +88,83 @@ def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int, group: int, extra
     return replace(schedule, num_microbatches=num_microbatches, actions=rows)
 
 
-POLICIES: dict[str, Callable[..., Schedule]] = {
-    "forward_only": forward_only,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-    **SPLIT_POLICIES,
-}
-"""Name -> `policy(pp, vpp, num_microbatches, group)`."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One way to order a step, and what is known about it."""
 
-ONE_CHUNK = ("1f1b", "zb_h1")
-"""The policies that run one chunk per rank."""
+    name: str
+    make: Callable[..., Schedule]
+    """`make(pp, vpp, num_microbatches, group)`, and a fifth argument where the policy takes an extra warm-up."""
+    chunks: int = 1
+    """Chunks per rank that it is made for."""
+    fixed: bool = False
+    """Whether it runs no other number of chunks."""
+    placement: str = "loop"
+    """How it places stages: `Placement.kind`."""
+    splits: bool = False
+    """Whether it splits backwards into I and W. Such a policy can be planned and drawn, but not trained with yet."""
+    trains: bool = True
+    """Whether it has backwards: a run's `pipeline.pp_schedule` may name it."""
+    extra_warmup: bool = False
+    """Whether forwards beyond the textbook's may run ahead."""
+    settles: bool = False
+    """Whether it is known to hold, after a few rounds of the pipeline, what it holds for any number of microbatches."""
+    other_names: tuple[str, ...] = ()
+    """What other systems call it, as far as that differs in more than upper and lower case: torch's classes without
+    their prefix `Schedule`, and NeMo Automodel's documentation."""
+    for_more_chunks: str = ""
+    """The policy to take where a rank has more chunks."""
 
-V_PLACED = ("zbv_zero_bubble", "dualpipev")
-"""The policies that place stages as a V."""
+    def runs(self, vpp: int) -> bool:
+        """Whether it can run this many chunks per rank."""
+        return vpp == self.chunks or not self.fixed
 
-WARMED_UP = ("1f1b", "interleaved_1f1b")
-"""The policies that know `extra_warmup`."""
+    @property
+    def chunks_in_words(self) -> str:
+        """Such as `one chunk per rank`."""
+        number = {1: "one chunk", 2: "two chunks"}.get(self.chunks, f"{self.chunks} chunks")
+        return f"{number} per rank" + (", down a V and back up" if self.placement == "v" else "")
+
+
+_ROWS = (
+    Policy("1f1b", one_f_one_b, fixed=True, extra_warmup=True, settles=True, for_more_chunks="interleaved_1f1b"),
+    Policy(
+        "interleaved_1f1b",
+        interleaved_1f1b,
+        chunks=2,
+        extra_warmup=True,
+        settles=True,
+        other_names=("Interleaved1F1B", "dfs"),
+    ),
+    Policy("gpipe", gpipe, other_names=("LoopedBFS", "looped_bfs")),  # breadth-first: gpipe with several chunks
+    Policy("zb_h1", zb_h1, fixed=True, splits=True, other_names=("ZBH1",), for_more_chunks="interleaved_zero_bubble"),
+    Policy(
+        "interleaved_zero_bubble",
+        interleaved_zero_bubble,
+        chunks=2,
+        splits=True,
+        other_names=("InterleavedZeroBubble", "zero_bubble"),
+    ),
+    Policy(
+        "zbv_zero_bubble",
+        zbv_zero_bubble,
+        chunks=2,
+        fixed=True,
+        placement="v",
+        splits=True,
+        other_names=("ZBVZeroBubble", "v_schedule"),
+    ),
+    Policy("dualpipev", dualpipev, chunks=2, fixed=True, placement="v", splits=True),
+    Policy("forward_only", forward_only, trains=False),
+)
+
+POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
+"""The policies by name, those that are wanted most first."""
+
+
+def fitting_policy(vpp: int) -> str:
+    """The policy of a run that names none: it runs any number of chunks per rank."""
+    return POLICIES["1f1b"].for_more_chunks if vpp > 1 else "1f1b"
 
 
 def make_schedule(
@@ -129,18 +186,23 @@ def make_schedule(
     group = pp if microbatch_group_size is None else microbatch_group_size
     sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}
     problems = [Problem("PP-E304", f"{key} is {value}: at least 1") for key, value in sizes.items() if value < 1]
-    if name not in POLICIES:
+    policy = POLICIES.get(name)
+    if policy is None:
         near = get_close_matches(name, POLICIES, 1, 0.4) or ["1f1b"]
         message = f"there is no schedule {name!r}: {', '.join(POLICIES)}"
         problems.append(Problem("PP-E304", message, f"pipeline.pp_schedule={near[0]}"))
-    most = pp - 1 if name in WARMED_UP else 0
+    most = pp - 1 if policy is not None and policy.extra_warmup else 0
     if not 0 <= extra_warmup <= max(most, 0):
         message = f"extra_warmup is {extra_warmup}: 0 to {most} for {name} with pp {pp}"
         problems.append(Problem("PP-E304", message, f"pipeline.extra_warmup={max(most, 0) if extra_warmup > 0 else 0}"))
-    if problems:
+    if problems or policy is None:
         raise ScheduleError(problems)
+    if not policy.runs(vpp):
+        message = f"{name} runs {policy.chunks_in_words}, and vpp is {vpp}"
+        remedy = f"pipeline.pp_schedule={policy.for_more_chunks}" if policy.for_more_chunks else f"vpp={policy.chunks}"
+        raise ScheduleError(Problem("PP-E305", message, remedy))
     more = (extra_warmup,) if extra_warmup else ()
-    return POLICIES[name](pp, vpp, num_microbatches, min(group, num_microbatches), *more)
+    return policy.make(pp, vpp, num_microbatches, min(group, num_microbatches), *more)
 
 
 def _by_table(

@@ -6,11 +6,11 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import MESSAGES, Action, Channel, F, Op, Schedule
+from ppctl.schedule.action import LIFE_ENDS, MESSAGES, Action, Channel, F, Op, Schedule
 from ppctl.schedule.executor import execute
 from ppctl.schedule.trace import Span, Trace, bubble_fraction, spans_of, step_time
 
@@ -67,16 +67,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
     return Trace(schedule.placement.pp, tuple(spans))
 
 
-def in_flight(schedule: Schedule, *, until: Op = Op.W) -> tuple[int, ...]:
+def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
     """Per pp_rank, the most (stage, microbatch) activations alive at once.
 
-    One is alive from the start of its F to the end of its B, or where the backward is split of its W (`until` Op.I: of
-    its I, from when on only what W needs is kept); without a backward it lives only during F.
+    One is alive from the start of its F to the end of its B, or where the backward is split of its W (`until`
+    INPUT_GRADIENTS: of its I, from when on only what W needs is kept); without a backward it lives only during F.
     """
-    return tuple(_most_alive(row, (Op.B, until)) for row in schedule.actions)
+    return tuple(_most_alive(row, until) for row in schedule.actions)
 
 
-def _most_alive(row: Sequence[Action], ending: Collection[Op]) -> int:
+def _most_alive(row: Sequence[Action], ending: Set[Op]) -> int:
     ends = {(stage, mb) for op, stage, mb in row if op in ending}
     alive = most = 0
     for op, stage, mb in row:

@@ -6,13 +6,13 @@ rules are Megatron's, the actors are a user's functions. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from ppctl.schedule.action import Action, Op
+from ppctl.schedule.action import WEIGHT_GRADIENTS, Action, Op
 
 
 class SyncKind(StrEnum):
@@ -47,13 +47,16 @@ class SyncPlan:
     end: _Events = ()
 
 
-def _of(row: Sequence[Action], op: Op) -> list[Action]:
-    return [action for action in row if action.op is op]
+_FORWARDS = frozenset({Op.F})
+
+
+def _of(row: Sequence[Action], ops: Set[Op]) -> list[Action]:
+    return [action for action in row if action.op in ops]
 
 
 def sync_without_pipelining(row: Sequence[Action]) -> SyncPlan:
     """Held for all microbatches but the last, forward and backward."""
-    return SyncPlan((HOLD,), before={_of(row, Op.F)[-1]: (RELEASE,)})
+    return SyncPlan((HOLD,), before={_of(row, _FORWARDS)[-1]: (RELEASE,)})
 
 
 def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
@@ -62,7 +65,7 @@ def sync_of_one_chunk(row: Sequence[Action], *, reduces: bool) -> SyncPlan:
     Where gradients are reduced by a function (`reduces`), that is called when all is done, except on the first stage:
     it ends last, has no bubble left to hide a call in, and lets its last backward do it.
     """
-    backwards = _of(row, Op.B)
+    backwards = _of(row, WEIGHT_GRADIENTS)
     if not backwards:
         return SyncPlan((HOLD,), end=(RELEASE,))
     stage = backwards[-1].stage
@@ -80,9 +83,9 @@ def sync_of_chunks(
     the ranks, each of which is one action behind the one before, call at about the same time. What a rank has no action
     left for is called at the end, in chunk order. `stages` are the rank's, in chunk order.
     """
-    backwards = _of(row, Op.B)
+    backwards = _of(row, WEIGHT_GRADIENTS)
     start = (HOLD, *(Sync(SyncKind.GATHER, stage) for stage in stages[:2] if gathers))
-    ahead = _gather_events(_of(row, Op.F), pp_rank, stages) if gathers else {}
+    ahead = _gather_events(_of(row, _FORWARDS), pp_rank, stages) if gathers else {}
     last = [index for index, action in enumerate(backwards) if action.mb == num_microbatches - 1]
     if not reduces:
         released = {backwards[index]: (RELEASE,) for index in last}
@@ -106,7 +109,7 @@ def gathers_ahead(row: Sequence[Action]) -> dict[Action, int]:
     Before the forward that stands before the stage's first one, so that they travel beside it; those of the stage that
     the list begins with, before that.
     """
-    forwards = _of(row, Op.F)
+    forwards = _of(row, _FORWARDS)
     first: dict[int, int] = {}
     for index, action in enumerate(forwards):
         first.setdefault(action.stage, index)

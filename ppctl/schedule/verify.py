@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 from ppctl.errors import Problem
 from ppctl.schedule.action import (
+    INPUT_GRADIENTS,
     MESSAGES,
     RECEIVES,
     SENDS,
+    TIMED,
     Action,
     Channel,
     Op,
@@ -25,7 +27,7 @@ from ppctl.schedule.action import (
     receive_slots,
     send_slots,
 )
-from ppctl.schedule.executor import TIMED, execute
+from ppctl.schedule.executor import execute
 from ppctl.schedule.grid import grid, marked
 from ppctl.schedule.lanes import Key, Lanes, Wanted, located, wanted_lanes
 
@@ -142,7 +144,7 @@ def _edges(schedule: Schedule, lanes: Sequence[Lanes]) -> dict[Channel, list[_Ed
     for before, after in pairwise(range(place.num_stages)):
         for edge in (
             _Edge((Op.SEND_F, before), (Op.RECV_F, after), ((Op.F, after),)),
-            _Edge((Op.SEND_B, after), (Op.RECV_B, before), ((Op.B, before), (Op.I, before))),
+            _Edge((Op.SEND_B, after), (Op.RECV_B, before), tuple((op, before) for op in INPUT_GRADIENTS)),
         ):
             channel = place.channel(Action(*edge.send))
             if edge.receive in lanes[channel.target]:

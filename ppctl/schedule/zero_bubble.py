@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import Action, Op, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Placement, Schedule
 from ppctl.schedule.table import get_schedule_table
 
 
@@ -40,9 +40,6 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
     Bubble time (pp - 1)(tf + tb - tw) where tw is at most tf and tb, with as much memory as 1F1B's first rank.
     """
-    if vpp > 1:
-        message = f"zb_h1 runs one chunk per rank and vpp is {vpp}"
-        raise ScheduleError(Problem("PP-E305", message, "pipeline.pp_schedule=interleaved_zero_bubble"))
     return replace(interleaved_zero_bubble(pp, 1, num_microbatches, group), name="zb_h1")
 
 
@@ -62,7 +59,7 @@ def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Sch
         words.add("W1", full - words.made["W1"])
         words.add("W0", full - words.made["W0"])
 
-    return _on_a_v("zbv_zero_bubble", pp, vpp, num_microbatches, row)
+    return _on_a_v("zbv_zero_bubble", pp, num_microbatches, row)
 
 
 def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
@@ -88,7 +85,7 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
         words.add("W I0", behind)
         words.add("W", pp_rank + 1)
 
-    return _on_a_v("dualpipev", pp, vpp, num_microbatches, row)
+    return _on_a_v("dualpipev", pp, num_microbatches, row)
 
 
 class _Words:
@@ -110,7 +107,7 @@ class _Words:
 
     def _one(self, word: str) -> None:
         op, stage = Op(word[0]), self.stages[int(word[1])]
-        counted = "F" if op is Op.F else "W" if op is Op.W else "I"  # B and I are one series
+        counted = "I" if op in INPUT_GRADIENTS else op  # B and I are one series
         mb = self.made[counted + word[1]]
         self.made[counted + word[1]] += 1
         self.actions.append(Action(op, stage, mb))
@@ -118,10 +115,7 @@ class _Words:
             self.owed.append(Action(Op.W, stage, mb))
 
 
-def _on_a_v(name: str, pp: int, vpp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
-    if vpp != 2:
-        message = f"{name} runs two chunks per rank, down a V and back up, and vpp is {vpp}"
-        raise ScheduleError(Problem("PP-E305", message, "vpp=2"))
+def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
     placement = Placement("v", pp, 2 * pp)
     rows = []
     for pp_rank in range(pp):
@@ -129,11 +123,3 @@ def _on_a_v(name: str, pp: int, vpp: int, num_microbatches: int, fill: Callable[
         fill(pp_rank, words)
         rows.append(tuple(action for action in words.actions if action.mb < num_microbatches))
     return Schedule(name, placement, num_microbatches, tuple(rows))
-
-
-SPLIT_POLICIES: dict[str, Callable[[int, int, int, int], Schedule]] = {
-    "zb_h1": zb_h1,
-    "interleaved_zero_bubble": interleaved_zero_bubble,
-    "zbv_zero_bubble": zbv_zero_bubble,
-    "dualpipev": dualpipev,
-}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ppctl.comm.buffers import Message
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.engine.stage import StageProgram
-from ppctl.schedule.action import Action, Op, Schedule
+from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
 from ppctl.schedule.sync import SyncPlan
 from ppctl.schedules.microbatches import check_first_val_step
 from ppctl.schedules.models import misuse, setting
@@ -130,10 +130,11 @@ class _Running:
             return outputs
 
         def around_backward(mb: int, run: Callable[[], None]) -> None:
-            self.sync.before(Action(Op.B, stage, mb))
+            backward = weight_gradient_of(stage, mb, self._order.schedule)
+            self.sync.before(backward)
             with timed(self._call.config, "backward-compute"):
                 run()
-            self.sync.after(Action(Op.B, stage, mb))
+            self.sync.after(backward)
 
         return StageProgram(stage, forward, edges.receives, edges.sends, around_backward)
 

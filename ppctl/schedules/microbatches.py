@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.schedule.action import Action, Op
+from ppctl.schedule.action import BACKWARDS, Action, Op
 from ppctl.schedule.table import WarmupCounts, warmup_counts
 from ppctl.schedules.models import holder_of, misuse
 
@@ -77,7 +77,7 @@ def forwards_in_flight(row: Sequence[Action]) -> int:
     """How many forwards stand before a rank's first backward; without one, one more than there are."""
     forwards = 0
     for action in row:
-        if action.op is Op.B:
+        if action.op in BACKWARDS:
             return forwards
         forwards += action.op is Op.F
     return forwards + 1

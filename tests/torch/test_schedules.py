@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from ppctl.schedule.policies import make_schedule
 from ppctl.schedules import get_pp_rank_microbatches
+from ppctl.schedules.microbatches import forwards_in_flight
 
 RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())["records"]
 
@@ -33,3 +37,9 @@ def test_every_rank_counts_its_warmup_as_the_original():
 def test_without_a_communicator_and_a_world_there_is_one_rank():
     assert get_pp_rank_microbatches(6, 2, 2) == (12, False, 0, 12)
     assert get_pp_rank_microbatches(6, 2, 2, True) == (12, True, 12, 0)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_the_first_backward_ends_the_warmup_whether_it_is_split_or_whole(name):
+    schedule = make_schedule(name, pp=4, num_microbatches=8)
+    assert [forwards_in_flight(row) for row in schedule.actions] == [4, 3, 2, 1]

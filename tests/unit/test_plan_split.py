@@ -11,6 +11,7 @@ from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stag
 from ppctl.errors import ConfigError
 from ppctl.plan import build_plan
 from ppctl.plan.split import EMBEDDING, FIRST, LAST, LOSS
+from ppctl.schedule.policies import POLICIES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SPLITS = [
@@ -135,6 +136,13 @@ def test_layers_per_stage_are_nemos() -> None:
 def test_without_a_schedule_the_layers_per_stage_choose_it() -> None:
     assert plan(pp=2, pipeline__layers_per_stage=4).schedule.name == "1f1b"
     assert plan(pp=2, pipeline__layers_per_stage=2).schedule.name == "interleaved_1f1b"
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.trains])
+def test_layers_per_stage_make_as_many_chunks_as_the_schedule_is_made_for(name: str) -> None:
+    chunks = POLICIES[name].chunks
+    made = plan(pp=2, gbs=8, pipeline__layers_per_stage=4 // chunks, pipeline__pp_schedule=name)
+    assert (made.schedule.name, made.sizes.vpp) == (name, chunks)
 
 
 PARTS = [

@@ -7,10 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import Action, Channel, Op, Placement, Schedule, deps, lane, receive_slots, send_slots
+from ppctl.schedule.action import (
+    COMPUTE,
+    INPUT_GRADIENTS,
+    LIFE_ENDS,
+    MESSAGES,
+    PASSED_ON,
+    SENDS,
+    TIMED,
+    WEIGHT_GRADIENTS,
+    Action,
+    Channel,
+    Op,
+    Placement,
+    Schedule,
+    deps,
+    lane,
+    receive_slots,
+    send_slots,
+)
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
-from ppctl.schedule.zero_bubble import SPLIT_POLICIES
 
 numbers = st.integers(0, 9999)
 actions = st.builds(
@@ -58,7 +75,13 @@ def test_what_is_not_a_channel_is_refused(text: str) -> None:
         Channel.parse(text)
 
 
-@given(st.sampled_from(sorted(POLICIES.keys() - SPLIT_POLICIES.keys())), small, small, small, st.booleans())
+@given(
+    st.sampled_from(sorted(policy.name for policy in POLICIES.values() if not policy.splits)),
+    small,
+    small,
+    small,
+    st.booleans(),
+)
 def test_a_schedule_survives_its_csv(name: str, pp: int, vpp: int, m: int, lowered: bool) -> None:
     schedule = make_schedule(name, pp=pp, vpp=1 if name == "1f1b" else vpp, num_microbatches=m)
     schedule = lower(schedule) if lowered else schedule
@@ -147,3 +170,32 @@ MIXED = Schedule.from_csv("0F0,0F1,0I0,0W0,0B1\n1F0,1F1,1I0,1W0,1B1\n")
 )
 def test_what_an_action_needs(schedule: Schedule, action: str, needs: str) -> None:
     assert " ".join(map(str, deps(Action.parse(action), schedule))) == needs
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("zb_h1", 1), ("interleaved_zero_bubble", 2), ("dualpipev", 2)])
+def test_the_sets_of_operations_are_those_of_the_dependency_rule(name: str, vpp: int) -> None:
+    """dualpipev has whole backwards and split ones in one list."""
+    schedule = lower(make_schedule(name, pp=3, vpp=vpp, num_microbatches=7))
+    for row in schedule.actions:
+        for action in row:
+            needs = deps(action, schedule)
+            if action.op is Op.SEND_B:
+                assert [need.op in INPUT_GRADIENTS for need in needs] == [True]
+            if action.op is Op.REDUCE_GRAD:
+                own = {a for a in row if a.op in WEIGHT_GRADIENTS and a.stage == action.stage}
+                assert set(needs) == own
+                assert len(own) == 7
+        for stage in schedule.placement.stages_of(schedule.actions.index(row)):
+            for mb in range(7):
+                ops = [a.op for a in row if (a.stage, a.mb) == (stage, mb) and a.op in COMPUTE]
+                assert [op in INPUT_GRADIENTS for op in ops].count(True) == 1
+                assert [op in LIFE_ENDS for op in ops] == [False] * (len(ops) - 1) + [True]
+    sent = {deps(action, schedule)[0].op for row in schedule.actions for action in row if action.op in SENDS}
+    assert sent <= PASSED_ON
+    assert name != "dualpipev" or sent == PASSED_ON
+
+
+def test_an_operation_takes_the_time_of_a_rank_or_of_a_channel() -> None:
+    assert set(Op) == TIMED | MESSAGES
+    assert not TIMED & MESSAGES
+    assert PASSED_ON <= COMPUTE <= TIMED

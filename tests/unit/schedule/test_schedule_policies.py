@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import Op
+from ppctl.schedule.action import BACKWARDS, Op
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate, step_time
 from ppctl.schedule.table import convert_schedule_table_to_order, get_schedule_table, warmup_counts
 from ppctl.schedule.verify import verify
-from ppctl.schedule.zero_bubble import SPLIT_POLICIES
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RECORDS = json.loads((GOLDEN / "schedule.json").read_text())["records"]
@@ -70,7 +69,7 @@ def test_where_megatron_runs_the_order_is_its_formula(pp: int, vpp: int) -> None
                 assert list(row) == order + backwards[m * vpp - warmup :]
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in SPLIT_POLICIES])
+@pytest.mark.parametrize("name", [policy.name for policy in POLICIES.values() if not policy.splits])
 @pytest.mark.parametrize("m", [1, 2, 7])
 def test_one_rank_is_a_pipeline_too(name: str, m: int) -> None:
     for vpp in (1,) if name == "1f1b" else (1, 2, 3):
@@ -107,6 +106,8 @@ def test_backwards_of_a_stage_run_in_microbatch_order() -> None:
         ("1f1b", {"pp": 0, "num_microbatches": 0}, ["PP-E304", "PP-E304", "PP-E304"]),
         ("zigzag", {"pp": 2, "num_microbatches": 4}, ["PP-E304"]),
         ("1f1b", {"pp": 2, "vpp": 2, "num_microbatches": 4}, ["PP-E305"]),
+        ("zb_h1", {"pp": 2, "vpp": 2, "num_microbatches": 4}, ["PP-E305"]),
+        ("zbv_zero_bubble", {"pp": 2, "vpp": 3, "num_microbatches": 4}, ["PP-E305"]),
         ("interleaved_1f1b", {"pp": 4, "vpp": 2, "num_microbatches": 8, "microbatch_group_size": 3}, ["PP-E306"]),
         ("interleaved_1f1b", {"pp": 4, "vpp": 2, "num_microbatches": 8, "microbatch_group_size": -1}, ["PP-E304"]),
     ],
@@ -115,6 +116,36 @@ def test_impossible_sizes_are_refused(name: str, sizes: dict[str, int], codes: l
     with pytest.raises(ScheduleError) as caught:
         make_schedule(name, **sizes)
     assert [problem.code for problem in caught.value.problems] == codes
+
+
+def test_every_row_tells_what_its_policy_does() -> None:
+    for name, policy in POLICIES.items():
+        schedule = make_schedule(name, pp=3, vpp=policy.chunks, num_microbatches=9)
+        ops = {action.op for row in schedule.actions for action in row}
+        assert (schedule.name, schedule.placement.kind) == (name, policy.placement)
+        assert (bool(ops & BACKWARDS), bool(schedule.split)) == (policy.trains, policy.splits)
+        for vpp in range(1, 5):
+            try:
+                assert make_schedule(name, pp=3, vpp=vpp, num_microbatches=9).placement.num_stages == 3 * vpp
+                assert policy.runs(vpp)
+            except ScheduleError as refusal:
+                assert not policy.runs(vpp)
+                assert [problem.code for problem in refusal.problems] == ["PP-E305"]
+                for_more = policy.for_more_chunks
+                assert not for_more or POLICIES[for_more].runs(vpp)
+        try:
+            longer = make_schedule(name, pp=3, vpp=policy.chunks, num_microbatches=9, extra_warmup=1)
+            assert policy.extra_warmup
+            assert longer.actions != schedule.actions
+        except ScheduleError:
+            assert not policy.extra_warmup
+        many = make_schedule(name, pp=3, vpp=policy.chunks, num_microbatches=36)
+        assert not policy.settles or in_flight(many) == in_flight(schedule)
+
+
+def test_no_two_policies_have_a_name_in_common() -> None:
+    names = [each.lower() for policy in POLICIES.values() for each in (policy.name, *policy.other_names)]
+    assert len(names) == len({*names})
 
 
 def test_a_misspelt_name_gets_the_near_one() -> None:

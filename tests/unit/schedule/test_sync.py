@@ -7,7 +7,7 @@ import pytest
 
 from ppctl.schedule.action import Action, Op
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.sync import SyncKind, sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync import HOLD, RELEASE, SyncKind, sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "trace.json").read_text())["records"]
 NAMES = {SyncKind.HOLD: "no_sync_enter", SyncKind.RELEASE: "no_sync_exit"}
@@ -86,3 +86,16 @@ def test_every_chunk_is_gathered_before_its_first_forward_and_reduced_after_its_
             assert set(reduced) <= set(backwards)
         reduced += [s.stage for s in plan.end if s.kind is SyncKind.REDUCE]
         assert sorted(reduced) == list(stages)
+
+
+def test_where_backwards_are_split_gradients_are_held_until_the_last_weight_gradient():
+    row = make_schedule("zb_h1", pp=3, num_microbatches=4).actions[1]
+    assert sync_of_one_chunk(row, reduces=False).before == {Action(Op.W, 1, 3): (RELEASE,)}
+
+
+def test_where_backwards_are_split_every_chunk_is_released_for_its_last_weight_gradient():
+    row = make_schedule("interleaved_zero_bubble", pp=2, vpp=2, num_microbatches=4).actions[1]
+    plan = sync_of_chunks(row, 1, stages=(1, 3), num_microbatches=4, reduces=False, gathers=False)
+    ends = {Action(Op.W, 1, 3), Action(Op.W, 3, 3)}
+    assert plan.before == dict.fromkeys(ends, (RELEASE,))
+    assert plan.after == dict.fromkeys(ends, (HOLD,))
