@@ -110,7 +110,8 @@ class Engine:
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
         device = self.recorder.device if communicator is None else communicator.device
         self._pace = make_pace(device, len(self.actions), heartbeat)
-        self._enter, self._begin, self._end = self._pace.enter, self._pace.begin, self._pace.end
+        self._enter, self._sent = self._pace.enter, self._pace.sent
+        self._begin, self._end = self._pace.begin, self._pace.end
         self._handlers = _HANDLERS if self._batch is None else _BATCHED
         if timed is not None:
             self._handlers = {op: _timing(op, handler, timed) for op, handler in self._handlers.items()}
@@ -127,6 +128,7 @@ class Engine:
                 handlers[action.op](self, action)
             self._pace.finish(self._flush)
         except Exception as error:
+            self._pace.abandon()
             raise EngineError(self.pp_rank, self.actions, self._pace.at, error) from error
         self.recorder.end_step()
 
@@ -154,9 +156,11 @@ class Engine:
 
     def _send_forward(self, action: Action) -> None:
         self._outgoing[Op.SEND_F, action.stage].send(self._stages[action.stage].outbox.pop(action.mb))
+        self._sent(self._index)
 
     def _send_backward(self, action: Action) -> None:
         self._outgoing[Op.SEND_B, action.stage].send(self._stages[action.stage].gradient_outbox.pop(action.mb))
+        self._sent(self._index)
 
     def _receive_forward(self, action: Action) -> None:
         way, shelf = self._incoming[Op.RECV_F, action.stage]

@@ -1,21 +1,23 @@
 """How far a rank's host may run ahead of its device, and where the rank is said to be.
 
-Knows a heartbeat, and on a GPU two events for each action under way. Must not know what actions do.
+Knows a heartbeat and, on a GPU, events behind what is enqueued. Must not know what actions do.
 
 On a CPU the host computes: it is where it says. On a GPU it only enqueues, and without a bound it would be through with
 its list while the device is in the first action. Then every rank's record says the same when one device hangs, every
 message of the step stays allocated until the host looks at its event, and an error of the device is told in a later
-action. So before a forward or backward is enqueued, the one `AHEAD` before it has ended on the device; and what the
-record says is where the device is.
+action. So at most `AHEAD` forwards and backwards are enqueued and not over, and what the record says is where the
+device is: a thread follows it from event to event, also while the host waits for the device somewhere in a stage.
 
-No deadlock comes of it: a host that waits for an action of its own list has enqueued all before that action, which is
-all that a rank in `verify`'s rule of execution has done when it waits there.
+No deadlock comes of the bound: a host that waits for an action of its own list has enqueued all before that action,
+which is all that a rank in `verify`'s rule of execution has done when it waits there.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
+from threading import Semaphore, Thread
 from typing import Protocol
 
 import torch
@@ -64,64 +66,123 @@ class HostPace:
     def end(self, index: int) -> None:
         """The forward or backward is over."""
 
+    def sent(self, index: int) -> None:
+        """The send is started, and older ones were waited for where they had to be."""
+
     def finish(self, flush: Callable[[], None]) -> None:
         """The list is over but for what `flush` waits for."""
         self.heartbeat.enter(self.length)
         flush()
 
+    def abandon(self) -> None:
+        """The list has failed."""
+
 
 class DevicePace:
-    """A device computes what the host enqueues, at most `ahead` forwards and backwards later."""
+    """A device computes what the host enqueues, at most `ahead` forwards and backwards later.
 
-    __slots__ = ("_ahead", "_free", "_under_way", "at", "heartbeat", "length", "make_event")
+    Lives for one run of a list, which ends in `finish` or in `abandon`.
+    """
 
-    def __init__(self, length: int, heartbeat: Heartbeat, make_event: Callable[[], Event], ahead: int = AHEAD) -> None:
+    def __init__(
+        self,
+        length: int,
+        heartbeat: Heartbeat,
+        make_event: Callable[[], Event],
+        ahead: int = AHEAD,
+        on_device: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.length = length
         self.heartbeat = heartbeat
         self.make_event = make_event
         self.at = 0
-        self._ahead = ahead
-        self._free: list[tuple[Event, Event]] = []
-        self._under_way: deque[tuple[int, tuple[Event, Event]]] = deque()
-        heartbeat.enter(0)
+        self._on_device = on_device
+        self._free = Semaphore(ahead)
+        self._events: list[Event] = []
+        self._marks: SimpleQueue[tuple[int, bool, Event] | None] = SimpleQueue()
+        """(action, whether it begins to compute here, mark), in the order of the device's queue; None ends it."""
+        self._made = self._passed = 0
+        self._failure: tuple[int, Exception] | None = None
+        self._thread: Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the device is through with all that is enqueued: the rank is where its host is."""
+        return self._passed == self._made
 
     def enter(self, index: int) -> None:
-        """The host turns to an action: nobody has to know."""
+        """The host turns to an action."""
         self.at = index
+        if self.idle:
+            self.heartbeat.enter(index)
 
     def begin(self, index: int) -> None:
         """The host is about to enqueue a forward or backward, behind the wait for its message."""
-        while len(self._under_way) >= self._ahead:
-            self._wait_for_oldest()
-        self.at = index
-        marks = self._free.pop() if self._free else (self.make_event(), self.make_event())
-        marks[0].record()
-        self._under_way.append((index, marks))
+        self._free.acquire()
+        self._raise_failure()
+        self._mark(index, begins=True)
 
     def end(self, index: int) -> None:
         """It is enqueued."""
-        self._under_way[-1][1][1].record()
+        self._mark(index, begins=False)
+
+    def sent(self, index: int) -> None:
+        """A send is enqueued, and the device waits for older ones where it has to."""
+        self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """Return when the device is through with the list, and what `flush` waits for is over."""
-        while self._under_way:
-            self._wait_for_oldest()
-        self.at = self.length - 1
-        self.heartbeat.enter(self.length)
+        """Return when the device is through with the list, and with what `flush` waits for."""
         flush()
-        over = self.make_event()
-        over.record()
-        over.synchronize()
+        self._mark(self.length, begins=False)
+        self._marks.put(None)
+        assert self._thread is not None  # it follows the mark
+        self._thread.join()
+        self._raise_failure()
 
-    def _wait_for_oldest(self) -> None:
-        index, marks = self._under_way[0]
-        self.at = index
-        self.heartbeat.enter(index)
-        marks[0].synchronize()
-        self.heartbeat.work(index)
-        marks[1].synchronize()
-        self._under_way.popleft()
-        self._free.append(marks)
+    def abandon(self) -> None:
+        """The list has failed: the device may never get to the end of what is enqueued, and nobody waits for it."""
+        self._marks.put(None)
+
+    def _mark(self, index: int, *, begins: bool) -> None:
+        event = self._events.pop() if self._events else self.make_event()
+        event.record()
+        self._made += 1
+        self._marks.put((index, begins, event))
+        if self._thread is None:
+            self._thread = Thread(target=self._follow, name="pace", daemon=True)
+            self._thread.start()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self.at, error = min(self._failure[0], self.length - 1), self._failure[1]
+            raise error
+
+    def _follow(self) -> None:
+        """The device's way through the list, from mark to mark."""
+        computing = False
+        with self._on_device():
+            while (mark := self._marks.get()) is not None:
+                index, begins, event = mark
+                if self._failure is None:
+                    self._pass(index, event, begins=begins, enters=not computing)
+                if computing and not begins:
+                    self._free.release()
+                computing = begins
+                self._events.append(event)
+                self._passed += 1
+
+    def _pass(self, index: int, event: Event, *, begins: bool, enters: bool) -> None:
+        if enters:
+            self.heartbeat.enter(index)
+        try:
+            event.synchronize()
+        except Exception as error:  # the record stays where the device failed
+            self._failure = index, error
+            return
+        if begins:
+            self.heartbeat.work(index)
+        if self._marks.empty() and self.at > index:  # the host waits for something itself
+            self.heartbeat.enter(self.at)
 
 
 def make_pace(device: torch.device, length: int, heartbeat: Heartbeat | None) -> HostPace | DevicePace:
@@ -130,7 +191,9 @@ def make_pace(device: torch.device, length: int, heartbeat: Heartbeat | None) ->
     if device.type != "cuda":
         return HostPace(length, heartbeat)
     # Waiting gives the core away: several ranks' hosts, and autograd's threads, share few of them.
-    return DevicePace(length, heartbeat, lambda: torch.cuda.Event(blocking=True))
+    return DevicePace(
+        length, heartbeat, lambda: torch.cuda.Event(blocking=True), on_device=lambda: torch.cuda.device(device)
+    )
 
 
 class _Silence:

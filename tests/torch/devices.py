@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ppctl.engine.pace import DevicePace
 from ppctl.hang.waits import Standing
-from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Schedule, deps
+from ppctl.schedule.action import COMPUTE, MESSAGES, SENDS, Action, Schedule, deps
 
 
 class NothingMoves(Exception):
@@ -46,6 +46,8 @@ class Ranks:
     schedule: Schedule
     ahead: int
     stuck: Action | None = None
+    waits_inside: Action | None = None
+    """An action whose stage waits for its own device."""
     finished: set[Action] = field(default_factory=set)
     most_ahead: int = 0
     """The most computations that were enqueued on one device and not finished."""
@@ -53,8 +55,10 @@ class Ranks:
     def __post_init__(self) -> None:
         self.queues: list[deque] = [deque() for _ in self.schedule.actions]
         self.moved = threading.Condition()
-        self.waited_for: list[Mark] = []
-        self.through, self.over = 0, False
+        self.waited_for: list[Mark | None] = [None] * len(self.queues)
+        self.hosts: list[str] = ["runs"] * len(self.queues)
+        self.paces: list[DevicePace | None] = [None] * len(self.queues)
+        self.over = False
         clock = [0]
         self.beats = [Beat(clock) for _ in self.schedule.actions]
 
@@ -73,21 +77,44 @@ class Ranks:
     def _host(self, rank: int) -> None:
         row = self.schedule.actions[rank]
         pace = DevicePace(len(row), self.beats[rank], lambda: Mark(self, rank), self.ahead)
+        self.paces[rank] = pace
         try:
             for index, action in enumerate(row):
                 pace.enter(index)
                 if action.op in COMPUTE:
                     # The wait for its message stands in the queue, in front of the mark of its begin.
                     self._enqueue(rank, ("needs", action))
+                    self.hosts[rank] = "begins"
                     pace.begin(index)
+                    self.hosts[rank] = "runs"
                     self._enqueue(rank, ("compute", action))
+                    if action == self.waits_inside:
+                        self._wait_inside(rank)
                     pace.end(index)
+                elif action.op in SENDS:
+                    pace.sent(index)
+            self.hosts[rank] = "finishes"
             pace.finish(lambda: None)
         except NothingMoves:
-            pass
-        with self.moved:
-            self.through += 1
-            self.moved.notify_all()
+            pace.abandon()
+        self.hosts[rank] = "done"
+
+    def _wait_inside(self, rank: int) -> None:
+        """As a stage that reads a count off its device."""
+        mark = Mark(self, rank)
+        mark.record()
+        self.hosts[rank] = "waits"
+        self.wait_for(mark, host=True)
+        self.hosts[rank] = "runs"
+
+    def _quiet(self, rank: int) -> bool:
+        """Whether neither the rank's host nor what follows its device can do anything."""
+        pace, mark = self.paces[rank], self.waited_for[rank]
+        if pace is None:
+            return False
+        host = self.hosts[rank]
+        held = host in ("done", "finishes", "waits") or (host == "begins" and pace._free._value == 0)
+        return held and (host == "done" or (mark is not None and not mark.passed) or (host == "waits" and pace.idle))
 
     def _enqueue(self, rank: int, entry: tuple) -> None:
         with self.moved:
@@ -128,18 +155,16 @@ class Ranks:
         if progress:
             self.moved.notify_all()
 
-    def wait_for(self, mark: Mark) -> None:
+    def wait_for(self, mark: Mark, *, host: bool = False) -> None:
         with self.moved:
             self._advance()
-            self.waited_for.append(mark)
+            if not host:
+                self.waited_for[mark.rank] = mark
             while not mark.passed and not self.over:
-                still = sum(not each.passed for each in self.waited_for)
-                self.over = still + self.through == len(self.queues)
-                if self.over:
-                    self.moved.notify_all()
-                else:
-                    self.moved.wait()
-            self.waited_for.remove(mark)
+                self.over = all(map(self._quiet, range(len(self.queues))))
+                # Hosts tell nobody that they have come to stand: one looks again.
+                self.moved.wait(0.01)
+            self.moved.notify_all()
             if not mark.passed:
                 raise NothingMoves
 

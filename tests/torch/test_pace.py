@@ -65,6 +65,16 @@ def test_a_device_that_is_stuck_is_named_with_the_action_that_it_is_stuck_in(pp:
         assert "same collective" not in told["message"]
 
 
+def test_where_the_host_waits_inside_a_stage_the_record_still_says_where_the_device_is() -> None:
+    """Experts read counts off the device in every layer: the host stands there, and no bound is reached."""
+    plan = plan_of(4, 1)
+    inside, stuck = Action.parse("1F6"), Action.parse("1F5")
+    ranks = Ranks(plan.schedule, AHEAD, stuck=stuck, waits_inside=inside)
+    ranks.run()
+    told = verdict(plan, ranks.standings(), 200.0, 1e6)
+    assert (told["rank"], told["action"]) == (1, "1F5")
+
+
 def test_hosts_without_a_bound_would_all_be_through() -> None:
     """What the records said before: nobody is in any action."""
     plan = plan_of(4, 1)
