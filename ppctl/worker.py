@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
@@ -38,7 +39,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.devices import device_type
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError, PpctlError
-from ppctl.hang.limits import Limits
+from ppctl.hang.limits import GRACE, Limits
 from ppctl.heartbeat import Heartbeat, Publisher, Write, leave_word
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
@@ -203,9 +204,21 @@ def _work(
     alarm.off()
     if publisher is not None:
         publisher.stop()
-    session.close()
-    dist.destroy_process_group()
+    _leave(session)
     return _state(outcome)
+
+
+def _leave(session: Session) -> None:
+    """End the connections in one order. The run is over and written down: nothing that fails here changes that."""
+    patience = Timer(GRACE, os._exit, (0,))
+    patience.daemon = True
+    patience.start()
+    try:
+        session.close()
+        dist.destroy_process_group()
+    except Exception:
+        traceback.print_exc()
+    patience.cancel()
 
 
 def _lead(run: RunDir, listener: Listener, heartbeat: Heartbeat) -> None:
@@ -226,13 +239,14 @@ def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
 
 def _device(job: Job, ranks: Ranks) -> torch.device:
     """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
+    # What the launcher has seen is not always what reaches a rank: a job's setup and a node's own profile come later.
+    missing, problems = gpu_environment(job.config, job.plan.sizes.pp, os.environ, {})
+    if job.config.launch.device != "cpu":
+        os.environ |= missing  # before CUDA is used at all: even to count devices may read it
     if device_type(job.config.launch.device, torch.cuda.device_count(), ranks.local_world_size) == "cpu":
         return torch.device("cpu")
-    # What the launcher has seen is not always what reaches a rank: a job's setup and a node's own profile come later.
-    missing, problems = gpu_environment(job.config.parallel, job.plan.sizes.pp, os.environ, {})
     if problems:
         raise ConfigError(problems)
-    os.environ |= missing  # read by CUDA when it is first used, which is below
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device

@@ -99,7 +99,7 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, Shape, list[Problem]]:
         note(f"note: {line}")
     config = with_value(composed.config, "launch", target="slurm")
     if config.launch.device == "cuda":
-        variables, problems = gpu_environment(config.parallel, plan.sizes.pp, os.environ, config.launch.env)
+        variables, problems = gpu_environment(config, plan.sizes.pp, os.environ, config.launch.env)
         refuse(problems)
         config = with_value(config, "launch", env=variables)
     data: Mapping[str, Any] = {}

@@ -87,7 +87,7 @@ def settle(
         problems += shortage(device, ranks_here, arguments, os.environ)
     config = with_value(config, "launch", device=device)
     if device == "cuda":
-        variables, conflicts = gpu_environment(config.parallel, plan.sizes.pp, os.environ, config.launch.env)
+        variables, conflicts = gpu_environment(config, plan.sizes.pp, os.environ, config.launch.env)
         config = with_value(config, "launch", env=variables)
         problems += conflicts
     data, wrong = examine(config)

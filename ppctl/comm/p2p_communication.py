@@ -74,6 +74,8 @@ class P2PCommunicator:
         usual = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.get_default_device()
         self.device = device or usual
         self.pool = BufferPool(self.device)
+        self.ran: set[str] = set()
+        """What has run over it, for whoever treats a first time differently."""
         staged = self.device.type == "cuda" and not on_device
         self.fused = self.modes.batched and not staged
         """Whether batches are fused by batch_isend_irecv."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ppctl.config.schema import ParallelConfig
+from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -21,8 +21,15 @@ _REPEATABLE = (":4096:8", ":16:8")
 """The settings under which cuBLAS gives the same bits again. Source: its documentation on reproducibility."""
 
 
+LOADING = "CUDA_MODULE_LOADING"
+_EAGER = "EAGER"
+"""CUDA loads a kernel at its first launch, for which the device has to drain: with receives posted, two ranks that
+load at once may wait for each other. Before the first step every stage runs once; but experts and packed documents have
+sizes that change from step to step, and libraries choose other kernels for other sizes."""
+
+
 def gpu_environment(
-    parallel: ParallelConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+    config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> tuple[dict[str, str], list[Problem]]:
     """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
 
@@ -31,13 +38,15 @@ def gpu_environment(
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)
-    if parallel.deterministic_mode and WORKSPACES not in environ:
+    if config.parallel.deterministic_mode and WORKSPACES not in environ:
         added.setdefault(WORKSPACES, _REPEATABLE[0])
-    return added, list(_problems(parallel, pp, environ, added))
+    if pp > 1 and (config.model.num_moe_experts or config.data.reset_attention_mask) and LOADING not in environ:
+        added.setdefault(LOADING, _EAGER)
+    return added, list(_problems(config.parallel.deterministic_mode, pp, environ, added))
 
 
 def _problems(
-    parallel: ParallelConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+    deterministic: bool, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> Iterator[Problem]:
     queues = launch_env.get(QUEUES, environ.get(QUEUES))
     if pp > 1 and queues == "1":
@@ -50,7 +59,7 @@ def _problems(
         else:
             yield Problem("PP-E608", message, f"unset {QUEUES}", "environment")
     workspaces = launch_env.get(WORKSPACES, environ.get(WORKSPACES))
-    if parallel.deterministic_mode and workspaces not in _REPEATABLE:
+    if deterministic and workspaces not in _REPEATABLE:
         message = (
             f"parallel.deterministic_mode needs {WORKSPACES} to be {' or '.join(_REPEATABLE)}, and it is {workspaces}"
         )

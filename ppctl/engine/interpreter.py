@@ -108,6 +108,7 @@ class Engine:
             self._connect(schedule, communicator)
         self._reduce = reduce_grad
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
+        # Without messages nothing can wait for another rank, and how far the host runs ahead is the recorder's matter.
         device = self.recorder.device if communicator is None else communicator.device
         self._pace = make_pace(device, len(self.actions), heartbeat)
         self._enter, self._sent = self._pace.enter, self._pace.sent

@@ -213,8 +213,20 @@ def _lowered(
 ) -> Schedule:
     """A policy's schedule as the communicator carries it."""
     num_microbatches = whole_number(num_microbatches, "num_microbatches")
-    batched = communicator is not None and communicator.batched
+    batched = communicator is not None and (communicator.batched or _is_first_on_device(communicator, name))
     return _made(name, pp, vpp, num_microbatches, group, batched)
+
+
+def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
+    """Whether a schedule runs for the first time over a communicator whose messages are kernels of a GPU.
+
+    The stages' kernels are loaded then, for which the device has to drain: no receive may be posted ahead. In a batched
+    schedule nothing travels while a rank computes.
+    """
+    if communicator.device.type != "cuda" or name in communicator.ran:
+        return False
+    communicator.ran.add(name)
+    return True
 
 
 @lru_cache(maxsize=32)

@@ -8,6 +8,7 @@ through the store, so that only logs and checkpoints need a shared file system.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ppctl.comm.reach import connecting
@@ -36,6 +38,7 @@ START_UP = timedelta(minutes=10)
 """How long ranks that others started wait for rank 0, which has the config and in it the run's own limit."""
 _KEY = "ppctl/run"
 _READ = "ppctl/read"
+_STARTS = "ppctl/starts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Job:
 def meet(ranks: Ranks, patience: timedelta = START_UP) -> Store:
     """The store that all ranks share (MASTER_ADDR, MASTER_PORT).
 
-    Raises TrainingError: PP-E708 where it is not reached within `patience`, PP-E709 where rank 0 waits there alone.
+    Raises TrainingError: PP-E708 where it is not reached within `patience`, PP-E709 where somebody waits there alone.
     """
     try:
         store: Store = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=patience))[0]
@@ -85,7 +88,29 @@ def meet(ranks: Ranks, patience: timedelta = START_UP) -> Store:
         if problem is None:
             raise
         raise TrainingError(problem) from error
-    return store
+    return PrefixStore(f"ppctl/attempt/{_attempt(store, ranks.rank, patience)}/", store)
+
+
+def _attempt(store: Store, rank: int, patience: timedelta) -> int:
+    """The number of this start of the ranks. torchrun starts them again with the store that they had.
+
+    What is under the names of an earlier start are addresses at which nobody listens any more, and a job that may be
+    another one. Rank 0 counts. Every other rank takes the newest number, unless it has had that one before: then rank 0
+    has yet to come. (torchrun's own count will not do: each of several agents has one of its own.)
+    """
+    if rank == 0:
+        number = store.add(_STARTS, 1)
+        store.set(f"{_STARTS}/{number}", "1")
+        return number
+    number = store.add(_STARTS, 0)
+    while number == 0 or store.add(f"{_STARTS}/{number}/{rank}", 1) > 1:
+        try:
+            store.wait([f"{_STARTS}/{number + 1}"], patience)
+        except RuntimeError as error:
+            message = f"rank 0 has not come to the store within {patience.total_seconds():g} s"
+            raise TrainingError(Problem("PP-E709", message, "ppctl explain PP-E709")) from error
+        number = store.add(_STARTS, 0)
+    return number
 
 
 def _no_store(text: str, ranks: Ranks, waited: float) -> Problem | None:
@@ -141,6 +166,10 @@ def join_world(store: Store, ranks: Ranks, device: torch.device, limit: timedelt
     `limit` is how long its backends wait for other ranks; every group and connection that is made later takes it over.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # NCCL's watchdogs would end the process before it can tell an error of the device, and one that the loading of a
+    # kernel keeps waiting would end it before the run's own limits do.
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(limit.total_seconds())))
     with connecting(ranks.rank, host_name(), "the job"), connecting_on_first_use():
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)
         dist.all_reduce(torch.zeros(1))

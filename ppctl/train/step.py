@@ -137,10 +137,11 @@ class Trainer:
         self.balance.move_biases()
 
     def dry_pass(self, step: int) -> None:
-        """Run all kernels of a step's stages once, without a message: what `engine.dry_pass` is for.
+        """Run all kernels of a step's list once, without a message: what `engine.dry_pass` is for.
 
-        A collective where stages have some of their own (experts on several ranks, gathered weights). Nothing that a
-        step reads is different behind it: weights, gradients, ledgers and every draw of random numbers.
+        A collective where stages have some of their own (experts on several ranks, gathered weights, sums of gradients
+        over replicas). Nothing that a step reads is different behind it: weights, gradients, ledgers and every draw of
+        random numbers.
         """
         s = self.session
         self._begin(step)
@@ -152,9 +153,11 @@ class Trainer:
             s.stages[program.stage].eval()
             dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
             s.stages[program.stage].train()
-            if s.gathered is not None:
-                s.gathered.release(program.stage)
+            self._reduce(program.stage)
+        s.reducer.finish()
         s.weights.clear_gradients()
+        if s.device.type == "cuda":
+            torch.cuda.synchronize(s.device)
 
     def _different_ones(self, stage: int) -> list[int]:
         """Microbatches of a stage that between them run all of its kernels: the second one adds to the first one's

@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.engine.interpreter import EngineError
 from ppctl.engine.stage import Stage
+from ppctl.parallel.replicate import GradientReducer
 from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.session import build_session
+from ppctl.train.sharded import GradientScatter
 from ppctl.train.step import Trainer
 
 STEPS = 2
@@ -24,6 +26,7 @@ LAYOUT = "Et|tt|t|tmL"
 CASES = {
     "experts, MTP, two ranks of two chunks": dict(kind="deepseek", pp=2),
     "experts on two ranks": dict(kind="deepseek", pp=1, dp=2, ep=2),
+    "an optimizer in shares": dict(kind="dense, MTP", pp=1, dp=2, data_parallel_sharding="optimizer_gradients"),
     "all of the state sharded": dict(kind="dense, MTP", pp=1, dp=2, data_parallel_sharding="full"),
     "auxiliary losses, bfloat16": dict(kind="softmax", pp=2, bf16=True),
     "recomputed but for one microbatch": dict(
@@ -71,7 +74,7 @@ class Operations(TorchDispatchMode):
 
 
 def watched(operations: Operations):
-    """Patch stages so that what their forwards and backwards execute is noted: no messages, sums or samples."""
+    """Patch what a list runs, so that its operations are noted: forwards, backwards and the sums of gradients."""
     for name in ("forward", "backward"):
         original = getattr(Stage, name)
 
@@ -80,6 +83,14 @@ def watched(operations: Operations):
                 original(stage, mb)
 
         setattr(Stage, name, run)
+    for kind in (GradientReducer, GradientScatter):
+        reduce = kind.reduce
+
+        def summed(self, *arguments, reduce=reduce):
+            with operations:
+                reduce(self, *arguments)
+
+        kind.reduce = summed
     return operations
 
 

@@ -109,3 +109,13 @@ def test_a_checkpoint_without_a_manifest_ends_the_job_with_3_and_a_remedy_that_g
     assert words[:2] == ["ppctl", "resume"]
     assert ppctl(*words[1:], cwd=tmp_path).returncode == 0
     assert metrics(run)[:4] == before[:4] and len(metrics(run)) == 8
+
+
+def test_ranks_that_torchrun_starts_again_read_nothing_that_an_earlier_start_left_in_the_store() -> None:
+    """The agent keeps its store: the job of rank 0's earlier life and its addresses still stand there."""
+    script = Path(__file__).with_name("start_again.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", str(script)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110, check=False)
+    said = {line for line in done.stdout.splitlines() if line.startswith("life")}
+    assert said == {f"life {life} rank {rank} read {life} of 2" for life in (0, 1) for rank in (0, 1)}, done.stderr
+    assert done.returncode == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ppctl.config.gpu_environment import MOST_QUEUES, QUEUES, WORKSPACES, gpu_environment
-from ppctl.config.schema import ParallelConfig
+from ppctl.config.gpu_environment import LOADING, MOST_QUEUES, QUEUES, WORKSPACES, gpu_environment
+from ppctl.config.schema import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ from ppctl.config.schema import ParallelConfig
     ],
 )
 def test_every_stream_gets_a_queue_and_a_single_one_is_refused(environ, launch_env, set_to, place) -> None:
-    variables, problems = gpu_environment(ParallelConfig(), 2, environ, launch_env | {"OTHER": "1"})
+    variables, problems = gpu_environment(RunConfig(), 2, environ, launch_env | {"OTHER": "1"})
     assert variables == {"OTHER": "1"} | ({} if set_to is None else {QUEUES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     assert all("posted ahead of need would block" in problem.message for problem in problems)
-    assert gpu_environment(ParallelConfig(), 1, environ, launch_env)[1] == [], "one rank receives nothing"
+    assert gpu_environment(RunConfig(), 1, environ, launch_env)[1] == [], "one rank receives nothing"
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,23 @@ def test_every_stream_gets_a_queue_and_a_single_one_is_refused(environ, launch_e
     ],
 )
 def test_deterministic_mode_sets_cublas_workspaces_or_refuses_others(environ, launch_env, set_to, place) -> None:
-    parallel, environ = ParallelConfig(deterministic_mode=True), environ | {QUEUES: "32"}
-    variables, problems = gpu_environment(parallel, 2, environ, launch_env | {"OTHER": "1"})
+    config, environ = RunConfig(), environ | {QUEUES: "32"}
+    config.parallel.deterministic_mode = True
+    variables, problems = gpu_environment(config, 2, environ, launch_env | {"OTHER": "1"})
     assert variables.pop("OTHER") == "1"
     assert variables == ({} if set_to is None else {WORKSPACES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     for problem in problems:
         name, value = problem.remedy.removeprefix("launch.env.").split("=")
-        assert gpu_environment(parallel, 2, environ, launch_env | {name: value})[1] == []
+        assert gpu_environment(config, 2, environ, launch_env | {name: value})[1] == []
+
+
+@pytest.mark.parametrize(("experts", "packed", "pp", "loading"), [
+    (None, False, 4, None), (8, False, 4, "EAGER"), (None, True, 4, "EAGER"), (8, True, 1, None),
+])  # fmt: skip
+def test_kernels_are_loaded_at_the_start_where_sizes_change_from_step_to_step(experts, packed, pp, loading) -> None:
+    config = RunConfig()
+    config.model.num_moe_experts, config.data.reset_attention_mask = experts, packed
+    assert gpu_environment(config, pp, {}, {})[0].get(LOADING) == loading
+    assert LOADING not in gpu_environment(config, pp, {LOADING: "LAZY"}, {})[0]
+    assert gpu_environment(config, pp, {}, {LOADING: "LAZY"})[0][LOADING] == "LAZY"

@@ -1,0 +1,28 @@
+"""A rank under torchrun that fails in its first life: started by test_restarts, it says what it read of the others."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ppctl.comm.wires import wires_of
+from ppctl.train.rendezvous import Ranks, join_world, meet
+
+ranks = Ranks.from_environment()
+life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+time.sleep(2.0 * (life == 1 and ranks.rank == 0))  # on a restart rank 0 may come last
+store = meet(ranks, timedelta(seconds=60))
+if ranks.rank == 0:
+    store.set("job", str(life))
+told = store.get("job").decode()
+join_world(store, ranks, torch.device("cpu"), timedelta(seconds=60))
+number = torch.ones(1)
+assert dist.group.WORLD is not None
+wires_of(dist.group.WORLD).of_all("gloo", "gradients").allreduce([number]).wait()  # type: ignore[attr-defined]
+print(f"life {life} rank {ranks.rank} read {told} of {int(number)}", flush=True)
+dist.barrier()
+os._exit(int(life == 0))
