@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import head_dim, query_groups
+from ppctl.model.linear import Linear
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate
 
@@ -29,10 +30,10 @@ class Attention(nn.Module):
         dim = self.head_dim = head_dim(model)
         queries = model.num_attention_heads * dim
         keys = query_groups(model) * dim
-        self.wq = nn.Linear(model.hidden_size, queries, bias=model.add_qkv_bias)
-        self.wk = nn.Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
-        self.wv = nn.Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
-        self.wo = nn.Linear(queries, model.hidden_size, bias=False)
+        self.wq = Linear(model.hidden_size, queries, bias=model.add_qkv_bias)
+        self.wk = Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
+        self.wv = Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
+        self.wo = Linear(queries, model.hidden_size)
         self.interleaved = model.rotary_interleaved
         self.q_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
         self.k_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()

@@ -8,15 +8,17 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ppctl.model.linear import Linear
+
 
 class FeedForward(nn.Module):
     """SwiGLU [b, s, h] -> [b, s, h]: w2(silu(w1 x) * w3 x) (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
-        self.w2 = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
-        self.w3 = nn.Linear(hidden_size, ffn_hidden_size, bias=False)
+        self.w1 = Linear(hidden_size, ffn_hidden_size)
+        self.w2 = Linear(ffn_hidden_size, hidden_size)
+        self.w3 = Linear(hidden_size, ffn_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to every position."""

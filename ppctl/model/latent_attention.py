@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.model.linear import Linear
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate, yarn_magnitude
 
@@ -38,15 +39,15 @@ class LatentAttention(nn.Module):
         self.kv_widths = [model.qk_head_dim, model.v_head_dim]
         queries = heads * sum(self.q_widths)
         if model.q_lora_rank is None:
-            self.wq = nn.Linear(h, queries, bias=False)
+            self.wq = Linear(h, queries)
         else:
-            self.wq_a = nn.Linear(h, model.q_lora_rank, bias=False)
+            self.wq_a = Linear(h, model.q_lora_rank)
             self.q_norm = nn.RMSNorm(model.q_lora_rank, eps=LATENT_NORM_EPSILON)
-            self.wq_b = nn.Linear(model.q_lora_rank, queries, bias=False)
-        self.wkv_a = nn.Linear(h, sum(self.latent_widths), bias=False)
+            self.wq_b = Linear(model.q_lora_rank, queries)
+        self.wkv_a = Linear(h, sum(self.latent_widths))
         self.kv_norm = nn.RMSNorm(model.kv_lora_rank, eps=LATENT_NORM_EPSILON)
-        self.wkv_b = nn.Linear(model.kv_lora_rank, heads * sum(self.kv_widths), bias=False)
-        self.wo = nn.Linear(heads * model.v_head_dim, h, bias=False)
+        self.wkv_b = Linear(model.kv_lora_rank, heads * sum(self.kv_widths))
+        self.wo = Linear(heads * model.v_head_dim, h)
         self.compresses_queries = model.q_lora_rank is not None
         self.scale = yarn_magnitude(model, model.mscale_all_dim) ** 2 / sum(self.q_widths) ** 0.5
 

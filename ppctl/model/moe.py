@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.feed_forward import FeedForward
+from ppctl.model.linear import Product, for_each_group, make_weight
 from ppctl.model.router import Router
 
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
@@ -45,27 +46,21 @@ class Experts(nn.Module):
         super().__init__()
         self.held = share.experts(model)
         count, h, width = len(self.held), model.hidden_size, model.moe_ffn_hidden_size or model.ffn_hidden_size
-        self.w1 = nn.Parameter(torch.empty(count, width, h))
-        self.w2 = nn.Parameter(torch.empty(count, h, width))
-        self.w3 = nn.Parameter(torch.empty(count, width, h))
+        self.w1 = make_weight(count, width, h)
+        self.w2 = make_weight(count, h, width)
+        self.w3 = make_weight(count, width, h)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply to rows [n, h] sorted by expert the expert of each; `counts` [experts held] says how many each has."""
-        if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
-            return self._grouped(rows, counts)
-        parts = zip(rows.split(counts.tolist()), self.w1.unbind(), self.w2.unbind(), self.w3.unbind(), strict=True)
-        return torch.cat([F.linear(self.activate(F.linear(x, w1), F.linear(x, w3)), w2) for x, w1, w2, w3 in parts])
+        return for_each_group(self.transform, rows, counts, self.w1, self.w2, self.w3)
+
+    def transform(self, product: Product, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """The SwiGLU of rows [n, h], by the product that suits the weights: those of one expert, or the stacks."""
+        return product(self.activate(product(rows, w1), product(rows, w3)), w2)
 
     def activate(self, gate: Tensor, up: Tensor) -> Tensor:
         """What goes into the last product: silu(gate) * up, of any shape. Recomputation may make it a second time."""
         return F.silu(gate) * up
-
-    def _grouped(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The same in three products, without a word to the host."""
-        ends = counts.cumsum(0, dtype=torch.int32)
-        gate = F.grouped_mm(rows, self.w1.transpose(1, 2), offs=ends)
-        up = F.grouped_mm(rows, self.w3.transpose(1, 2), offs=ends)
-        return F.grouped_mm(self.activate(gate, up), self.w2.transpose(1, 2), offs=ends)
 
 
 class MixtureOfExperts(nn.Module):

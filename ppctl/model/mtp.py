@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import mtp_is_moe
-from ppctl.model.embedding import Embedding
 from ppctl.model.layer import DecoderLayer
+from ppctl.model.linear import Embedding, Linear
 from ppctl.model.moe import WHOLE, Share
 from ppctl.model.packing import Documents
 
@@ -39,7 +39,7 @@ class PredictionModule(nn.Module):
         h, eps = model.hidden_size, model.norm_epsilon
         self.enorm = nn.RMSNorm(h, eps=eps)
         self.hnorm = nn.RMSNorm(h, eps=eps)
-        self.eh_proj = nn.Linear(2 * h, h, bias=False)
+        self.eh_proj = Linear(2 * h, h)
         self.layer = DecoderLayer(model, moe=mtp_is_moe(model), share=share)
         self.norm = nn.RMSNorm(h, eps=eps)
 

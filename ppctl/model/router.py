@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.model.linear import make_weight, product_in_float32
 
 
 class Routing(NamedTuple):
@@ -56,7 +56,7 @@ class Router(nn.Module):
         super().__init__()
         self.model = model
         self.num_experts = model.num_moe_experts or 0
-        self.weight = nn.Parameter(torch.empty(self.num_experts, model.hidden_size))
+        self.weight = make_weight(self.num_experts, model.hidden_size)
         self.register_buffer("expert_bias", None)
         if model.moe_router_enable_expert_bias:
             self.reset_bias(self.weight.device)
@@ -74,8 +74,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens of `x` [b, s, h]."""
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.weight.float())
+        logits = product_in_float32(x, self.weight)
         sigmoid = self.model.moe_router_score_function == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         experts = self._choose(scores.detach())

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import moe_layer_pattern
 from ppctl.cost.parameters import holds_final_norm
-from ppctl.model.embedding import Embedding
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
+from ppctl.model.linear import Embedding, Linear
 from ppctl.model.moe import WHOLE, Exchange, MixtureOfExperts, Share
 from ppctl.model.mtp import MultiTokenPrediction
 from ppctl.model.packing import ROWS, Packing
@@ -44,7 +44,7 @@ class StageModule(nn.Module):
         self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
         self.mtp = MultiTokenPrediction(model, modules, share) if modules else None
-        self.output = nn.Linear(h, model.vocab_size, bias=False) if "loss" in layers else None
+        self.output = Linear(h, model.vocab_size) if "loss" in layers else None
         self.rotary = Rotary(model)
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:

@@ -1,0 +1,88 @@
+"""Where a weight meets an activation: every product with a weight, and the embedding's rows, of ppctl's own models.
+
+Knows weights, activations and the kernels that multiply them. Must not know layers, names, ranks or weights' values.
+Outside this file no module of `model/` reads a matrix (tests/torch/test_linear.py), so that another number format or
+another moment for weight gradients changes `product` and `grouped_product`, and an exchange between ranks beside a
+product changes the classes. Which dimension of a weight an axis splits follows from its canonical name: it is no
+argument here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
+
+
+def make_weight(*shape: int) -> nn.Parameter:
+    """A weight of this shape without values, which `initialize` fills.
+
+    Torch's own modules draw values even on the meta device, for which an embedding imports torch's compiler: a second
+    of every rank's start.
+    """
+    return nn.Parameter(torch.empty(shape))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out]. The weight may be a view."""
+    return F.linear(x, weight, bias)
+
+
+def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """The same in float32, whatever the dtypes of `x` and `weight` are and under autocast as well."""
+    with torch.autocast(x.device.type, enabled=False):
+        return product(x.float(), weight.float())
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows [n, in] times the transposes of weights [groups, out, in], in one kernel: [n, out].
+
+    Group g's rows end before `ends[g]` (int32, on the device of `rows`), so that the host need not know the counts.
+    """
+    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+
+
+def for_each_group(block: Callable[..., Tensor], rows: Tensor, counts: Tensor, *stacks: Tensor) -> Tensor:
+    """`block(product, rows, *weights)` where each group of rows meets its own matrix of every stack.
+
+    `rows` [n, in] are sorted by group, `counts` [groups] (int64) says how many each group has, a stack is [groups, out,
+    in], and the block may treat each row for itself only. In bfloat16 on CUDA the block runs once, over all rows;
+    elsewhere once for each group, and not product by product: torch's elementwise functions on the CPU give other bits
+    at the end of a tensor than inside it, and so a group's results would depend on the groups beside it.
+    """
+    if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return block(partial(grouped_product, ends=ends), rows, *stacks)
+    parts = zip(rows.split(counts.tolist()), *(stack.unbind() for stack in stacks), strict=True)
+    return torch.cat([block(product, *part) for part in parts])
+
+
+class Linear(nn.Module):
+    """A projection [..., in] -> [..., out]: `weight` [out, in] and, where asked for, `bias` [out]."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = make_weight(out_features, in_features)
+        self.bias = make_weight(out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project the last dimension."""
+        return product(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """A row [h] of `weight` [vocab_size, h] for each token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = make_weight(vocab_size, hidden_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [b, s] (int64) -> [b, s, h]."""
+        return F.embedding(tokens, self.weight)

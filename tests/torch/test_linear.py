@@ -1,0 +1,185 @@
+"""Weights meet activations in ppctl/model/linear.py and nowhere else in ppctl's own models."""
+
+import ast
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from cuts import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ppctl
+from ppctl.config.schema import TrainConfig
+from ppctl.model.linear import for_each_group, grouped_product, product, product_in_float32
+from ppctl.model.recompute import recompute
+from ppctl.model.stage import build_stage
+from ppctl.plan import StageSpec
+
+PPCTL = Path(ppctl.__file__).parent
+MODEL = PPCTL / "model"
+LINEAR = MODEL / "linear.py"
+
+MODULES = {"Linear", "LazyLinear", "Bilinear", "Embedding", "EmbeddingBag", "MultiheadAttention"}
+FUNCTIONS = {
+    "linear", "bilinear", "embedding", "embedding_bag", "grouped_mm", "scaled_mm", "scaled_grouped_mm",
+    "multi_head_attention_forward", "matmul", "mm", "mv", "bmm", "addmm", "addbmm", "baddbmm", "einsum", "tensordot",
+    "chain_matmul", "multi_dot",
+}  # fmt: skip
+
+
+def products_in(source: str) -> list[str]:
+    """What a module's text multiplies with, or could multiply weights with: `line: what`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
+            names = ["@"]
+        found += [f"{node.lineno}: {name}" for name in names if name.lstrip("_") in MODULES | FUNCTIONS | {"@"}]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(MODEL.glob("*.py")), ids=lambda path: path.name)
+def test_the_text_of_no_other_module_multiplies(path):
+    found = products_in(path.read_text())
+    if path == LINEAR:
+        assert {line.split(": ")[1] for line in found} == {"linear", "grouped_mm", "embedding"}
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "w = nn.Linear(2, 3)",
+        "y = F.linear(x, w)",
+        "y = torch._grouped_mm(x, w)",
+        "y = x @ w",
+        "x @= w",
+        "y = x.matmul(w)",
+        "from torch.nn.functional import embedding as look",
+    ],
+)
+def test_the_search_in_the_text_finds(line):
+    assert len(products_in(line)) == 1
+
+
+class Readers(TorchDispatchMode):
+    """Which file of ppctl reads which matrix, whatever operation of torch it calls; a view reads nothing."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.names = {p.untyped_storage().data_ptr(): name for name, p in parameters.items() if p.dim() > 1}
+        assert len(self.names) == sum(p.dim() > 1 for p in parameters.values())
+        self.found: set[tuple[str, str]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        results = {t.untyped_storage().data_ptr() for t in tree_leaves(made) if isinstance(t, torch.Tensor)}
+        for operand in tree_leaves((args, kwargs)):
+            if isinstance(operand, torch.Tensor):
+                address = operand.untyped_storage().data_ptr()
+                if address in self.names and address not in results:
+                    self.found.add((self.names[address], file_of_ppctl()))
+        return made
+
+
+def file_of_ppctl() -> str:
+    """The file of ppctl whose code called torch, the innermost one; "" where autograd computes gradients by itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if PPCTL in path.parents:
+            return path.name
+        frame = frame.f_back
+    return ""
+
+
+KINDS = {
+    "biases": dict(add_qkv_bias=True, qk_layernorm=True),
+    "latent attention": dict(
+        multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=8, qk_head_dim=4, qk_pos_emb_head_dim=4, v_head_dim=8,
+        share_embeddings_and_output_weights=True, num_query_groups=None,
+    ),
+    "experts, shared ones, multi-token prediction": dict(
+        num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=10, moe_layer_freq=[0, 1, 1, 1],
+        moe_shared_expert_intermediate_size=14, moe_aux_loss_coeff=0.3, mtp_num_layers=1,
+    ),
+}  # fmt: skip
+RECOMPUTE = {
+    "nothing": TrainConfig(),
+    "layers": TrainConfig(recompute_granularity="full"),
+    "modules": TrainConfig(
+        recompute_granularity="selective",
+        recompute_modules=["core_attn", "layernorm", "mlp", "mla_up_proj", "moe_act"],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", RECOMPUTE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_matrix_is_read_there_and_nowhere_else(kind, dtype, way):
+    """In a forward and in what a backward computes again; the gradients themselves are autograd's."""
+    model = tiny(**KINDS[kind])
+    layers = ("embedding", *(f"decoder.{i}" for i in range(4)), *["mtp.0"] * bool(model.mtp_num_layers), "loss")
+    stored = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    stage = build_stage(StageSpec(0, 0, 0, layers, (), (), 0, 0, 0), model, seed=1, dtype=stored, device="cpu")
+    recompute(stage, RECOMPUTE[way], 0)
+    with Readers(stage.canonical_parameters()) as readers:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            outputs = stage(torch.arange(22).view(2, 11))
+        forward = set(readers.found)
+        torch.stack([out.float().square().mean() for out in outputs]).sum().backward()
+    assert forward == {(name, LINEAR.name) for name in readers.names.values()}
+    assert {file for _, file in readers.found - forward} <= {""}
+
+
+def test_a_group_meets_its_own_matrices_one_by_one_and_in_one_kernel():
+    generator = torch.Generator().manual_seed(0)
+    counts, ends = torch.tensor([3, 0, 5, 1]), torch.tensor([3, 3, 8, 9], dtype=torch.int32)
+    rows = torch.randn(9, 16, generator=generator).bfloat16()
+    up = torch.randn(4, 32, 16, generator=generator).bfloat16()
+    down = torch.randn(4, 16, 32, generator=generator).bfloat16()
+
+    def block(product, rows, up, down):
+        return product(product(rows, up).tanh(), down)
+
+    one_by_one = for_each_group(block, rows, counts, up, down)
+    group_of = torch.repeat_interleave(torch.arange(4), counts)
+    for row, group, result in zip(rows, group_of, one_by_one, strict=True):
+        expected = down[group].float() @ (up[group].float() @ row.float()).tanh()
+        assert torch.allclose(result.float(), expected, atol=0.1)
+    in_one = block(partial(grouped_product, ends=ends), rows, up, down)
+    assert torch.allclose(in_one, one_by_one, atol=1e-1)
+
+
+def test_a_group_gets_the_same_bits_whatever_groups_stand_beside_it():
+    """Experts may live on other ranks. One silu over all rows would round some of them otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([3, 0, 5, 1])
+    rows, weights = torch.randn(9, 16, generator=generator), torch.randn(4, 10, 16, generator=generator)
+
+    def block(product, rows, weight):
+        return torch.nn.functional.silu(product(rows, weight))
+
+    together = for_each_group(block, rows, counts, weights).split(counts.tolist())
+    for part, group, weight, count in zip(rows.split(counts.tolist()), together, weights, counts, strict=True):
+        assert torch.equal(group, for_each_group(block, part, count[None], weight[None]))
+
+
+def test_a_product_in_float32_rounds_nothing_under_autocast_nor_with_weights_in_bfloat16():
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, kept = product(x, weight), product_in_float32(x, weight)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(kept, product(x, weight))
+    narrow = product_in_float32(x.bfloat16(), weight.bfloat16())
+    assert torch.equal(narrow, product(x.bfloat16().float(), weight.bfloat16().float()))
