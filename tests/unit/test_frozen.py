@@ -1,7 +1,8 @@
 """What users rely on and torch is not needed for: the names, commands, keys and files of before still work.
 
-Everything is asked for as a user would ask: at the command line, in files, by importing public names. So what is behind
-it may move. The list is tests/golden/frozen.json: additions are free. What needs torch: tests/torch/test_frozen_run.py.
+The list is tests/golden/frozen.json: additions are free. As far as can be it is asked for as a user would ask, at the
+command line, in files and by public names, so that what is behind it may move: then only import lines here may change.
+What needs torch: tests/torch/test_frozen_run.py. `doctor --json`: tests/dist/test_doctor.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -105,7 +107,10 @@ def test_a_call_breaks_by_a_new_parameter_that_it_must_pass() -> None:
     def needy(a: int, b: int = 2, *, c: int) -> None: ...
 
     assert list(breaks(signature(old), signature(longer))) == []
-    assert list(breaks(signature(old), signature(swapped))) == ["a > position was 0 and is 1", "b > position was 1 and is 0"]
+    assert list(breaks(signature(old), signature(swapped))) == [
+        "a > position was 0 and is 1",
+        "b > position was 1 and is 0",
+    ]
     assert list(breaks(signature(old), signature(by_name))) == ["b > position is gone"]
     assert list(demands({"f": signature(old)}, {"f": signature(longer)})) == []
     assert list(demands({"f": signature(old)}, {"f": signature(needy)})) == ["f: its new parameter c has no default"]
@@ -418,6 +423,20 @@ def test_the_text_of_a_schedule(here: Path) -> None:
     for name, rows in texts.items():
         texts[name] = [f"pp_rank {rank}: {row}" for rank, row in enumerate(rows)]
     hold("schedule.csv", texts, exact=True)
+
+
+def test_a_run_directory_of_before_is_read(here: Path) -> None:
+    """It was written on 2026-11-22, and is never written anew: `make golden` leaves it alone."""
+    run = here / "runs" / "quickstart" / "20261122-084400-0000"
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "run", run)
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step-1\n")
+    (one,) = told("runs")
+    assert (one["state"], one["step"], one["checkpoint"]) == ("finished", 1, str(run / "checkpoints" / "step-1"))
+    assert told("status")["loss"] == one["loss"] > 0
+    assert ask("logs").startswith("step 1/1  loss 5.7")
+    refused = told("resume", code=2)["problems"]
+    assert [problem["code"] for problem in refused] == ["PP-E618"], "its plan is read, and nothing but its end is told"
 
 
 def test_a_timeline_for_perfetto(here: Path) -> None:
