@@ -351,12 +351,14 @@ def test_json_of_what_is_refused() -> None:
     hold("resume --json refused", fields(told("resume", "nosuch", code=2)))
 
 
+def test_json_of_submit() -> None:
+    hold("submit --json", fields(told("submit", *RICH)))
+
+
 @pytest.fixture
 def submitted(here: Path) -> Path:
     """The directory of a submitted run of four ranks, and what its ranks have written, as they wrote it in 2026."""
-    answer = told("submit", *RICH)
-    hold("submit --json", fields(answer))
-    run = Path(answer["run"])
+    run = Path(told("submit", *RICH)["run"])
     for name, record in WRITTEN_BY_RANKS.items():
         (run / name).write_text(json.dumps(record) + "\n")
     return run
@@ -416,16 +418,19 @@ DUMPED = {
 
 def test_the_text_of_a_schedule(here: Path) -> None:
     """Every letter, both of what a run executes (schedule.csv) and of what `--dump-schedule` writes."""
-    texts: dict[str, list[str]] = {}
+    texts = {}
     for name, cut in RUN.items():
         run = Path(told("submit", *RICH[:3], "mbs=1", *cut)["run"])
-        texts[name] = (run / "schedule.csv").read_text().splitlines()
+        texts[name] = (run / "schedule.csv").read_text()
     for name, cut in DUMPED.items():
         ask("plan", *RICH[:3], "mbs=1", *cut, "--dump-schedule", "slots.csv")
-        texts[name] = (here / "slots.csv").read_text().splitlines()
-    for name, rows in texts.items():
-        texts[name] = [f"pp_rank {rank}: {row}" for rank, row in enumerate(rows)]
-    hold("schedule.csv", texts, exact=True)
+        texts[name] = (here / "slots.csv").read_text()
+    rows = {name: text.splitlines(keepends=True) for name, text in texts.items()}
+    hold(
+        "schedule.csv",
+        {name: {f"pp_rank {r}": row for r, row in enumerate(of)} for name, of in rows.items()},
+        exact=True,
+    )
 
 
 def test_a_run_directory_of_before_is_read(here: Path) -> None:
