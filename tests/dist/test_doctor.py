@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command import environment, ppctl
+from frozen import fields, hold
 
 from ppctl.cli.doctor import _lines, _wrong
 from ppctl.comm.probe import device_of
@@ -25,6 +26,7 @@ def test_it_times_every_edge_of_the_ring(tmp_path: Path) -> None:
     assert told["versions"]["torch"]
     assert told["disk"]["bytes_per_s"] > 0
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+    hold("doctor --json", fields(told | {"wrong": []}))
 
 
 def test_as_ranks_of_a_job_the_first_one_tells(tmp_path: Path) -> None:
