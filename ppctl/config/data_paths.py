@@ -31,9 +31,6 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
             read_sources(value)
         except ValueError as error:
             yield (key,), str(error), f"{key}=null"
-    if not 0 <= data.validation_split < 1:
-        message = "data.validation_split is the share that is held out: at least 0 and below 1"
-        yield ("data.validation_split",), message, "data.validation_split=0.05"
     if data.validation_path is not None and data.validation_split:
         yield (
             ("data.validation_split", "data.validation_path"),
