@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
-from ppctl.config.checks import check
+from ppctl.config.checks import beyond_limits, check, within_limits
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import meant_by
 from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
@@ -167,8 +167,10 @@ def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
     """Cover what makes the run large, unless the command line gave it, and tell it as a table."""
     config, _ = convert(draft.tree, draft.place)
     rows = []
-    for key, value in smoke(config).items():
+    for key, value in smoke(within_limits(config, list(beyond_limits(config)), draft.covered)).items():
         before = draft.get(key)
+        if key in draft.covered:
+            draft.covered[key] = value  # a remedy goes back to what stands there without the command line
         if key not in given and value != before:
             draft.put(key, value)
             draft.provenance[key] = f"scale={scale}"

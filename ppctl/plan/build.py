@@ -15,7 +15,7 @@ from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.clock import timing
 from ppctl.plan.cut import AUTO, Cut, check_search, derive_cut
-from ppctl.plan.findings import Finding, Findings, told
+from ppctl.plan.findings import Finding, Findings, Judge, told
 from ppctl.plan.fit import memory_findings
 from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.memory import device_of, gathered, rank_costs
@@ -23,7 +23,7 @@ from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Measured, origin, read_profile
 from ppctl.plan.recompute import check_recompute
-from ppctl.plan.said import Said
+from ppctl.plan.said import Said, typed
 from ppctl.plan.sizes import Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.timing import (
@@ -70,10 +70,10 @@ def plan_checked(
     said = Said(within_limits(config, beyond), provenance)
     derivation = derive(said)
     if derivation.findings or not derivation.complete:
-        found = told(said, derivation.findings, _judged)
+        found = told(said, derivation.findings, _judge(said))
         raise ConfigError([*problems, *found])
     plan = _assemble(said, derivation, title or config.recipe or config.log.name)
-    found = [*plan.problems, *told(said, memory_findings(said, lambda: plan.pp_ranks), _judged)]
+    found = [*plan.problems, *told(said, memory_findings(said, lambda: plan.pp_ranks), _judge(said))]
     return replace(plan, problems=(*problems, *found))
 
 
@@ -238,15 +238,29 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     )
 
 
+def _judge(said: Said) -> Judge:
+    """The judge of remedies: what is wrong with something else, but for what the rules on values find here already."""
+    known = {finding.rule for finding in _checked(said)}
+    return lambda other: [finding for finding in _judged(other) if finding.rule not in known]
+
+
 def _judged(said: Said) -> Findings:
-    """What is wrong with something else that might be said: with its sizes, or else with its memory."""
-    derivation = derive(said)
+    """What is wrong with something else that might be said: with its values and sizes, or else with its memory."""
+    found, derivation = _checked(said), derive(said)
     if derivation.findings or not derivation.complete:
-        return derivation.findings
+        return [*found, *derivation.findings]
     try:
-        return memory_findings(said, lambda: _held(said, derivation))
+        return [*found, *memory_findings(said, lambda: _held(said, derivation))]
     except ScheduleError as error:  # a policy that has no order for these sizes
         return [Finding(problem.code, "schedule", problem.message, problem.place) for problem in error.problems]
+
+
+def _checked(said: Said) -> Findings:
+    """What the rules on values find: a remedy must break none of them either."""
+    return [
+        Finding(problem.code, problem.message, problem.message, problem.place, *filter(None, [typed(problem.remedy)]))
+        for problem in check(said.config, said.provenance)
+    ]
 
 
 def _held(said: Said, derivation: Derivation) -> Sequence[RankCost]:

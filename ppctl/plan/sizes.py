@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
 from ppctl.config.limits import MOST_RANKS, MOST_STAGES
@@ -184,9 +184,10 @@ def divide_model(said: Said, findings: Findings) -> None:
     split = ["model.num_attention_heads", "model.vocab_size", "model.ffn_hidden_size"]
     if not said["model.multi_latent_attention"]:
         split.append("model.num_query_groups")
+    common = gcd(*(said[key] for key in split if said[key]))
     for key in split:
         if said[key] and said[key] % tp:
-            remedies = [(("tp", size),) for size in nearest_divisors(said[key], tp)]
+            remedies = [(("tp", size),) for size in (*nearest_divisors(said[key], tp), *nearest_divisors(common, tp))]
             message = f"tp {tp} does not divide {key} {said[key]}"
             findings.append(Finding("PP-E207", key, message, said.told("tp", key), *remedies, (("tp", 1),)))
     if cp > 1 and said["seq"] % (2 * cp):
