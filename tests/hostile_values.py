@@ -15,7 +15,9 @@ from typed_remedies import mended, problems
 from ppctl.cli.main import main
 from ppctl.config.argv import ALIASES
 from ppctl.config.keys import text_keys
+from ppctl.config.limits import MOST_RANKS, MOST_STAGES
 from ppctl.errors import Problem
+from ppctl.plan.timing import MOST_ACTIONS
 
 BASES = (
     (),
@@ -26,20 +28,18 @@ BASES = (
 )
 VALUES = (
     "0", "-1", "1", "-0.0", "0.5", "3", "1e6", str(2**31), str(2**63), str(2**64 + 1), "1e12", "1e400", "nan", "-inf",
-    "", "null", "true", "[]", "{}", "[-1]", "word", "é漢\u202e", "x" * 20_000, "9" * 5000, "[" * 500, "@/dev/zero", "~nobody",
-    "${nothing}", "1e-999999999",
+    "", "null", "true", "[]", "{}", "[-1]", "word", "é漢\u202e", "x" * 20_000, "9" * 5000, "[" * 500, "@/dev/zero",
+    "~nobody", "${nothing}", "1e-999999999",
 )  # fmt: skip
 
 ACCEPTED = (0, 2, 4)
 
 
-def trials() -> Iterator[tuple[str, ...]]:
-    """Every base with every key or alias set to every value."""
-    for base in BASES:
-        for key in (*text_keys(), *ALIASES):
-            if key not in ("recipe", "scale"):
-                for value in VALUES:
-                    yield (*base, f"{key}={value}")
+def trials(value: str) -> Iterator[tuple[str, ...]]:
+    """Every key and alias set to `value`, each on another base than its neighbours."""
+    names = [key for key in (*text_keys(), *ALIASES) if key not in ("recipe", "scale")]
+    for number, key in enumerate(names):
+        yield (*BASES[(number + VALUES.index(value)) % len(BASES)], f"{key}={value}")
 
 
 @dataclass
@@ -63,6 +63,10 @@ def attempt(typed: tuple[str, ...], tally: Tally) -> None:
     assert code in ACCEPTED, (typed, code)
     assert (code == 0) == (not report["problems"]), typed
     if report["stages"]:
+        axes, schedule = report["parallel"], report["schedule"]
+        assert 2 * axes["pp"] * axes["vpp"] * schedule["microbatches"] <= MOST_ACTIONS
+        assert axes["pp"] * axes["vpp"] <= MOST_STAGES
+        assert report["world_size"] <= MOST_RANKS
         assert quietly("plan", *typed)[0] == code
     before = [Problem(**problem) for problem in report["problems"]]
     for problem in before:

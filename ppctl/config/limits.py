@@ -55,7 +55,7 @@ class Bounds:
     @property
     def is_size(self) -> bool:
         """Whether plans count with it: nothing can be planned where it is out of bounds."""
-        return self.most < LARGEST
+        return 1 < self.most < LARGEST
 
     def message(self, key: str, value: Any) -> str:
         """The rule that `value` breaks."""
