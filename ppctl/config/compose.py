@@ -187,7 +187,7 @@ def _miniature(draft: Draft) -> dict[str, Any]:
     sound = within_limits(config, list(beyond_limits(config)), draft.covered)
     full = Draft(deepcopy(draft.tree), draft.provenance)
     for key in smoke(sound):
-        if key.startswith("model.") and key in draft.covered:
+        if key.startswith(("model.", "log.")) and key in draft.covered:
             full.put(key, draft.covered[key])
     config, _ = convert(full.tree, draft.place)
     return smoke(within_limits(config, list(beyond_limits(config)), draft.covered))

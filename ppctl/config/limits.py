@@ -3,7 +3,7 @@
     hidden_size: int = field(default=256, metadata=positive(MOST_WIDTH))
 
 Knows no key. Must not know rules between several values: those are `checks.py`'s and the plan's. An upper bound is what
-a plan can bear on a laptop within seconds, above what any real job needs (docs/decisions/0027).
+a plan can bear on a laptop within seconds, above what any real job needs (decision 27).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ LARGEST = 2**63 - 1
 """The largest number of 64 bits: the bound of what a plan does not count with (a rate, a seed, a number of steps)."""
 MOST_RANKS = 2**20
 """Ranks of a job, and of each of its axes but pp."""
+MOST_PP_RANKS = 1024
+"""Ranks of a pipeline."""
 MOST_STAGES = 4096
-"""Stages of a pipeline, and so pp_ranks and chunks; decoder layers of a model."""
+"""Stages of a pipeline, and so chunks of a pp_rank; decoder layers of a model."""
 MOST_WIDTH = 2**20
 """Width of the residual stream, and of what is projected from it."""
 MOST_INNER_WIDTH = 2**22

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ppctl.config.limits import MOST_RANKS, MOST_SAMPLES, MOST_STAGES, not_negative, positive
+from ppctl.config.limits import MOST_PP_RANKS, MOST_RANKS, MOST_SAMPLES, MOST_STAGES, not_negative, positive
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E117"
@@ -54,7 +54,7 @@ class ModelParallelConfig:
     """Ranks that share each layer's matrices (tp)."""
     pipeline_model_parallel_comm_backend: str | None = None
     """Backend of the pipeline's process groups; none takes the device's own (nccl or gloo)."""
-    pipeline_model_parallel_size: int = field(default=1, metadata=positive(MOST_STAGES))
+    pipeline_model_parallel_size: int = field(default=1, metadata=positive(MOST_PP_RANKS))
     """Ranks that the layers are spread over (pp)."""
     virtual_pipeline_model_parallel_size: int | None = field(default=None, metadata=positive(MOST_STAGES))
     """Stages (chunks) per pp_rank (vpp); none derives it from the layout, else 1."""

@@ -102,8 +102,11 @@ class Derivation:
         return tuple(derived for part in parts if part is not None for derived in part.derived)
 
 
-def derive(said: Said) -> Derivation:
-    """Sizes, layout, batch and the choice of schedule, with everything that is wrong."""
+def derive(said: Said, *, search: bool = True) -> Derivation:
+    """Sizes, layout, batch and the choice of schedule, with everything that is wrong.
+
+    Without `search`, `layout=auto` stays the even split.
+    """
     derivation = Derivation(beyond(said))
     findings = derivation.findings
     if not findings:
@@ -127,7 +130,7 @@ def derive(said: Said) -> Derivation:
             check_warmup(said, derivation.choice, findings)
         if said["layout"] == AUTO:
             check_search(said, len(derivation.cut.layout.stages), findings)
-    if said["layout"] == AUTO and derivation.complete and not findings:
+    if search and said["layout"] == AUTO and derivation.complete and not findings:
         derivation.cut = _balanced(said, derivation)
     return derivation
 
@@ -246,7 +249,8 @@ def _judge(said: Said) -> Judge:
 
 def _judged(said: Said) -> Findings:
     """What is wrong with something else that might be said: with its values and sizes, or else with its memory."""
-    found, derivation = _checked(said), derive(said)
+    # A search takes seconds, and where the even split fits, it finds a layout that fits.
+    found, derivation = _checked(said), derive(said, search=False)
     if derivation.findings or not derivation.complete:
         return [*found, *derivation.findings]
     try:

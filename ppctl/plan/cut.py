@@ -21,8 +21,8 @@ from ppctl.plan.types import Derived
 AUTO = "auto"
 """The layout that is found by search."""
 
-MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED = 256, 128
-"""What `auto` may choose from: neighbours are weighed one by one, layers x stages of them each time."""
+MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED = 256, 64
+"""What `auto` may choose from: seconds of search."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 

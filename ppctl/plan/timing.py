@@ -25,7 +25,7 @@ from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
 
 MOST_ACTIONS = 200_000
-"""Forwards and backwards of one schedule call: about 3 s of planning on one core (docs/decisions/0027)."""
+"""Forwards and backwards of one schedule call: about 3 s of planning on one core."""
 
 _SETTLED = 4
 """Rounds of the pipeline after which no rank holds more than before."""
