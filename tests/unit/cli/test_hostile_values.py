@@ -32,32 +32,32 @@ def assert_every_remedy_works(tally: Tally) -> None:
 @pytest.mark.parametrize(
     ("typed", "codes"),
     [
-        (("model.num_moe_experts=-1",), {"PP-E103"}),
-        (("model.num_moe_experts=-1", "vpp=7"), {"PP-E103"}),
-        (("model.moe_router_topk=-1",), {"PP-E103"}),
-        (("+recipe=deepseek_v3", "model.moe_router_topk=-1"), {"PP-E103"}),
+        (("+recipe=deepseek_v3", "model.num_moe_experts=-1"), {"PP-E103"}),
+        (("+recipe=deepseek_v3", "model.num_moe_experts=-1", "vpp=7"), {"PP-E103"}),
+        (("+recipe=mixtral_8x7b", "model.moe_router_topk=-1"), {"PP-E103"}),
         (("cost.cublas_workspace_mib=nan",), {"PP-E103"}),
         (("cost.cublas_workspace_mib=inf",), {"PP-E103"}),
         (("+recipe=llama3_8b", "+scale=smoke", "model.hidden_size=0"), {"PP-E103"}),
         ((*DEEP_SMALL, "model.hidden_size=0"), {"PP-E103"}),
         ((*DEEP_SMALL, "model.num_moe_experts=0"), {"PP-E103"}),
         *(
-            ((*base, f"{key}={BIG}"), {"PP-E103"})
-            for base in ((), ("+recipe=deepseek_v3",))
-            for key in (
-                "model.hidden_size", "model.num_attention_heads", "model.moe_router_topk", "pp",
-                "pipeline.p2p_capacity", "model.num_query_groups",
+            ((f"+recipe={recipe}", f"{key}={BIG}"), {"PP-E103"})
+            for recipe, key in (
+                ("deepseek_v3", "model.hidden_size"),
+                ("deepseek_v3", "model.num_attention_heads"),
+                ("deepseek_v3", "model.moe_router_topk"),
+                ("deepseek_v3", "pp"),
+                ("deepseek_v3", "pipeline.p2p_capacity"),
+                ("llama3_8b", "model.num_query_groups"),
             )
         ),
-        *(((f"{key}={2**64 + 1}",), {"PP-E103"}) for key in ("cp", "etp", "dp", "tp", "ep", "nodes")),
+        *(((f"{key}={2**64 + 1}",), {"PP-E103"}) for key in ("cp", "etp", "dp", "tp", "nodes")),
         (("gbs=1e12",), {"PP-E103"}),
         (("gbs=500000",), {"PP-E214"}),
         (("layout=@/dev/zero",), {"PP-E123"}),
         (("layout=@/dev/stdin",), {"PP-E123"}),
         (("cost.profile=@/dev/zero",), {"PP-E820"}),
         (("pipeline.pp_schedule_csv=/dev/zero",), {"PP-E216"}),
-        (("pipeline.pp_schedule_csv=~nobody/x.csv",), {"PP-E216"}),
-        (("model.from=~nobody",), {"PP-E520"}),
         ((f"model.from={'x' * 5000}",), {"PP-E520"}),
         ((f"pipeline.pp_schedule_csv={'x' * 5000}",), {"PP-E216"}),
         ((f"steps={'9' * 5000}",), {"PP-E105"}),
