@@ -1,4 +1,4 @@
-"""Writing files so that no reader, crash or full disk ever meets half of one; and holding a directory.
+"""Writing files so that no reader, crash or full disk ever meets half of one; reading none without end; locks.
 
 Knows the operating system. Must not know what is written, nor where.
 """
@@ -8,8 +8,52 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
+
+MOST_READ = 2**24
+"""Bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
+
+MOST_READ_OF_A_MODEL = 2**28
+"""The same for a tokenizer, or the index of a model's files: 256 MiB."""
+
+
+def is_file(path: Path | str) -> bool:
+    """Whether there is a file, `~` for a home directory included; False for a name that no file can have."""
+    try:
+        return _expanded(path).is_file()
+    except OSError:  # too long a name
+        return False
+
+
+def _expanded(path: Path | str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise OSError(errno.ENOENT, str(error), str(path)) from None
+
+
+def read_whole(path: Path | str, most: int = MOST_READ) -> bytes:
+    """All bytes of a regular file; `~` is a home directory.
+
+    Raises OSError with the reason in `strerror`, also for a device or a pipe, which may have no end, and for a file of
+    more than `most` bytes.
+    """
+    path = _expanded(path)
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory the system itself tells
+        raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
+    with open(path, "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
+    return data
+
+
+def read_text(path: Path | str, most: int = MOST_READ) -> str:
+    """The text of a regular file in UTF-8, with plain line ends. Raises OSError and UnicodeDecodeError."""
+    return read_whole(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> None:

@@ -71,7 +71,7 @@ def megatron_config(record: dict[str, Any]) -> RunConfig:
             expert_tensor_parallel_size=r["etp"],
             data_parallel_size=dp,
             pipeline_model_parallel_layout=r["layout"],
-            sequence_parallel=r["sequence_parallel"],
+            sequence_parallel=r["sequence_parallel"] and r["tp"] > 1,
             data_parallel_sharding="optimizer_gradients" if r["distributed_optimizer"] else "none",
             cross_entropy_loss_fusion=r["cross_entropy_fusion"],
             bf16=True,

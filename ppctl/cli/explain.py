@@ -9,7 +9,7 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,16 @@ def _section(name: str) -> str:
     states = dict.fromkeys(support(key.name).state for key in found)
     legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
     head = _filled((sections()[name].__doc__ or "").splitlines()[0])
-    return "\n".join([head, "", *lines, *(["", *legend] if legend else [])])
+    return "\n".join([head, "", *lines, *(["", *legend] if legend else []), *_limits(found)])
+
+
+def _limits(found: Sequence[Key]) -> list[str]:
+    """What the values of a section's keys may be, the keys of one limit together."""
+    alike: dict[str, list[str]] = {}
+    for key in found:
+        if key.limit is not None:
+            alike.setdefault(key.limit.words, []).append(key.field)
+    return ["", *(_filled(f"{words}: {', '.join(fields)}", "limit  ") for words, fields in alike.items())] * bool(alike)
 
 
 _SHORT = {PLANS: "plan only", LATER: "later", NEEDS: "needs", IGNORED: "no effect"}
@@ -111,6 +120,8 @@ def _key(key: Key) -> str:
     state = support(key.name)
     words = "text or null" if key.is_dtype else type_text(key.type)
     lines = [key.name, "", _wrapped(docstring(key)), "", _filled(words, "type     "), f"default  {_value(key)}"]
+    if key.limit is not None:
+        lines.append(_filled(key.limit.words, "limit    "))
     short = [alias for alias, name in ALIASES.items() if name == key.name]
     if short:
         lines.append(f"alias    {short[0]}")

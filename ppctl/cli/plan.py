@@ -88,12 +88,12 @@ def planned(
             return composed, None, found  # without the recipe that was meant a plan would be of something else
     except ConfigError as error:
         return None, None, [*found, *error.problems]
-    from ppctl.plan import build_plan
+    from ppctl.plan import plan_checked
     from ppctl.plan.given import not_trained
 
     plan = None
     try:
-        plan = build_plan(composed.config, composed.provenance, problems=found)
+        plan = plan_checked(composed.config, composed.provenance, found)
         found = list(plan.problems)
         found += not_trained(composed.config, plan) if for_training else []
     except ConfigError as error:

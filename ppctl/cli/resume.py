@@ -97,7 +97,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config with the overrides on top, its plan if it has one, and all problems of both."""
     from ppctl.config.compose import RefusedError, override
-    from ppctl.plan import build_plan
+    from ppctl.plan import plan_checked
     from ppctl.plan.given import not_trained
 
     history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
@@ -108,7 +108,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
         composed = error.composed
         found += error.problems
     try:
-        plan = build_plan(composed.config, composed.provenance, problems=found)
+        plan = plan_checked(composed.config, composed.provenance, found)
     except ConfigError as error:
         return composed, None, list(error.problems)
     return composed, plan, list(dict.fromkeys([*plan.problems, *not_trained(composed.config, plan)]))

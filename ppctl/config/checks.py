@@ -1,92 +1,43 @@
 """Rules on values: what each key may hold, and what this release refuses by name. They report; they never mutate.
 
-Knows single values and relations inside one section. Equations across sizes (world, batch, layout against pp) are the
-plan's. Sources: the meaning of each key in `schema.py`; Megatron's constraints in `model_parallel_config.problems`.
+Knows relations inside one section, and tells where a value breaks the limit on its field (`limits.py`). Equations
+across sizes (world, batch, layout against pp) are the plan's. Sources: the meaning of each key in `schema.py`;
+Megatron's constraints in `model_parallel_config.problems`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from ppctl.config import batch_job, data_paths, decoder, messages, precision, recompute
-from ppctl.config.keys import Finding, as_typed, did_you_mean, nearest, place_of, text_keys, value_of
+from ppctl.config.keys import (
+    Finding,
+    as_typed,
+    did_you_mean,
+    limited_keys,
+    nearest,
+    place_of,
+    sections,
+    set_value,
+    text_keys,
+    value_of,
+)
+from ppctl.config.limits import Bounds, Choice
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schedules import ABSTRACT_SCHEDULES, SCHEDULES, schedule_policy
 from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
 
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-POSITIVE = _names(
-    "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.num_query_groups "
-    "model.kv_channels model.vocab_size model.max_position_embeddings model.rotary_base model.norm_epsilon "
-    "model.q_lora_rank model.kv_lora_rank model.qk_head_dim model.qk_pos_emb_head_dim model.v_head_dim "
-    "model.num_moe_experts model.moe_router_topk model.moe_ffn_hidden_size model.moe_shared_expert_intermediate_size "
-    "model.moe_router_num_groups model.moe_router_group_topk model.moe_router_topk_scaling_factor "
-    "model.rotary_scaling_factor model.rotary_percent model.original_max_position_embeddings model.beta_fast "
-    "model.beta_slow parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
-    "parallel.virtual_pipeline_model_parallel_size parallel.context_parallel_size parallel.expert_model_parallel_size "
-    "parallel.expert_tensor_parallel_size parallel.data_parallel_size parallel.microbatch_group_size_per_vp_stage "
-    "pipeline.pp_batch_size pipeline.p2p_capacity data.seq_length optim.lr optim.eps optim.loss_scale "
-    "optim.initial_loss_scale optim.min_loss_scale optim.loss_scale_window optim.hysteresis "
-    "train.steps train.global_batch_size train.micro_batch_size train.recompute_num_layers "
-    "launch.nodes launch.gpus_per_node launch.cpus_per_task launch.signal_lead"
-)
-
-NOT_NEGATIVE = _names(
-    "model.init_method_std model.moe_router_bias_update_rate model.moe_aux_loss_coeff model.moe_z_loss_coeff "
-    "model.mscale model.mscale_all_dim model.mtp_num_layers model.mtp_loss_scaling_factor optim.min_lr "
-    "optim.warmup_steps optim.weight_decay optim.clip_grad train.seed train.eval_interval train.eval_steps "
-    "checkpoint.interval checkpoint.keep launch.max_requeues model.attention_dropout model.hidden_dropout "
-    "cost.cublas_workspace_mib cost.te_workspace_mib"
-)
-
-MOST = 2**63 - 1
-
-CHOICES = {
-    "model.moe_router_score_function": ("softmax", "sigmoid"),
-    "model.rotary_scaling_type": ("yarn", "llama3"),
-    "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "none"),
-    "model.normalization": ("RMSNorm", "LayerNorm"),
-    "model.position_embedding_type": ("rope", "learned_absolute"),
-    "model.attention_backend": ("auto", "fused", "flash", "unfused"),
-    "parallel.data_parallel_sharding": ("none", "optimizer_gradients", "full"),
-    "train.nonfinite": ("stop",),
-    "cost.allocator": ("torch", "megatron", "megatron_te_2.11"),
-    "launch.target": ("local", "slurm", "env"),
-    "launch.device": ("cuda", "cpu", "any"),
-    "launch.code": ("pinned", "live"),
-}
-
-OPTIONAL_CHOICES = {
-    "cost.device": ("a100", "h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "cpu"),
-    "cost.matmul": ("fp8", "bf16"),
-}
-"""Or none. Those who price hold the same names: a test compares."""
-
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
-NOT_EMPTY = (
-    "model.from",
-    "log.name",
-    "log.dir",
-    "data.path",
-    "data.validation_path",
-    "data.tokenizer",
-    "checkpoint.resume",
-    "cost.profile",
-)
-
 _NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
-_MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
+_MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -106,17 +57,52 @@ def check(
     """
     found = []
     told = set(skip)
-    for keys, message, remedy in _findings(config, usual):
-        if not set(keys) & set(skip):
-            place = "\n".join(place_of(key, value_of(config, key), provenance) for key in keys)
-            found.append(Problem("PP-E103", message, remedy, place))
-            told.update(keys[:1])
-    filled = replace(config.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
+
+    def tell(findings: Iterable[Finding], silent: Collection[str]) -> None:
+        for keys, message, remedy in findings:
+            if not set(keys) & set(silent):
+                place = "\n".join(place_of(key, value_of(config, key), provenance) for key in keys)
+                found.append(Problem("PP-E103", message, remedy, place))
+                told.update(keys[:1])
+
+    beyond = list(beyond_limits(config))
+    # A value that was derived from a wrong one is wrong too, and told once.
+    first = [key for key in beyond if not provenance.get(key, "").startswith("derived")]
+    tell((_beyond(key, value_of(config, key), usual) for key in first), skip)
+    # Rules between values are for values that are sound on their own: others take no time, and nothing is told twice.
+    sound = within_limits(config, beyond, usual)
+    tell(_findings(sound, usual), {*skip, *beyond})
+    filled = replace(sound.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
     found += parallel_problems(filled)
     found += refused(config, provenance, told)
     if for_training:
         found += not_trained(config)
     return found
+
+
+def beyond_limits(config: RunConfig) -> Iterator[str]:
+    """The keys whose value is none that their field allows: out of bounds, not one of the choices, or empty."""
+    for key in limited_keys():
+        if not key.allows(value_of(config, key.name)):
+            yield key.name
+
+
+def is_size(name: str) -> bool:
+    """Whether the key of this name holds a number that plans count with."""
+    limit = text_keys()[name].limit
+    return isinstance(limit, Bounds) and limit.is_size
+
+
+def within_limits(
+    config: RunConfig, beyond: Collection[str], usual: Mapping[str, Any] = MappingProxyType({})
+) -> RunConfig:
+    """`config` with the usual value, or the default, for the keys in `beyond`."""
+    if not beyond:
+        return config
+    sound = replace(config, **{name: copy(getattr(config, name)) for name in sections()})
+    for name in beyond:
+        set_value(sound, name, _usual(name, usual))
+    return sound
 
 
 def memory_bytes(text: str) -> int:
@@ -128,8 +114,7 @@ def memory_bytes(text: str) -> int:
 
 
 def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    yield from _signs(config, usual)
-    yield from _words(config, usual)
+    yield from _texts(config, usual)
     yield from _environment(config.launch.env, usual)
     yield from decoder.broken_rules(config.model)
     yield from _optim(config.optim)
@@ -156,15 +141,24 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _signs(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    for key in (*POSITIVE, *NOT_NEGATIVE):
-        value, zero = value_of(config, key), key in NOT_NEGATIVE
-        if value is None:
-            continue
-        if not (value > 0 or (zero and value == 0)):
-            yield (key,), f"{key} must be {'0 or more' if zero else 'greater than 0'}", _back(key, usual, int(not zero))
-        elif value > MOST:
-            yield (key,), f"{key} must be at most {MOST}, the largest number of 64 bits", _back(key, usual, 1)
+def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
+    """The finding of a value that its field does not allow, and the nearest word or the usual value as its remedy."""
+    limit = text_keys()[name].limit
+    assert limit is not None
+    message, remedy = limit.message(name, value), as_typed(name, _usual(name, usual))
+    if isinstance(limit, Choice):
+        words = {word.lower(): word for word in limit.names}
+        close = nearest(str(value).lower(), words)
+        message += did_you_mean(str(value).lower(), words)
+        remedy = as_typed(name, words[close[0]]) if close else remedy
+    return (name,), message, remedy
+
+
+def _usual(name: str, usual: Mapping[str, Any]) -> Any:
+    """The value that stood before, or else the default."""
+    key = text_keys()[name]
+    before = usual.get(name, key.default)
+    return before if key.allows(before) else key.default
 
 
 def _back(key: str, usual: Mapping[str, Any], otherwise: Any) -> str:
@@ -173,19 +167,8 @@ def _back(key: str, usual: Mapping[str, Any], otherwise: Any) -> str:
     return as_typed(key, otherwise if before is None else before)
 
 
-def _words(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    optional = {key: choices for key, choices in OPTIONAL_CHOICES.items() if value_of(config, key) is not None}
-    for key, choices in (CHOICES | optional).items():
-        value = value_of(config, key)
-        if value not in choices:
-            hint = did_you_mean(str(value), choices)
-            close = nearest(str(value), choices)
-            remedy = f"{key}={close[0]}" if close else _back(key, usual, choices[0])
-            yield (key,), f"{key} is one of {', '.join(choices)}{hint}", remedy
-    for key in NOT_EMPTY:
-        if value_of(config, key) == "":
-            yield (key,), f"{key} is empty", _back(key, usual, None)
-    if config.log.name and not _NAME.fullmatch(config.log.name):
+def _texts(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
+    if not _NAME.fullmatch(config.log.name):
         message = "log.name is the name of a directory: up to 100 letters that can be printed, no slashes, not . or .."
         yield ("log.name",), message, _back("log.name", usual, "run")
     if config.launch.device_memory is not None:
@@ -207,9 +190,6 @@ def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iter
 
 
 def _optim(optim: OptimConfig) -> Iterator[Finding]:
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(optim, name) < 1:
-            yield (f"optim.{name}",), f"optim.{name} is at least 0 and below 1", f"optim.{name}=0.9"
     if optim.min_lr > optim.lr > 0:
         yield (
             ("optim.min_lr", "optim.lr"),

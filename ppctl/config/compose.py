@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
-from ppctl.config.checks import check
+from ppctl.config.checks import beyond_limits, check, within_limits
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import meant_by
 from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
@@ -165,10 +165,11 @@ def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
 
 def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
     """Cover what makes the run large, unless the command line gave it, and tell it as a table."""
-    config, _ = convert(draft.tree, draft.place)
     rows = []
-    for key, value in smoke(config).items():
+    for key, value in _miniature(draft).items():
         before = draft.get(key)
+        if key in draft.covered:
+            draft.covered[key] = value  # a remedy goes back to what stands there without the command line
         if key not in given and value != before:
             draft.put(key, value)
             draft.provenance[key] = f"scale={scale}"
@@ -177,6 +178,19 @@ def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]
     draft.notes.append("\n".join([f"scale={scale} keeps layout, layers and switches, and makes small:", *table]))
+
+
+def _miniature(draft: Draft) -> dict[str, Any]:
+    """The values that make the run small. The model's are in proportion to what files say: what the command line gives
+    is meant for the miniature."""
+    config, _ = convert(draft.tree, draft.place)
+    sound = within_limits(config, list(beyond_limits(config)), draft.covered)
+    full = Draft(deepcopy(draft.tree), draft.provenance)
+    for key in smoke(sound):
+        if key.startswith(("model.", "log.")) and key in draft.covered:
+            full.put(key, draft.covered[key])
+    config, _ = convert(full.tree, draft.place)
+    return smoke(within_limits(config, list(beyond_limits(config)), draft.covered))
 
 
 def _apply_layer(draft: Draft, layer: Layer) -> None:

@@ -31,9 +31,6 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
             read_sources(value)
         except ValueError as error:
             yield (key,), str(error), f"{key}=null"
-    if not 0 <= data.validation_split < 1:
-        message = "data.validation_split is the share that is held out: at least 0 and below 1"
-        yield ("data.validation_split",), message, "data.validation_split=0.05"
     if data.validation_path is not None and data.validation_split:
         yield (
             ("data.validation_split", "data.validation_path"),
@@ -137,7 +134,7 @@ def _rows(text: str) -> list[Any]:
 
     try:
         found: list[Any] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "problem", None) or error
         raise ValueError(f"a blend of rows is [{{path: a, weight: 0.3}}, ...]: {reason}") from None
     return found
@@ -175,6 +172,9 @@ def _number(item: Any) -> Fraction | None:
     if isinstance(item, bool) or not isinstance(item, int | float | str):
         return None
     try:
-        return Fraction(str(item)) if math.isfinite(float(item)) else None
+        value = float(item)
+        if not math.isfinite(value):
+            return None
+        return Fraction(str(item)) if value else Fraction(0)  # the exact value of 1e-999999999 has as many digits
     except (ValueError, OverflowError):
         return None

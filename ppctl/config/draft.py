@@ -14,6 +14,7 @@ from typing import Any
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
 from ppctl.config.keys import sections, text_keys
 from ppctl.errors import Problem
+from ppctl.files import is_file, read_text
 
 SETS_LAYOUT_ASIDE = (
     "parallel.pipeline_model_parallel_size",
@@ -125,26 +126,21 @@ class Draft:
         if not (isinstance(value, str) and value.startswith("@")):
             return
         try:
-            text = Path(value[1:]).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(value[1:]).strip()
+            self.put(LAYOUT, _listed(text) if text[:1] in ("[", "-") else text)
+        except (OSError, ValueError, RecursionError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             message = f"the layout file {value[1:]} cannot be read: {reason}; null is the even split"
             self.problems.append(Problem("PP-E123", message, "layout=null", self.place(LAYOUT)))
             self.put(LAYOUT, None)
             return
         self.provenance[LAYOUT] += f" (file {value[1:]})"
-        if text[:1] in ("[", "-"):
-            import yaml
-
-            self.put(LAYOUT, yaml.safe_load(text))
-        else:
-            self.put(LAYOUT, text)
 
     def find_schedule_file(self) -> None:
         """Keep the schedule file's absolute path: a run is resumed from anywhere."""
         value = self.get(SCHEDULE_FILE)
-        if isinstance(value, str) and (path := Path(value).expanduser()).is_file():
-            self.put(SCHEDULE_FILE, str(path.resolve()))
+        if isinstance(value, str) and is_file(value):
+            self.put(SCHEDULE_FILE, str(Path(value).expanduser().resolve()))
 
     def unite_micro_batch(self) -> None:
         """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: the stronger one's.
@@ -157,6 +153,16 @@ class Draft:
         stronger, weaker = MICRO_BATCH if ranks[0] > ranks[1] else MICRO_BATCH[::-1]
         self.put(weaker, self.get(stronger))
         self.provenance[weaker] = f"derived: {stronger}"
+
+
+def _listed(text: str) -> Any:
+    """A list of stages in YAML. Raises ValueError, or RecursionError where it is nested too deeply."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not valid YAML: {error}") from None
 
 
 def _strength(source: str) -> int:

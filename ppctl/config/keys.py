@@ -17,6 +17,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ppctl.config.limits import Limit, limit_of
 from ppctl.config.schema import RunConfig
 
 Finding = tuple[tuple[str, ...], str, str]
@@ -33,6 +34,8 @@ class Key:
     default: Any
     owner: type
     """The dataclass that declares the field."""
+    limit: Limit | None = None
+    """What a value may be on its own; none accepts all of the type."""
 
     @property
     def field(self) -> str:
@@ -43,6 +46,17 @@ class Key:
     def attribute(self) -> str:
         """The field's name in Python, where `from` is a word of the language."""
         return f"{self.field}_" if keyword.iskeyword(self.field) else self.field
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether it takes null."""
+        return self.type is Any or type(None) in members(self.type)
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value`, of the key's type, keeps the key's own limit."""
+        if self.limit is None:
+            return True
+        return self.may_be_none if value is None else self.limit.allows(value)
 
     @property
     def is_dtype(self) -> bool:
@@ -110,6 +124,12 @@ def text_keys() -> dict[str, Key]:
     return {name: key for name, key in keys().items() if not key.is_callable}
 
 
+@cache
+def limited_keys() -> tuple[Key, ...]:
+    """The keys whose values are limited, in order."""
+    return tuple(key for key in text_keys().values() if key.limit is not None)
+
+
 def _keys_of(cls: type, prefix: str) -> list[Key]:
     hints = get_type_hints(cls)
     found = []
@@ -118,7 +138,8 @@ def _keys_of(cls: type, prefix: str) -> list[Key]:
         if default is MISSING:
             default = field.default_factory() if field.default_factory is not MISSING else None
         owner = next(c for c in reversed(cls.__mro__) if field.name in inspect.get_annotations(c))
-        found.append(Key(prefix + field.name.removesuffix("_"), hints[field.name], default, owner))
+        name = prefix + field.name.removesuffix("_")
+        found.append(Key(name, hints[field.name], default, owner, limit_of(field.metadata)))
     return found
 
 
@@ -146,6 +167,12 @@ def value_of(config: RunConfig, name: str) -> Any:
     section, _, field = name.rpartition(".")
     attribute = keys()[name].attribute if name in keys() else field
     return getattr(getattr(config, section) if section else config, attribute)
+
+
+def set_value(config: RunConfig, name: str, value: Any) -> None:
+    """Set a dotted key."""
+    section = name.rpartition(".")[0]
+    setattr(getattr(config, section) if section else config, keys()[name].attribute, value)
 
 
 def place_of(name: str, value: Any, provenance: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import Key, keys, members, nearest, sections, text_keys, type_text
+from ppctl.config.keys import Key, keys, members, nearest, sections, set_value, text_keys, type_text
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -64,8 +64,7 @@ def convert(mapping: Mapping[str, Any], place: Callable[[str], str]) -> tuple[Ru
         except ValueError as error:
             problems.append(Problem("PP-E102", f"{name}: {error}", place=place(name)))
             continue
-        section = name.rpartition(".")[0]
-        setattr(getattr(config, section) if section else config, key.attribute, converted)
+        set_value(config, name, converted)
     return config, problems
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ppctl.config.limits import MOST_PP_RANKS, MOST_RANKS, MOST_SAMPLES, MOST_STAGES, not_negative, positive
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E117"
@@ -49,23 +50,23 @@ class ModelParallelConfig:
     Models add what they need to it (`config.hidden_size = ...`), as Megatron's do: therefore no slots.
     """
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = field(default=1, metadata=positive(MOST_RANKS))
     """Ranks that share each layer's matrices (tp)."""
     pipeline_model_parallel_comm_backend: str | None = None
     """Backend of the pipeline's process groups; none takes the device's own (nccl or gloo)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = field(default=1, metadata=positive(MOST_PP_RANKS))
     """Ranks that the layers are spread over (pp)."""
-    virtual_pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = field(default=None, metadata=positive(MOST_STAGES))
     """Stages (chunks) per pp_rank (vpp); none derives it from the layout, else 1."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence over the tensor-parallel ranks. Needs tp > 1."""
-    context_parallel_size: int = 1
+    context_parallel_size: int = field(default=1, metadata=positive(MOST_RANKS))
     """Ranks that share one sequence, each with a slice of it (cp)."""
     hierarchical_context_parallel_sizes: list[int] | None = None
     """Group sizes of a multi-level context parallelism, innermost first; their product is cp."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = field(default=1, metadata=positive(MOST_RANKS))
     """Ranks that the experts of an MoE layer are spread over (ep)."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = field(default=None, metadata=positive(MOST_RANKS))
     """Ranks that share one expert's matrices (etp); none means the tensor-parallel size."""
     moe_extended_tp: bool = False
     """Superseded by expert_tensor_parallel_size; Megatron ignores it as well."""
@@ -97,7 +98,9 @@ class ModelParallelConfig:
     """Run the forward step inside torch.autocast."""
     autocast_dtype: Any = None
     """dtype of that autocast; none takes pipeline_dtype, else params_dtype."""
-    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    num_microbatches_with_partial_activation_checkpoints: int | None = field(
+        default=None, metadata=not_negative(MOST_SAMPLES)
+    )
     """Microbatches of the warm-up window whose layers are recomputed only in part; none leaves it to the model."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients into their accumulator inside the matrix product. Needs a CUDA extension of APEX."""
@@ -155,15 +158,15 @@ class ModelParallelConfig:
     """Free a stage's output once it is sent; the backward keeps what it needs."""
     defer_embedding_wgrad_compute: bool = False
     """Move the output layer's weight gradients into the pipeline's flush."""
-    wgrad_deferral_limit: int = 0
+    wgrad_deferral_limit: int = field(default=0, metadata=not_negative(MOST_SAMPLES))
     """How many microbatches' weight gradients are so moved; 0 means all."""
     overlap_p2p_comm_warmup_flush: bool = False
     """Overlap messages in warm-up and flush, too. Needs overlap_p2p_comm without batch_p2p_comm."""
-    microbatch_group_size_per_vp_stage: int | None = None
+    microbatch_group_size_per_vp_stage: int | None = field(default=None, metadata=positive(MOST_SAMPLES))
     """Microbatches that a chunk runs in a row under interleaving; none means the pipeline size."""
     cpu_offloading: bool = False
     """Move activations to host memory."""
-    cpu_offloading_num_layers: int = 0
+    cpu_offloading_num_layers: int = field(default=0, metadata=not_negative(MOST_STAGES))
     """Layers whose activations are moved."""
     _cpu_offloading_context: AbstractContextManager[Any] | None = None
     """Internal."""

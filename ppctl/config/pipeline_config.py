@@ -7,9 +7,10 @@ which fields this release honours: that is `support.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from ppctl.config.limits import MOST_IN_A_MICROBATCH, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS, positive
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E119"
@@ -31,11 +32,11 @@ class PipelineConfig:
     """Name of the schedule: 1f1b, interleaved1f1b or gpipe, in any case."""
     pp_schedule_csv: str | None = None
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
-    pp_microbatch_size: int = 1
+    pp_microbatch_size: int = field(default=1, metadata=positive(MOST_IN_A_MICROBATCH))
     """Sequences per microbatch: the micro batch size."""
-    pp_batch_size: int = 1
+    pp_batch_size: int = field(default=1, metadata=positive(MOST_SAMPLES))
     """Sequences of one schedule call on a data-parallel rank; given, a step takes as many calls as its batch needs."""
-    layers_per_stage: int | None = None
+    layers_per_stage: int | None = field(default=None, metadata=positive(MOST_STAGES))
     """Decoder layers per stage; none gives one stage per rank (two under a schedule that needs several)."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
     """Round the number of stages to a multiple of pp, `up` or `down`; none refuses a number that is not one."""
@@ -55,12 +56,12 @@ class PipelineConfig:
     loss_fn: Callable[..., Any] | None = None
     """`loss_fn(logits, labels)` in place of cross entropy: the sum over a microbatch's tokens, or with
     scale_grads_in_schedule their mean. Labels that do not count are -100. Python only."""
-    pp_seq_len: int | None = None
+    pp_seq_len: int | None = field(default=None, metadata=positive(MOST_TOKENS))
     """Sequence length for which message shapes are computed in advance; none takes the data's."""
 
     def to_dict(self) -> dict[str, Any]:
         """Field name -> value, not copied."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def calculate_virtual_stages(

@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppctl.files import is_file, read_text
+
 RECIPES_PATH = "PPCTL_RECIPES_PATH"
 """Directories of the user's own recipes, separated as in PATH; searched before the shipped ones."""
 
@@ -28,7 +30,7 @@ class Recipe:
     @property
     def description(self) -> str:
         """The first comment line that says something."""
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in read_text(self.path).splitlines():
             text = line.lstrip("#").strip()
             if line.startswith("#") and text and not text.startswith("@"):
                 return text
@@ -76,7 +78,7 @@ def find_recipe(option: str) -> Recipe | None:
     if not is_file_name(option):
         return recipes().get(option)
     path = Path(option).expanduser()
-    return Recipe(path.stem, path, option) if path.is_file() else None
+    return Recipe(path.stem, path, option) if is_file(path) else None
 
 
 def groups() -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.files import read_text
 
 _FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -65,9 +66,9 @@ class YamlFile:
     def text(self) -> str:
         """The file's text. Raises ConfigError where it cannot be read."""
         try:
-            return self.path.read_text(encoding="utf-8")
+            return read_text(self.path)
         except (OSError, UnicodeDecodeError) as error:
-            raise self._error(f"cannot be read: {error}") from None
+            raise self._error(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class YamlFile:
             loader = _Loader(self.text)
             node = loader.get_single_node()
             tree = None if node is None else loader.construct_document(node)
-        except (yaml.YAMLError, ValueError, TypeError) as error:
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
             raise self._error(f"is not valid YAML: {error}") from None
         if tree is None:
             return {}, {}

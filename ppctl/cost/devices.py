@@ -73,6 +73,11 @@ _CPU = Device("cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_0
 DEVICES = {device.name: device for device in (*_GPUS, _CPU)}
 
 
+def preset(name: str) -> Device:
+    """The preset of this name, in capital or small letters. Raises KeyError where there is none."""
+    return DEVICES[name.lower()]
+
+
 def device_called(text: str) -> Device | None:
     """The preset of the accelerator that a driver calls by this name ("NVIDIA H100 80GB HBM3"); None for others."""
     words = text.upper().replace("-", " ").split()

@@ -15,6 +15,7 @@ import numpy as np
 
 from ppctl.data.tokenizer import Document, Tokens, token_dtype
 from ppctl.errors import ConfigError, DataError, Problem
+from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -49,7 +50,7 @@ class HuggingFaceTokenizer:
             raise ConfigError(Problem("PP-E410", message, install, "data.tokenizer")) from missing
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            library = Library.from_str(file.read_text(encoding="utf-8"))
+            library = Library.from_str(read_text(file, MOST_READ_OF_A_MODEL))
         except OSError as error:
             message = f"data.tokenizer={path}: {error.strerror or error}; it is `byte`, or a directory with a file"
             raise DataError(
@@ -105,8 +106,8 @@ def _find_eos(library: Library, directory: Path) -> int | None:
 def _eos_token(file: Path) -> str | None:
     """What the file names as `eos_token`, a text or an object with the text as its content."""
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        said: Any = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError):
         return None
     token = said.get("eos_token") if isinstance(said, Mapping) else None
     token = token.get("content") if isinstance(token, Mapping) else token

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ppctl.config.checks import POSITIVE
+from ppctl.config.limits import limit_of
 from ppctl.config.mapping import converted_value
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
@@ -85,14 +85,18 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
     return Recognised(family, canonical(ModelConfig(**values)))
 
 
+_OWN_FIELDS = {each.name: each for each in fields(ModelConfig)}
+
+
 def _read_field(field: Field, told: Mapping[str, Any]) -> dict[str, Any]:
     name = f"model.{field.ours}"
     try:
         value = converted_value(name, told[field.theirs])
     except ValueError as error:
         raise Unbuilt(field.theirs, str(error)) from None
-    if name in POSITIVE and value is not None and not value > 0:
-        raise Unbuilt(field.theirs, f"must be above 0, not {value}")
+    limit = limit_of(_OWN_FIELDS[field.ours].metadata)
+    if limit is not None and value is not None and not limit.allows(value):
+        raise Unbuilt(field.theirs, f"must be {limit.words}, not {value}")
     return {field.ours: value}
 
 

@@ -19,6 +19,7 @@ from ppctl.families.names import mtp_copies, stored_name
 from ppctl.families.safetensors import SIZES, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.families.tensors import Shape, model_tensors
+from ppctl.files import read_whole
 
 CONFIG, TOKENIZER, EMBEDDING = "config.json", "tokenizer.json", "tok_embeddings.weight"
 SCALE = "_scale_inv"
@@ -50,13 +51,13 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     """The directory's config.json. Raises ConfigError (PP-E520) where there is none."""
     path = directory / CONFIG
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_whole(path))
         if isinstance(config, dict):
             return config
         reason = "it holds no mapping"
     except OSError as error:
         reason = str(error.strerror)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = str(error)
     message = f"{directory} is no model directory: {CONFIG} cannot be read ({reason})"
     raise ConfigError(Problem("PP-E520", message, f"ls '{directory}'", str(path)))

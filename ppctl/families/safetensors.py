@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.errors import CheckpointError, Problem
+from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -43,7 +44,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         end = 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name in found), default=0)
     except OSError as error:
         raise _damaged(file, f"cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _damaged(file, f"has no header of safetensors ({type(error).__name__})") from None
     if size != end:
         cut = [name for name, entry in header.items() if name in found and 8 + length + entry["data_offsets"][1] > size]
@@ -67,8 +68,9 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     if not index.exists():
         return read_header(directory / SINGLE)
     try:
-        places = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        written = json.loads(read_whole(index, MOST_READ_OF_A_MODEL))["weight_map"]
+        places = {str(name): str(file) for name, file in written.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(index, f"cannot be read ({type(error).__name__})") from None
     headers: dict[str, dict[str, Stored]] = {}
     problems: list[Problem] = []

@@ -18,6 +18,7 @@ from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import TRAINING, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, open_directory, read_config_file
 from ppctl.families.tensors import model_tensors
+from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.launch.prepare import find_checkpoint
 
 KEY = "model.from"
@@ -28,12 +29,10 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
 
     Raises ConfigError (PP-E520) where it is neither.
     """
-    path = Path(text).expanduser().absolute()
-    if (path / CONFIG).is_file():
-        return path
     try:
-        return find_checkpoint(text, root)
-    except (CheckpointError, ConfigError):
+        path = Path(text).expanduser().absolute()
+        return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
+    except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: there is no such home directory
         message = f"{KEY}={text} is no directory with a {CONFIG}, no checkpoint and no run"
         raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
 
@@ -102,8 +101,8 @@ def _saved(path: Path, file: str, key: str) -> Any:
 
 def _read(path: Path, file: str) -> dict[str, Any]:
     try:
-        return dict(json.loads((path / file).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
+        return dict(json.loads(read_whole(path / file, MOST_READ_OF_A_MODEL)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(_damaged(path, f"{file} cannot be read ({type(error).__name__})")) from None
 
 

@@ -6,8 +6,8 @@ its sources, `findings` proves the advice, `encode` is the form of plan.json. Mu
 processes.
 """
 
-from ppctl.plan.build import build_plan
+from ppctl.plan.build import build_plan, plan_checked
 from ppctl.plan.plan import Plan, RankPlan
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 
-__all__ = ["Derived", "Plan", "RankCost", "RankPlan", "StageSpec", "TensorSpec", "build_plan"]
+__all__ = ["Derived", "Plan", "RankCost", "RankPlan", "StageSpec", "TensorSpec", "build_plan", "plan_checked"]

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ppctl.config.schema import CostConfig, RunConfig
+from ppctl.config.checks import beyond_limits, check, is_size, within_limits
+from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
-from ppctl.cost.allocator import ALLOCATORS
-from ppctl.cost.devices import DEVICES
 from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.clock import timing
-from ppctl.plan.cut import AUTO, Cut, derive_cut
-from ppctl.plan.findings import Finding, Findings, told
+from ppctl.plan.cut import AUTO, Cut, check_search, derive_cut
+from ppctl.plan.findings import Finding, Findings, Judge, told
 from ppctl.plan.fit import memory_findings
 from ppctl.plan.given import chunks_wanted, read_given, take_given
 from ppctl.plan.memory import device_of, gathered, rank_costs
@@ -25,8 +23,8 @@ from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Measured, origin, read_profile
 from ppctl.plan.recompute import check_recompute
-from ppctl.plan.said import Said
-from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
+from ppctl.plan.said import Said, typed
+from ppctl.plan.sizes import Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.timing import (
     CAPACITY,
@@ -52,29 +50,31 @@ def build_plan(
     provenance: Mapping[str, str] | None = None,
     *,
     title: str | None = None,
-    problems: Sequence[Problem] = (),
 ) -> Plan:
     """Everything that follows from `config`, checked and priced.
 
-    `provenance` maps dotted keys to where their values came from; whether a value was given is read there. `problems`
-    are those that are known already (`config.checks`); they come first. What is wrong but leaves a plan to look at (a
-    schedule that would hang, memory that does not fit) is in `Plan.problems`. Raises ConfigError with all problems
-    where sizes or layout allow no plan.
+    `provenance` maps dotted keys to where their values came from; whether a value was given is read there. What is
+    wrong but leaves a plan to look at (a schedule that would hang, memory that does not fit) is in `Plan.problems`.
+    Raises ConfigError with all problems where sizes or layout allow no plan.
     """
-    said = Said(config, provenance or {})
+    return plan_checked(config, provenance or {}, check(config, provenance or {}), title=title)
+
+
+def plan_checked(
+    config: RunConfig, provenance: Mapping[str, str], problems: Sequence[Problem], *, title: str | None = None
+) -> Plan:
+    """As `build_plan`, of a config that `config.checks` has looked at: `problems` are what it found, and come first."""
+    beyond = list(beyond_limits(config))
+    if any(is_size(key) for key in beyond):
+        raise ConfigError(problems)  # they name these values; nothing can be derived from such
+    said = Said(within_limits(config, beyond), provenance)
     derivation = derive(said)
     if derivation.findings or not derivation.complete:
-        found = told(said, derivation.findings, _judged)
-        raise ConfigError([*problems, *_news(found, problems)])
+        found = told(said, derivation.findings, _judge(said))
+        raise ConfigError([*problems, *found])
     plan = _assemble(said, derivation, title or config.recipe or config.log.name)
-    found = [*plan.problems, *told(said, memory_findings(said, lambda: plan.pp_ranks), _judged)]
-    return replace(plan, problems=(*problems, *_news(found, problems)))
-
-
-def _news(found: Iterable[Problem], known: Iterable[Problem]) -> list[Problem]:
-    """Those that are not about exactly the values that the rules on single values have told of already."""
-    places = {problem.place for problem in known if problem.place}
-    return [problem for problem in found if problem.place not in places]
+    found = [*plan.problems, *told(said, memory_findings(said, lambda: plan.pp_ranks), _judge(said))]
+    return replace(plan, problems=(*problems, *found))
 
 
 @dataclass(slots=True)
@@ -102,14 +102,18 @@ class Derivation:
         return tuple(derived for part in parts if part is not None for derived in part.derived)
 
 
-def derive(said: Said) -> Derivation:
-    """Sizes, layout, batch and the choice of schedule, with everything that is wrong."""
-    derivation = Derivation([*positive(said), *_unknown_presets(said)])
+def derive(said: Said, *, search: bool = True) -> Derivation:
+    """Sizes, layout, batch and the choice of schedule, with everything that is wrong.
+
+    Without `search`, `layout=auto` stays the even split.
+    """
+    derivation = Derivation(beyond(said))
     findings = derivation.findings
+    if not findings:
+        check_stages(said, findings)
     if findings:
         return derivation
-    if said["model.num_layers"] <= MAX_ITEMS:  # else no layout can hold them, and the cut says so
-        findings.extend(_layer_kinds(said))
+    findings.extend(_layer_kinds(said))
     derivation.world = derive_world(said, findings)
     divide_model(said, findings)
     derivation.measured = read_profile(said, findings)
@@ -124,18 +128,11 @@ def derive(said: Said) -> Derivation:
             check_length(said, said["pp"] * derivation.cut.vpp, derivation.batch.num_microbatches, findings)
         if derivation.choice is not None:
             check_warmup(said, derivation.choice, findings)
-    if said["layout"] == AUTO and derivation.complete and not findings:
+        if said["layout"] == AUTO:
+            check_search(said, len(derivation.cut.layout.stages), findings)
+    if search and said["layout"] == AUTO and derivation.complete and not findings:
         derivation.cut = _balanced(said, derivation)
     return derivation
-
-
-def _unknown_presets(said: Said) -> Iterable[Finding]:
-    """Names under which no device and no allocator is known: nothing can be priced."""
-    for key, known in (("cost.device", DEVICES), ("cost.allocator", ALLOCATORS)):
-        name = said[key]
-        if name is not None and (name.lower() if key == "cost.device" else name) not in known:
-            message = f"there is no {key} {name}; there are {', '.join(known)}"
-            yield Finding("PP-E103", key, message, said.told(key), ((key, getattr(CostConfig(), key[5:])),))
 
 
 def _balanced(said: Said, derivation: Derivation) -> Cut:
@@ -244,15 +241,30 @@ def _assemble(said: Said, derivation: Derivation, name: str) -> Plan:
     )
 
 
+def _judge(said: Said) -> Judge:
+    """The judge of remedies: what is wrong with something else, but for what the rules on values find here already."""
+    known = {finding.rule for finding in _checked(said)}
+    return lambda other: [finding for finding in _judged(other) if finding.rule not in known]
+
+
 def _judged(said: Said) -> Findings:
-    """What is wrong with something else that might be said: with its sizes, or else with its memory."""
-    derivation = derive(said)
+    """What is wrong with something else that might be said: with its values and sizes, or else with its memory."""
+    # A search takes seconds, and where the even split fits, it finds a layout that fits.
+    found, derivation = _checked(said), derive(said, search=False)
     if derivation.findings or not derivation.complete:
-        return derivation.findings
+        return [*found, *derivation.findings]
     try:
-        return memory_findings(said, lambda: _held(said, derivation))
+        return [*found, *memory_findings(said, lambda: _held(said, derivation))]
     except ScheduleError as error:  # a policy that has no order for these sizes
         return [Finding(problem.code, "schedule", problem.message, problem.place) for problem in error.problems]
+
+
+def _checked(said: Said) -> Findings:
+    """What the rules on values find: a remedy must break none of them either."""
+    return [
+        Finding(problem.code, problem.message, problem.message, problem.place, *filter(None, [typed(problem.remedy)]))
+        for problem in check(said.config, said.provenance)
+    ]
 
 
 def _held(said: Said, derivation: Derivation) -> Sequence[RankCost]:

@@ -14,12 +14,15 @@ from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Override, Said, typed
-from ppctl.plan.sizes import nearest_divisors
+from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
 from ppctl.plan.split import Split, compile_split, options_said
 from ppctl.plan.types import Derived
 
 AUTO = "auto"
 """The layout that is found by search."""
+
+MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED = 256, 64
+"""What `auto` may choose from: seconds of search."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 
@@ -50,6 +53,18 @@ def derive_cut(said: Said, findings: Findings, chunks: tuple[int, str] | None = 
     given = said["layout"]
     # For `auto` the even split stands until the schedule is known: `auto.balanced_cut` takes its place.
     return _even_cut(said, findings, chunks) if given in (None, AUTO) else _given_cut(said, given, findings)
+
+
+def check_search(said: Said, num_stages: int, findings: Findings) -> None:
+    """Refuse a search for a layout that would take more than seconds."""
+    layers = said["model.num_layers"]
+    if layers > MOST_LAYERS_SEARCHED or num_stages > MOST_STAGES_SEARCHED:
+        message = (
+            f"layout=auto searches layouts of at most {MOST_LAYERS_SEARCHED} decoder layers on at most "
+            f"{MOST_STAGES_SEARCHED} stages, here {layers} on {num_stages}"
+        )
+        place = said.told("layout", "model.num_layers", "pp", "vpp")
+        findings.append(Finding(TOO_MUCH, "search", message, place, (("layout", None),)))
 
 
 def _split_cut(said: Said, split: Split, findings: Findings) -> Cut | None:

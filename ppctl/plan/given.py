@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from ppctl.config.schedules import schedule_policy
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, ScheduleError
+from ppctl.files import read_text
 from ppctl.plan.cut import Cut
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.plan import Plan
@@ -24,6 +24,8 @@ from ppctl.schedule.action import MESSAGES, Op, Schedule
 from ppctl.schedule.policies import POLICIES
 
 CODE = "PP-E216"
+_MOST_READ = 2**22
+"""Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
 _WITHOUT = ((CSV, None),)
 
 
@@ -32,7 +34,7 @@ def read_given(said: Said, findings: Findings) -> Schedule | None:
     if said[CSV] is None:
         return None
     try:
-        text = Path(said[CSV]).expanduser().read_text(encoding="utf-8")
+        text = read_text(said[CSV], _MOST_READ)
         schedule = Schedule.from_csv(text, name=GIVEN)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -103,7 +105,7 @@ def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:
     if plan.schedule.split:
         stage, mb = min(plan.schedule.split)
         missing.append(f"backwards split into I and W ({stage}I{mb}, {stage}W{mb}, ...)")
-    if "OVERLAP_F_B" in Path(path).expanduser().read_text(encoding="utf-8"):
+    if "OVERLAP_F_B" in read_text(path, _MOST_READ):
         missing.append("OVERLAP_F_B cells")
     if not missing:
         return []

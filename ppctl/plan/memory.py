@@ -12,7 +12,7 @@ from math import prod
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import Setting, Shares, stage_activations
 from ppctl.cost.allocator import ALLOCATORS, TORCH_ON_CPU
-from ppctl.cost.devices import DEVICES, Device
+from ppctl.cost.devices import Device, preset
 from ppctl.cost.memory import Spread, State, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
 from ppctl.cost.parameters import Count, largest_matrix, stage_count
 from ppctl.cost.passing import BUCKET_ELEMENTS, Passing, most, passing
@@ -28,7 +28,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def device_of(config: RunConfig) -> Device:
     """The device preset that a plan is priced for: `cost.device`, else an H100, or the CPU where the run is on it."""
     name = config.cost.device or ("h100" if config.launch.device == "cuda" else "cpu")
-    return DEVICES[name.lower()]
+    return preset(name)
 
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:

@@ -6,10 +6,10 @@ One of the two files that planning reads (`given` reads the other). Must not kno
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ppctl.cost.profile import LayerSeconds, differences
+from ppctl.files import read_text
 from ppctl.layout.text import LETTERS, LayerType, canonical_text
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
@@ -34,7 +34,7 @@ def read_profile(said: Said, findings: Findings) -> Measured | None:
         return None
     path = str(said[KEY]).removeprefix("@")
     try:
-        data: Any = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        data: Any = json.loads(read_text(path))
         stages = tuple(
             (tuple(row["layers"]), LayerSeconds(_seconds(row["forward_s"]), _seconds(row["backward_s"])))
             for row in data["stages"]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import gcd, isqrt, prod
 
+from ppctl.config.checks import beyond_limits
+from ppctl.config.limits import MOST_RANKS, MOST_STAGES
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Override, Said
 from ppctl.plan.types import Derived
@@ -19,16 +21,11 @@ AXES = ("tp", "cp", "pp")
 CALL = "pipeline.pp_batch_size"
 """Samples of one schedule call on a dp rank. It counts where it was given: else a step is one call."""
 
+TOO_MUCH = "PP-E214"
+"""The code of a product of sizes that no plan can bear."""
+
 _LONGEST_SEARCH = 100_000
 """Divisors are tried up to here: a typing error may be any number, and its remedy must not take a minute."""
-
-POSITIVE = (
-    *("pp", "vpp", "tp", "cp", "ep", "etp", "dp", "nodes", "gpus_per_node", "gbs", "mbs", "seq"),
-    *("pipeline.pp_microbatch_size", "pipeline.pp_batch_size", "model.num_layers", "model.hidden_size"),
-    "model.num_attention_heads",
-    *("model.num_query_groups", "model.ffn_hidden_size", "model.vocab_size", "pipeline.p2p_capacity"),
-    "parallel.microbatch_group_size_per_vp_stage",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,9 @@ class Batch:
     derived: tuple[Derived, ...]
 
 
-def positive(said: Said) -> Iterator[Finding]:
-    """Sizes that are no sizes: nothing can be divided by them."""
-    for key in POSITIVE:
-        if said[key] is not None and said[key] < 1:
-            yield Finding("PP-E201", key, f"{key} is {said[key]}; it must be at least 1", said.told(key), ((key, 1),))
+def beyond(said: Said) -> Findings:
+    """Values that their fields do not allow: remedies that lead to such are not offered."""
+    return [Finding("PP-E103", key, f"{key} is beyond its limit", said.told(key)) for key in beyond_limits(said.config)]
 
 
 def derive_world(said: Said, findings: Findings) -> World | None:
@@ -81,6 +76,9 @@ def derive_world(said: Said, findings: Findings) -> World | None:
     equation = f"world {world}{machines} = {factors} x dp {dp}"
     if not machines:
         equation += "; neither launch.nodes nor launch.gpus_per_node was given"
+    if world > MOST_RANKS:
+        findings.append(_too_many_ranks(said, world, equation))
+        return None
     derived = [Derived("world_size", world, equation), Derived("data_parallel_size", dp, equation)]
     expert = _experts(said, said["tp"] * said["cp"] * dp, findings)
     if expert is None:
@@ -90,6 +88,30 @@ def derive_world(said: Said, findings: Findings) -> World | None:
         text = f"tp {said['tp']} x cp {said['cp']} x dp {dp} = etp {etp} x ep {ep} x edp {edp}"
         derived.append(Derived("expert_data_parallel_size", edp, text))
     return World(world, dp, ep, etp, edp, tuple(derived))
+
+
+def _too_many_ranks(said: Said, world: int, equation: str) -> Finding:
+    replica = prod(said[axis] for axis in AXES)
+    unset: tuple[Override, ...] = (("nodes", None), ("gpus_per_node", None))
+    one = tuple((axis, 1) for axis in ("tp", "cp", "ep") if said[axis] > 1)
+    return Finding(
+        TOO_MUCH,
+        "ranks",
+        f"{equation}; a job has at most {MOST_RANKS} ranks",
+        said.told("nodes", "gpus_per_node", *AXES, "dp"),
+        (("dp", max(1, MOST_RANKS // replica)), *unset),
+        (("dp", None), *unset),
+        (*one, ("dp", None), ("etp", None), *unset),
+    )
+
+
+def check_stages(said: Said, findings: Findings) -> None:
+    """Refuse more stages than a plan can bear, before anything is made of them."""
+    pp, vpp = said["pp"], said["vpp"] or 1
+    if pp * vpp > MOST_STAGES:
+        message = f"pp {pp} x vpp {vpp} = {pp * vpp} stages; a plan holds at most {MOST_STAGES}"
+        ways = ((("vpp", MOST_STAGES // pp),), (("vpp", 1),), (("vpp", None),), (("pp", MOST_STAGES // vpp),))
+        findings.append(Finding(TOO_MUCH, "stages", message, said.told("pp", "vpp"), *ways, (("pp", 1), ("vpp", 1))))
 
 
 def _mismatch(said: Said, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Finding:
@@ -162,9 +184,10 @@ def divide_model(said: Said, findings: Findings) -> None:
     split = ["model.num_attention_heads", "model.vocab_size", "model.ffn_hidden_size"]
     if not said["model.multi_latent_attention"]:
         split.append("model.num_query_groups")
+    common = gcd(*(said[key] for key in split if said[key]))
     for key in split:
         if said[key] and said[key] % tp:
-            remedies = [(("tp", size),) for size in nearest_divisors(said[key], tp)]
+            remedies = [(("tp", size),) for size in (*nearest_divisors(said[key], tp), *nearest_divisors(common, tp))]
             message = f"tp {tp} does not divide {key} {said[key]}"
             findings.append(Finding("PP-E207", key, message, said.told("tp", key), *remedies, (("tp", 1),)))
     if cp > 1 and said["seq"] % (2 * cp):

@@ -112,8 +112,8 @@ def _ends(said: Said) -> tuple[list[int], str]:
     layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or 1
     ends = {key: said[key] for key in (FIRST, LAST) if said[key] is not None}
     for key, count in ends.items():
-        if count < 1 or count % vpp:
-            raise _Unfit(f"{key}={count} is no positive multiple of vpp {vpp}", ((key, max(1, count // vpp) * vpp),))
+        if count % vpp:
+            raise _Unfit(f"{key}={count} is no multiple of vpp {vpp}", ((key, max(1, count // vpp) * vpp),))
     ranks, rest = pp - len(ends), layers - sum(ends.values())
     if ranks < 0 or rest < 0 or (ranks == 0) != (rest == 0) or (ranks and rest % (ranks * vpp)):
         unit = f"{ranks} ranks x vpp {vpp}"
@@ -139,8 +139,6 @@ def _accounted(said: Said) -> tuple[list[int], str]:
     total = layers + len(extra)
     per_chunk = said[PER_CHUNK]
     what = f"{layers} layers{''.join(f' and {name}' for name in extra)}"
-    if per_chunk is not None and per_chunk < 1:
-        raise _Unfit(f"{PER_CHUNK}={per_chunk} is no number of layers", ((PER_CHUNK, 1),))
     if total % pp or (per_chunk and total // pp % per_chunk):
         unit = pp * (per_chunk or said["vpp"] or 1)
         each = f" in pieces of {per_chunk}" if per_chunk else ""

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
+from ppctl.config.limits import MOST_STAGES
 from ppctl.config.messages import in_batches
 from ppctl.config.schedules import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
-from ppctl.plan.sizes import CALL, nearest_divisors
+from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
@@ -23,8 +24,8 @@ from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
 
-MOST_ACTIONS = 1_000_000
-"""Forwards and backwards of one step."""
+MOST_ACTIONS = 200_000
+"""Forwards and backwards of one schedule call: about 3 s of planning on one core."""
 
 _SETTLED = 4
 """Rounds of the pipeline after which no rank holds more than before."""
@@ -60,9 +61,7 @@ def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
     asked = said[SCHEDULE]
     name = schedule_policy(asked)
     if name is None:
-        message = f"there is no schedule {asked!r} in this release"
-        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE), ((SCHEDULE, fitting_policy(vpp)),)))
-        return None
+        return None  # told by `config.checks`
     policy = POLICIES[name]
     if not policy.runs(vpp):
         if not said.given(SCHEDULE):
@@ -89,6 +88,11 @@ def settled(said: Said, choice: Choice, num_microbatches: int) -> int:
 
 def check_length(said: Said, num_stages: int, num_microbatches: int, findings: Findings) -> None:
     """Refuse a step with more actions than anyone can plan: some size is not what was meant."""
+    if num_stages > MOST_STAGES:
+        message = f"the layout has {num_stages:,} stages; a plan holds at most {MOST_STAGES:,}"
+        ways = ((("layout", None),), (("layout", None), ("vpp", 1)))
+        findings.append(Finding(TOO_MUCH, "stages", message, said.told("pp", "vpp"), *ways))
+        return
     if 2 * num_stages * num_microbatches <= MOST_ACTIONS:
         return
     most = max(1, MOST_ACTIONS // 2 // num_stages)
@@ -105,7 +109,7 @@ def check_length(said: Said, num_stages: int, num_microbatches: int, findings: F
         ("gbs", gbs // num_microbatches * -(-num_microbatches // most)),
     )
     findings.append(
-        Finding("PP-E214", "gbs", message, said.told("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
+        Finding(TOO_MUCH, "gbs", message, said.told("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
-from ppctl.cost.devices import DEVICES, device_called
+from ppctl.cost.devices import device_called, preset
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.errors import Problem, TrainingError
@@ -363,7 +363,7 @@ def _peak_flops(session: Session) -> float | None:
     if session.device.type != "cuda":
         return None
     name = session.config.cost.device
-    device = DEVICES[name] if name else device_called(torch.cuda.get_device_name(session.device))
+    device = preset(name) if name else device_called(torch.cuda.get_device_name(session.device))
     return None if device is None else device.bf16_flops
 
 

@@ -8,7 +8,7 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.parameters import mtp_parameters, total_parameters
 from ppctl.errors import ConfigError, Problem
 from ppctl.layout import PipelineParallelLayerLayout
-from ppctl.plan import Plan, TensorSpec, build_plan
+from ppctl.plan import Plan, TensorSpec, build_plan, plan_checked
 from ppctl.plan.amounts import amount, unit_for
 from ppctl.plan.said import Said
 from ppctl.plan.types import RankCost
@@ -305,7 +305,7 @@ def test_a_rank_sees_its_own_part() -> None:
         made.for_rank(4)
 
 
-@pytest.mark.parametrize(("limit", "codes"), [("1KiB", ["PP-E801"]), ("80GiB", []), ("much", ["PP-E802"]), (None, [])])
+@pytest.mark.parametrize(("limit", "codes"), [("1KiB", ["PP-E801"]), ("80GiB", []), ("much", ["PP-E103"]), (None, [])])
 def test_a_peak_above_the_devices_memory_is_a_problem_of_a_plan_that_can_still_be_seen(limit, codes) -> None:
     made = plan(pp=2, launch__device_memory=limit)
     assert [problem.code for problem in made.problems] == codes
@@ -357,9 +357,9 @@ def test_a_capacity_at_which_the_schedule_hangs_is_refused_with_capacities_that_
 
 def test_problems_that_are_known_already_come_first() -> None:
     known = Problem("PP-E103", "something else")
-    assert build_plan(*configured(), problems=[known]).problems == (known,)
+    assert plan_checked(*configured(), [known]).problems == (known,)
     with pytest.raises(ConfigError) as caught:
-        build_plan(*configured(gbs=3, dp=2), problems=[known])
+        plan_checked(*configured(gbs=3, dp=2), [known])
     assert [problem.code for problem in caught.value.problems] == ["PP-E103", "PP-E211"]
 
 

@@ -32,8 +32,8 @@ def problems_of(given_: Said) -> tuple[Problem, ...]:
 
 
 RULES = [
-    (dict(pp=0), {"PP-E201"}),
-    (dict(gbs=-1, mbs=0), {"PP-E201"}),
+    (dict(pp=0), {"PP-E103"}),
+    (dict(gbs=-1, mbs=0), {"PP-E103"}),
     (dict(pp=2, dp=3, nodes=1, gpus_per_node=4), {"PP-E203"}),
     (dict(pp=2, nodes=1, gpus_per_node=3), {"PP-E204"}),
     (dict(pp=4, nodes=1, gpus_per_node=2), {"PP-E204"}),
@@ -49,17 +49,24 @@ RULES = [
     (dict(pp=2, vpp=2, pipeline__pp_schedule="1f1b"), {"PP-E213"}),
     (dict(gbs=90, pp=4), {"PP-E214"}),
     (dict(gbs=100, pp=4, vpp=2, mbs=2), {"PP-E214"}),
-    (dict(model__num_layers=10**9), {"PP-E021"}),
-    (dict(pp=10**9), {"PP-E021"}),
-    (dict(pp=2, nodes=10**9 + 7, gpus_per_node=10**9 + 9), {"PP-E204"}),
-    (dict(pipeline__pp_schedule="zigzag"), {"PP-E213"}),
+    (dict(model__num_layers=10**9), {"PP-E103"}),
+    (dict(pp=10**9), {"PP-E103"}),
+    (dict(pp=1024, vpp=4096), {"PP-E214"}),
+    (dict(pp=1024, vpp=5), {"PP-E214"}),
+    (dict(layout="Et*8" + "|" * 5000 + "L"), {"PP-E214"}),
+    (dict(pp=2, nodes=2**20, gpus_per_node=2**20), {"PP-E214"}),
+    (dict(cp=2**10, dp=2**11, gbs=2**11, seq=2**12), {"PP-E214"}),
+    (dict(pp=2, layout="auto", model__num_layers=257), {"PP-E214"}),
+    (dict(pp=65, layout="auto", gbs=2), {"PP-E214"}),
+    (dict(pp=2, nodes=1048573, gpus_per_node=1048571), {"PP-E204"}),
+    (dict(pipeline__pp_schedule="zigzag"), {"PP-E103"}),
     (dict(pp=8, vpp=1, layout="Et*2|t*2|t|t|t|tL"), {"PP-E220"}),
     (dict(pp=3, layout="Et*4|t*4L"), {"PP-E220"}),
     (dict(pp=2, vpp=2, layout="Et*4|t*4L"), {"PP-E220"}),
     (dict(pp=2, train__recompute_granularity="full", train__recompute_stages=[1, 2]), {"PP-E217"}),
     (dict(gbs=8, mbs=2, pipeline__pp_batch_size=3), {"PP-E211"}),
     (dict(gbs=8, dp=2, pipeline__pp_batch_size=3), {"PP-E211"}),
-    (dict(pipeline__pp_batch_size=0), {"PP-E201"}),
+    (dict(pipeline__pp_batch_size=0), {"PP-E103"}),
     (dict(pp=2, layout="Et*4|t*5L"), {"PP-E015"}),
     (dict(pp=2, layout="Et*4|t*4x"), {"PP-E001"}),
     (dict(pp=2, vpp=2, layout="Et*3|t*4L", gbs=7, dp=2), {"PP-E220", "PP-E015", "PP-E211"}),
@@ -74,7 +81,7 @@ def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_of_a_billion_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    (problem,) = problems_of(said(gbs=10**9))
+    (problem,) = problems_of(said(gbs=2**31))
     assert problem.code == "PP-E214"
 
 

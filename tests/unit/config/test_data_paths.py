@@ -83,8 +83,8 @@ RULES = [
     (["train.eval_interval=5", "data.validation_split=0.1"], "no batches", "train.eval_steps=8"),
     (["train.eval_steps=2"], "nothing is ever evaluated", "train.eval_steps=0"),
     (["data.validation_path=x"], "nothing is ever evaluated", "data.validation_path=null"),
-    (["data.validation_split=1"], "at least 0 and below 1", "data.validation_split=0.05"),
-    (["data.validation_split=nan"], "at least 0 and below 1", "data.validation_split=0.05"),
+    (["data.validation_split=1"], "0 or more, below 1", "data.validation_split=0.0"),
+    (["data.validation_split=nan"], "0 or more, below 1", "data.validation_split=0.0"),
     (["data.path=[0,a]"], "greater than 0", "data.path=null"),
     (["data.path=[a,1]"], "1 stands where", "data.path=null"),
 ]

@@ -3,7 +3,8 @@
 import pytest
 from published_runs import kendall_tau, throughput_rows
 
-from ppctl.config.checks import CHOICES, OPTIONAL_CHOICES
+from ppctl.config.keys import keys
+from ppctl.config.limits import Choice
 from ppctl.cost.allocator import ALLOCATORS
 from ppctl.cost.devices import DEVICES, device_called
 
@@ -16,8 +17,10 @@ def test_published_throughput_is_planned_within_30_percent_and_in_order() -> Non
 
 
 def test_the_names_that_a_config_may_say_are_those_that_are_priced() -> None:
-    assert set(OPTIONAL_CHOICES["cost.device"]) == set(DEVICES)
-    assert set(CHOICES["cost.allocator"]) == set(ALLOCATORS)
+    for key, priced in (("cost.device", DEVICES), ("cost.allocator", ALLOCATORS)):
+        limit = keys()[key].limit
+        assert isinstance(limit, Choice)
+        assert set(limit.names) == set(priced)
 
 
 @pytest.mark.parametrize(

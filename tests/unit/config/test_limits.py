@@ -1,0 +1,80 @@
+"""What one value may be: every number has bounds, every bound is held and shown, and its remedy works."""
+
+import shlex
+
+import pytest
+
+from ppctl.cli.explain import explain
+from ppctl.config.checks import check
+from ppctl.config.compose import compose
+from ppctl.config.keys import keys, limited_keys, members, set_value, text_keys
+from ppctl.config.limits import Bounds, Choice, NotEmpty
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError
+from ppctl.plan import build_plan
+
+NUMBERS = [key.name for key in text_keys().values() if {int, float} & set(members(key.type))]
+BOUNDED = [key.name for key in limited_keys() if isinstance(key.limit, Bounds)]
+CHOSEN = [key.name for key in limited_keys() if isinstance(key.limit, Choice)]
+FILLED = [key.name for key in limited_keys() if isinstance(key.limit, NotEmpty)]
+
+
+def beyond(name: str) -> list[float | str]:
+    """Values just beyond the limit of a key."""
+    limit = keys()[name].limit
+    if isinstance(limit, Bounds):
+        most = limit.most if limit.below else limit.most + (1 if int in members(keys()[name].type) else limit.most)
+        return [-1 if limit.zero else 0, most, *([] if int in members(keys()[name].type) else [float("nan")])]
+    return ["" if isinstance(limit, NotEmpty) else "none of them"]
+
+
+def test_every_number_has_bounds() -> None:
+    assert set(NUMBERS) == set(BOUNDED)
+
+
+def test_defaults_are_within_their_limits() -> None:
+    assert [key.name for key in limited_keys() if not key.allows(key.default)] == []
+
+
+@pytest.mark.parametrize("name", [*BOUNDED, *CHOSEN, *FILLED])
+def test_a_value_beyond_is_told_with_its_rule_and_a_remedy_that_works(name: str) -> None:
+    limit = keys()[name].limit
+    assert limit is not None
+    for value in beyond(name):
+        with pytest.raises(ConfigError) as error:
+            compose([f"{name}={value}"])
+        (problem,) = [each for each in error.value.problems if each.place.startswith(f"{name} = ")]
+        assert problem.code == "PP-E103"
+        assert limit.message(name, value) in problem.message
+        compose(shlex.split(problem.remedy))
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_plan_made_in_python_is_held_to_the_same_bounds(name: str) -> None:
+    for value in beyond(name):
+        config = RunConfig()
+        set_value(config, name, value)
+        try:
+            problems = build_plan(config).problems
+        except ConfigError as error:
+            problems = error.problems
+        assert "PP-E103" in {problem.code for problem in problems if problem.place.startswith(f"{name} = ")}
+
+
+@pytest.mark.parametrize("name", ["H100", "Gb200", "CPU", "h800"])
+def test_a_device_is_named_in_capital_or_small_letters(name: str) -> None:
+    config = compose([f"cost.device={name}"]).config
+    assert check(config, {}) == []
+    assert build_plan(config).timing.priced_by.lower() == name.lower()
+
+
+def test_a_word_in_other_letters_is_recognised() -> None:
+    with pytest.raises(ConfigError) as error:
+        compose(["launch.device=CPU", "model.normalization=rmsnorm"])
+    assert [problem.remedy for problem in error.value.problems] == ["model.normalization=RMSNorm", "launch.device=cpu"]
+
+
+@pytest.mark.parametrize("key", [*limited_keys()], ids=lambda key: key.name)
+def test_explain_shows_the_limit_of_a_key_and_in_its_section(key) -> None:
+    for topic in (key.name, key.name.partition(".")[0]):
+        assert f"limit  {key.limit.words}" in " ".join(explain(topic).split()).replace("limit ", "limit  ")
