@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import layer_kinds
-from ppctl.cost.parameters import expert_width, feed_forward_matrices, head_dim, query_groups
+from ppctl.cost.parameters import feed_forward_matrices
+from ppctl.geometry.layers import KindName, Layer, expert_width, head_dim, layer_kinds, query_groups
 
 
 def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
@@ -42,8 +42,8 @@ def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> i
     return 2 * batch * seq * matrices
 
 
-def layer_flops(model: ModelConfig, kind: str, moe: bool, batch: int, seq: int) -> int:
-    """One layer: "embedding" (a look-up: 0), "decoder", "mtp", "loss" (the output, once more per MTP module)."""
+def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: int) -> int:
+    """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
     h = model.hidden_size
     if kind == "loss":
         return 2 * batch * seq * h * model.vocab_size * (1 + (model.mtp_num_layers or 0))
@@ -53,7 +53,7 @@ def layer_flops(model: ModelConfig, kind: str, moe: bool, batch: int, seq: int) 
     return layer + (2 * batch * seq * 2 * h * h if kind == "mtp" else 0)
 
 
-def stage_flops(model: ModelConfig, layer_names: Iterable[str], micro_batch_size: int, seq_length: int) -> int:
+def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
-    kinds = layer_kinds(model, layer_names)
+    kinds = layer_kinds(model, layers)
     return sum(layer_flops(model, kind, moe, micro_batch_size, seq_length) for kind, moe in kinds)

@@ -10,11 +10,21 @@ for LayerNorm, biases, feed-forwards without a gate and learned positions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import Kind, layer_kinds, moe_layer_pattern, mtp_is_moe
+from ppctl.geometry.layers import (
+    Kind,
+    Layer,
+    expert_width,
+    head_dim,
+    holds_final_norm,
+    layer_kinds,
+    mtp_is_moe,
+    query_groups,
+)
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 
 class Count(NamedTuple):
@@ -42,16 +52,6 @@ class Count(NamedTuple):
         An uneven split counts its largest part.
         """
         return -(-self.tensor // tp) + self.whole, -(-self.experts // (ep * etp))
-
-
-def head_dim(model: ModelConfig) -> int:
-    """Width of one attention head (not of MLA's)."""
-    return model.kv_channels or model.hidden_size // model.num_attention_heads
-
-
-def query_groups(model: ModelConfig) -> int:
-    """Number of key/value heads."""
-    return model.num_query_groups or model.num_attention_heads
 
 
 def norm(model: ModelConfig, width: int) -> Count:
@@ -99,11 +99,6 @@ def _feed_forward(model: ModelConfig, width: int) -> Count:
     return Count(tensor=matrices * h * width + inner, whole=outer)
 
 
-def expert_width(model: ModelConfig) -> int:
-    """Inner width of one routed expert."""
-    return model.moe_ffn_hidden_size or model.ffn_hidden_size
-
-
 def moe_feed_forward(model: ModelConfig, experts: int | None = None) -> Count:
     """Router (with its bias, where it has one), shared expert and `experts` routed ones (none: all)."""
     h, total = model.hidden_size, model.num_moe_experts or 0
@@ -137,24 +132,13 @@ def positions(model: ModelConfig) -> Count:
     return Count(whole=model.max_position_embeddings * model.hidden_size if learned else 0)
 
 
-def holds_final_norm(model: ModelConfig, layer_names: Collection[str]) -> bool:
-    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer.
-
-    MTP modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3.
-    """
-    return (f"decoder.{model.num_layers - 1}" if model.mtp_num_layers else "loss") in layer_names
-
-
-def stage_count(model: ModelConfig, layer_names: Iterable[str]) -> Count:
-    """What a stage builds, replicas included.
-
-    `layer_names` as in StageSpec.layers. A stage with MTP modules builds one copy of the embedding for them.
-    """
-    names = tuple(layer_names)
-    kinds = layer_kinds(model, names)
+def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
+    """What a stage builds, replicas included: one with MTP modules builds a copy of the embedding for them."""
+    held = tuple(layers)
+    kinds = layer_kinds(model, held)
     each = {kind: layer_count(model, kind) for kind in set(kinds)}
     parts = [each[kind] for kind in kinds]
-    if holds_final_norm(model, names):
+    if holds_final_norm(model, held):
         parts.append(norm(model, model.hidden_size))
     if any(kind.name == "mtp" for kind in each):
         parts.append(embedding(model))
@@ -170,11 +154,11 @@ def layer_count(model: ModelConfig, kind: Kind) -> Count:
     return embedding(model).plus(positions(model)) if kind.name == "embedding" else embedding(model)
 
 
-def largest_matrix(model: ModelConfig, layer_names: Iterable[str], expert_ranks: int = 1) -> int:
+def largest_matrix(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> int:
     """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
     h, sizes = model.hidden_size, [0]
     experts = (model.num_moe_experts or 0) // expert_ranks
-    for kind, moe in set(layer_kinds(model, layer_names)):
+    for kind, moe in set(layer_kinds(model, layers)):
         if kind != "decoder":
             sizes.append(embedding(model).total)
         if kind in ("decoder", "mtp"):
@@ -192,10 +176,10 @@ def _largest_of_attention(model: ModelConfig) -> int:
     return heads * max(queries, up, model.v_head_dim * h)
 
 
-def replicated_parameters(model: ModelConfig, layer_names: Iterable[str]) -> int:
+def replicated_parameters(model: ModelConfig, layers: Iterable[Layer]) -> int:
     """Of a stage's parameters, those that copy an earlier use: a tied output, the embedding that MTP reads."""
-    names = {name.partition(".")[0] for name in layer_names}
-    copies = int("mtp" in names) + int("loss" in names and model.share_embeddings_and_output_weights)
+    kinds = {layer.kind for layer in layers}
+    copies = int("mtp" in kinds) + int("loss" in kinds and model.share_embeddings_and_output_weights)
     return copies * embedding(model).total
 
 

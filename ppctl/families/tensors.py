@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern, mtp_is_moe
-from ppctl.cost.parameters import expert_width, head_dim, query_groups
+from ppctl.geometry.layers import expert_width, head_dim, mtp_is_moe, query_groups
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 Shape = tuple[int, ...]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.layers import Layer
 from ppctl.plan import StageSpec
 
 EMBEDDING = "tok_embeddings.weight"
@@ -48,11 +49,11 @@ class Use(NamedTuple):
 
 def tied_uses(stages: Iterable[StageSpec], model: ModelConfig) -> tuple[Use, ...]:
     """The uses of the token embedding in canonical order (embedding, output, MTP), or () if it has but one."""
-    names = {"embedding": EMBEDDING, "mtp.0": MTP_EMBEDDING}
+    names = {Layer("embedding"): EMBEDDING, Layer("mtp"): MTP_EMBEDDING}
     if model.share_embeddings_and_output_weights:
-        names["loss"] = OUTPUT
+        names[Layer("loss")] = OUTPUT
     found = {
         layer: Use(spec.stage, spec.pp_rank, names[layer]) for spec in stages for layer in spec.layers if layer in names
     }
-    uses = tuple(found[layer] for layer in ("embedding", "loss", "mtp.0") if layer in found)
+    uses = tuple(found[layer] for layer in (Layer("embedding"), Layer("loss"), Layer("mtp")) if layer in found)
     return uses if len(uses) > 1 else ()

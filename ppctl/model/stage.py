@@ -1,6 +1,6 @@
 """One stage of a decoder, built from its StageSpec: embedding, decoder layers, MTP, loss head, or nothing.
 
-Knows which modules a stage's layer names stand for and their canonical order. Must not know pp, vpp, ranks' neighbours,
+Knows which modules a stage's layers stand for and their canonical order. Must not know pp, vpp, ranks' neighbours,
 the schedule or the optimizer: a stage's weights and outputs depend on its layers and the model alone.
 """
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import holds_final_norm
+from ppctl.geometry.layers import KindName, Layer, holds_final_norm
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.model.embedding import Embedding
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
@@ -26,17 +26,17 @@ from ppctl.plan import StageSpec
 
 
 class StageModule(nn.Module):
-    """What one stage computes. `layers` are names in model order: "embedding", "decoder.3", ..., "mtp.0", "loss".
+    """What one stage computes. `layers` are in model order: embedding, decoder, mtp, loss.
 
     The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm stands
     before the output; in a model with MTP, which reads normalised states, after the last decoder layer.
     """
 
-    def __init__(self, layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) -> None:
+    def __init__(self, layers: Sequence[Layer], model: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
         self.held = share.experts(model)
-        self.tok_embeddings = Embedding(model.vocab_size, h) if "embedding" in layers else None
+        self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
         decoders = {id_: DecoderLayer(model, moe=moe[int(id_)], share=share) for id_ in _ids("decoder", layers)}
         self.layers = nn.ModuleDict(decoders)
         self.runs: list[Callable[..., Tensor]] = list(self.layers.values())
@@ -44,7 +44,7 @@ class StageModule(nn.Module):
         self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
         self.mtp = MultiTokenPrediction(model, modules, share) if modules else None
-        self.output = nn.Linear(h, model.vocab_size, bias=False) if "loss" in layers else None
+        self.output = nn.Linear(h, model.vocab_size, bias=False) if Layer("loss") in layers else None
         self.rotary = Rotary(model)
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
@@ -89,8 +89,9 @@ class StageModule(nn.Module):
         return tuple(module for module in self.modules() if isinstance(module, Router))
 
 
-def _ids(kind: str, layers: Sequence[str]) -> list[str]:
-    return [name.removeprefix(f"{kind}.") for name in layers if name.startswith(f"{kind}.")]
+def _ids(kind: KindName, layers: Sequence[Layer]) -> list[str]:
+    """The indexes of the layers of a kind, as names of modules."""
+    return [str(layer.index) for layer in layers if layer.kind == kind]
 
 
 def build_stage(
@@ -113,7 +114,7 @@ def build_stage(
     return module
 
 
-def meta_stage(layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) -> StageModule:
+def meta_stage(layers: Sequence[Layer], model: ModelConfig, share: Share = WHOLE) -> StageModule:
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
         return StageModule(layers, model, share)
@@ -129,6 +130,6 @@ def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device 
     return apply(empty)
 
 
-def canonical_names(model: ModelConfig, layers: Sequence[str]) -> tuple[str, ...]:
+def canonical_names(model: ModelConfig, layers: Sequence[Layer]) -> tuple[str, ...]:
     """Canonical parameter names of a stage with these layers; with all of the model's layers, the model's order."""
     return tuple(meta_stage(layers, model).canonical_parameters())

@@ -12,8 +12,8 @@ from ppctl.config.schema import CostConfig, RunConfig
 from ppctl.cost import parameters
 from ppctl.cost.allocator import ALLOCATORS
 from ppctl.cost.devices import DEVICES
-from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.clock import timing
 from ppctl.plan.cut import AUTO, Cut, derive_cut

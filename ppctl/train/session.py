@@ -24,6 +24,7 @@ from ppctl.data.load import Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.geometry.layers import Layer
 from ppctl.model.compile import compile_stage
 from ppctl.model.moe import Share
 from ppctl.model.names import expert_name, tied_uses
@@ -129,7 +130,7 @@ def reads_data(stage: StageSpec, data: DataConfig) -> bool:
 
     A batch is a pure function of (seed, step): every rank finds the ends for itself, and no message carries them.
     """
-    if {"embedding", "mtp.0", "loss"} & set(stage.layers):
+    if {Layer("embedding"), Layer("mtp"), Layer("loss")} & set(stage.layers):
         return True
     return bool(stage.layers) and (data.reset_position_ids or data.reset_attention_mask)
 

@@ -1,16 +1,15 @@
-"""Of which kind every layer of the model is, and whether it has experts.
+"""Which decoder layers have experts: Megatron's `moe_layer_freq`, read without executing anything.
 
-Knows layers' names and Megatron's `moe_layer_freq` language. Must not know sizes in bytes, ranks or schedules.
+Knows ModelConfig's number of layers and this one key. Must not know what a layer is made of.
 """
 
 from __future__ import annotations
 
 import ast
 import shlex
-from collections.abc import Iterable
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
@@ -33,30 +32,6 @@ def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
     if len(freq) != model.num_layers:
         raise _wrong(f"lists {len(freq)} layers, and model.num_layers is {model.num_layers}", model)
     return freq
-
-
-class Kind(NamedTuple):
-    """A kind of layer: those of one kind cost the same wherever they lie."""
-
-    name: str
-    """embedding, decoder, mtp, loss."""
-    moe: bool
-    """Whether its feed-forward is a mixture of experts."""
-
-
-def layer_kinds(model: ModelConfig, layer_names: Iterable[str]) -> list[Kind]:
-    """The kind of each of these layers; names as in StageSpec.layers: "embedding", "decoder.7", "mtp.0", "loss"."""
-    pattern = moe_layer_pattern(model)
-    found = []
-    for layer in layer_names:
-        name, _, index = layer.partition(".")
-        found.append(Kind(name, pattern[int(index)] if name == "decoder" else name == "mtp" and mtp_is_moe(model)))
-    return found
-
-
-def mtp_is_moe(model: ModelConfig) -> bool:
-    """Whether MTP's decoder layer has experts: as the model's last layer."""
-    return moe_layer_pattern(model)[-1:] == (True,)
 
 
 def fitted_moe_layer_freq(model: ModelConfig) -> str:
