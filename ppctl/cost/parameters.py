@@ -51,11 +51,6 @@ class Count(NamedTuple):
         return -(-self.tensor // tp) + self.whole, -(-self.experts // (ep * etp))
 
 
-def feed_forward_matrices(model: ModelConfig) -> int:
-    """Matrices of a feed-forward: gate, up, down; or up and down."""
-    return 3 if model.gated_linear_unit else 2
-
-
 def count_of(rows: Iterable[Parameter], experts: int | None = None) -> Count:
     """The rows' parameters; `experts` of each layer's routed ones (none: all)."""
     tensor = whole = spread = 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Shares
 from ppctl.cost.flops import attention_flops, feed_forward_flops
-from ppctl.cost.parameters import Count, attention, feed_forward_matrices
+from ppctl.cost.parameters import Count, attention
 from ppctl.geometry.layers import KindName, expert_width, head_dim, query_groups
 
 
@@ -94,7 +94,7 @@ def _attention(model: ModelConfig, shares: Shares, element: int) -> Iterator[Wor
 def _feed_forward(model: ModelConfig, moe: bool, shares: Shares, element: int, ep: int) -> Iterator[Work]:
     h, tokens, tp = model.hidden_size, shares.tokens, shares.tp
     flops = feed_forward_flops(model, moe, shares.micro_batch_size, shares.seq_length) / (tp * shares.cp)
-    matrices = feed_forward_matrices(model)
+    matrices = 3 if model.gated_linear_unit else 2
     if not moe:
         width = model.ffn_hidden_size / tp
         yield Work("mlp", matmul=flops, inputs=tokens * (h + width), weights=matrices * h * width, kernels=3)

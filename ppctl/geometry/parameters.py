@@ -76,9 +76,14 @@ class Parameter(NamedTuple):
         return self.size * (self.experts or 1)
 
     @property
-    def decayed(self) -> bool:
-        """Whether weight decay applies: to matrices that are not an embedding in any of their uses."""
+    def is_matrix(self) -> bool:
+        """Whether activations are multiplied with it, and it is no use of an embedding."""
         return self.role in ("matrix", "expert", "router")
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies: to matrices, not to norms, biases and embeddings in any of their uses."""
+        return self.is_matrix
 
     def inside(self, block: str) -> bool:
         """Whether it is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
