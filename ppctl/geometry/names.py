@@ -13,6 +13,9 @@ from functools import cache
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds
 from ppctl.geometry.parameters import (
+    EMBEDDING,
+    MTP_EMBEDDING,
+    OUTPUT,
     Parameter,
     Sizes,
     beside_layers,
@@ -22,16 +25,19 @@ from ppctl.geometry.parameters import (
     stack_name,
 )
 
+EMBEDDING_USES = (EMBEDDING, OUTPUT, MTP_EMBEDDING)
+"""In canonical order; all but the first are uses only where a model has them."""
 
-def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> set[Parameter]:
-    """The different rows of a stage: those of every kind of layer once, however many layers of it there are."""
+
+def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[Parameter]:
+    """The rows of a stage: those of every kind of layer once, however many layers of it there are."""
     held, sizes = tuple(layers), Sizes.of(model)
     kinds = set(layer_kinds(model, held))
-    found = {row for kind in kinds for row in kind_parameters(sizes, kind)}
+    found = [row for kind in kinds for row in kind_parameters(sizes, kind)]
     if holds_final_norm(model, held):
-        found.update(final_norm(sizes))
+        found.extend(final_norm(sizes))
     if any(kind.name == "mtp" for kind in kinds):
-        found.add(mtp_embedding(sizes))
+        found.append(mtp_embedding(sizes))
     return found
 
 
@@ -63,6 +69,11 @@ def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, P
     return found
 
 
+def canonical_names(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
+    """The names of what a stage trains by gradients; over all of a model's layers in the model's order."""
+    return tuple(name for name, row in stage_parameters(model, layers).items() if row.gradient != "none")
+
+
 _NUMBERED = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -92,6 +103,17 @@ def _by_name(sizes: Sizes, kind: Kind) -> Mapping[str, Parameter]:
 @cache
 def _beside_layers(sizes: Sizes) -> Mapping[str, Parameter]:
     return {row.name: row for row in beside_layers(sizes)}
+
+
+def owner_of(name: str, model: ModelConfig) -> str:
+    """The name of the parameter that `name` is a use of: itself, or the token embedding for MTP's and a tied output."""
+    return parameter_of(name, model).copy_of or name
+
+
+def embedding_uses(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
+    """The names under which a stage uses the token embedding, in the order of `EMBEDDING_USES`."""
+    uses = {row.name for row in stage_rows(model, layers) if EMBEDDING in (row.name, row.copy_of)}
+    return tuple(name for name in EMBEDDING_USES if name in uses)
 
 
 def expert_name(name: str, expert: int) -> str | None:

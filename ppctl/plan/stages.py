@@ -13,6 +13,8 @@ from ppctl.cost.flops import stage_flops
 from ppctl.cost.memory import PRECISIONS, Precision
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.geometry.layers import count_of, parse_layers
+from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
+from ppctl.geometry.parameters import EMBEDDING
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
 from ppctl.schedule.action import Placement
@@ -67,6 +69,6 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
 
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Parameters with more than one use, with the stages of their uses in canonical order: embedding, output, MTP."""
-    kinds = ["embedding", *(["loss"] if model.share_embeddings_and_output_weights else []), "mtp"]
-    uses = [stage.stage for kind in kinds for stage in stages if any(layer.kind == kind for layer in stage.layers)]
-    return (("tok_embeddings.weight", tuple(uses)),) if len(uses) > 1 else ()
+    held = [(stage.stage, embedding_uses(model, stage.layers)) for stage in stages]
+    uses = tuple(stage for name in EMBEDDING_USES for stage, names in held if name in names)
+    return ((EMBEDDING, uses),) if len(uses) > 1 else ()
