@@ -6,7 +6,7 @@ the schedule or the optimizer: a stage's weights and outputs depend on its layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
+from ppctl.geometry.names import stage_parameters
+from ppctl.geometry.parameters import Parameter
 from ppctl.model.embedding import Embedding
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
@@ -46,6 +48,7 @@ class StageModule(nn.Module):
         self.mtp = MultiTokenPrediction(model, modules, share) if modules else None
         self.output = nn.Linear(h, model.vocab_size, bias=False) if Layer("loss") in layers else None
         self.rotary = Rotary(model)
+        self._compare(stage_parameters(model, layers))
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
@@ -77,6 +80,23 @@ class StageModule(nn.Module):
     def canonical_buffers(self) -> dict[str, Tensor]:
         """What is trained without a gradient (the routers' biases) by canonical global name."""
         return dict(self.named_buffers())
+
+    def _compare(self, table: Mapping[str, Parameter]) -> None:
+        """Refuse to be built of other parameters than the table has: counts, norms and checkpoints read that."""
+        count = len(self.held)
+        shapes = {name: (count, *row.shape) if row.experts else row.shape for name, row in table.items()}
+        tensors: dict[str, Tensor] = {**self.canonical_parameters(), **self.canonical_buffers()}
+        built = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wrong = [
+            f"{name} is {built.get(name, 'not there')} in ppctl/model and {shapes.get(name, 'no row')} in the table"
+            for name in built | shapes
+            if built.get(name) != shapes.get(name)
+        ]
+        order = [name for name, row in table.items() if row.gradient != "none"]
+        if not wrong and list(self.canonical_parameters()) != order:
+            wrong = ["parameters are in another order in ppctl/model than in the table"]
+        if wrong:
+            raise LookupError("; ".join([*wrong, "the table is in ppctl/geometry/parameters.py"]))
 
     def spread_experts(self, exchange: Exchange) -> None:
         """Let the stage's experts be reached through `exchange`: it holds a share of them only."""
@@ -128,8 +148,3 @@ def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device 
 
     apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], StageModule] = module._apply
     return apply(empty)
-
-
-def canonical_names(model: ModelConfig, layers: Sequence[Layer]) -> tuple[str, ...]:
-    """Canonical parameter names of a stage with these layers; with all of the model's layers, the model's order."""
-    return tuple(meta_stage(layers, model).canonical_parameters())

@@ -16,8 +16,8 @@ from ppctl.cost.parameters import (
 )
 from ppctl.families.tensors import model_tensors
 from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.parameters import MTP_EMBEDDING
 from ppctl.model.initialize import pieces
-from ppctl.model.names import MTP_EMBEDDING
 from ppctl.model.stage import meta_stage
 
 CONF = Path(__file__).parents[2] / "conf" / "model"

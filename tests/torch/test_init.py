@@ -11,8 +11,9 @@ from cuts import cut, tiny
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import stage_count
 from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.names import canonical_names
 from ppctl.model.initialize import initial_value, normal
-from ppctl.model.stage import build_stage, canonical_names, meta_stage
+from ppctl.model.stage import build_stage, meta_stage
 
 CUTS = [("EttttL", 1), ("Ett|ttL", 2), ("E|t|t|t|t|L", 2), ("Et|t||ttL", 4), ("E|tt||t|t|L", 3)]
 
