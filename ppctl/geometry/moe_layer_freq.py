@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import shlex
-from functools import cache
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -44,13 +44,23 @@ def fitted_moe_layer_freq(model: ModelConfig) -> str:
 def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
     """What `moe_layer_freq` lists, however many layers that is; None if it lists nothing."""
     freq = model.moe_layer_freq
-    if isinstance(freq, str):
-        freq = _evaluate(freq)
-    if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
-        return tuple(i % freq == 0 for i in range(model.num_layers))
-    if not isinstance(freq, list | tuple) or any(entry not in (0, 1) for entry in freq):
+    if isinstance(freq, str | int):
+        return _read(freq, model.num_layers)
+    return _entries(freq)
+
+
+@lru_cache(maxsize=None, typed=True)  # True is not 1 here
+def _read(freq: str | int, num_layers: int) -> tuple[bool, ...] | None:
+    value = _evaluate(freq) if isinstance(freq, str) else freq
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return tuple(i % value == 0 for i in range(num_layers))
+    return _entries(value)
+
+
+def _entries(value: Any) -> tuple[bool, ...] | None:
+    if not isinstance(value, list | tuple) or any(entry not in (0, 1) for entry in value):
         return None
-    return tuple(bool(entry) for entry in freq)
+    return tuple(bool(entry) for entry in value)
 
 
 def _wrong(what: str, model: ModelConfig) -> ConfigError:
@@ -58,7 +68,6 @@ def _wrong(what: str, model: ModelConfig) -> ConfigError:
     return ConfigError(Problem("PP-E210", f"model.moe_layer_freq {what}", remedy))
 
 
-@cache
 def _evaluate(text: str) -> Any:
     """The value of an expression of integers, lists, `+` and `*`; None for anything else. Nothing is executed."""
     try:
