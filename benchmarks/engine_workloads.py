@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.layers import parse_layers
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.model.loss import token_losses
 from ppctl.model.stage import build_stage
@@ -140,7 +141,7 @@ class Gpt:
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         layout = PipelineParallelLayerLayout(even_layout(self.MODEL.num_layers, cell.stages), cell.pp)
-        self.layers = [layout.layer_names(stage) for stage in range(cell.stages)]
+        self.layers = [parse_layers(layout.layer_names(stage)) for stage in range(cell.stages)]
 
     def module(self, stage: int) -> nn.Module:
         spec = StageSpec(stage, 0, 0, self.layers[stage], (), (), 0, 0, 0)

@@ -3,6 +3,7 @@
 import torch
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.layers import parse_layers
 from ppctl.plan import StageSpec
 
 
@@ -20,7 +21,7 @@ def cut(layout, pp):
         for letter in letters:
             names.append({"E": "embedding", "L": "loss", "t": f"decoder.{layer}"}[letter])
             layer += letter == "t"
-        specs.append(StageSpec(stage, stage % pp, stage // pp, tuple(names), (), (), 0, 0, 0))
+        specs.append(StageSpec(stage, stage % pp, stage // pp, parse_layers(names), (), (), 0, 0, 0))
     return specs
 
 

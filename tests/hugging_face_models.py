@@ -7,8 +7,8 @@ import torch
 from cuts import cut
 
 from ppctl.families.directory import open_directory
+from ppctl.geometry.names import owner_of
 from ppctl.model.initialize import pieces
-from ppctl.model.names import owner_of
 from ppctl.model.stage import build_stage
 from ppctl.pretrained.reading import Reader
 

@@ -48,9 +48,7 @@ def megatron_plan(record: dict[str, Any]) -> Plan:
     """The plan of one of Megatron-LM's functional tests."""
     given = {"parallel.expert_tensor_parallel_size": "recorded"} if record["etp"] else {}
     plan = build_plan(megatron_config(record), given)
-    last = [
-        int(n.partition(".")[2]) for s in plan.stages if s.pp_rank == plan.sizes.pp - 1 for n in s.layers if "dec" in n
-    ]
+    last = [n.index for s in plan.stages if s.pp_rank == plan.sizes.pp - 1 for n in s.layers if n.kind == "decoder"]
     assert not plan.problems, plan.problems
     assert last == record["last_stage_layers"], record["test"]
     return plan

@@ -125,7 +125,7 @@ def cells(plan: Plan, ranks: Sequence[int]) -> list[str]:
     found = []
     for chunk in range(plan.sizes.vpp):
         held = [s for s in plan.stages if s.vpp_rank == chunk and ranks[0] <= s.pp_rank <= ranks[-1]]
-        ids = [name.partition(".")[2] for stage in held for name in stage.layers if name.startswith("decoder")]
+        ids = [layer.index for stage in held for layer in stage.layers if layer.kind == "decoder"]
         numbers = f" [{ids[0]}-{ids[-1]}]" if len(ids) > 1 else f" [{ids[0]}]" if ids else ""
         found.append((stage_text(letters(held[0])) or "(empty)") + numbers)
     return found
@@ -133,7 +133,7 @@ def cells(plan: Plan, ranks: Sequence[int]) -> list[str]:
 
 def letters(stage: StageSpec) -> str:
     """A stage's layers by their letters."""
-    return "".join(LETTERS[name.partition(".")[0]] for name in stage.layers)
+    return "".join(LETTERS[layer.kind] for layer in stage.layers)
 
 
 def memory_line(plan: Plan) -> str:

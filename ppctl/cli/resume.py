@@ -173,7 +173,7 @@ def weight_of_microbatches(config: RunConfig) -> str | None:
     pp_batch_size): they are the same ones, cut from the global batch in its order. Losses by token and by sequence (the
     z-loss, seq_aux_loss, multi-token prediction) are means over the global batch, however it is cut.
     """
-    from ppctl.cost.layers import moe_layer_pattern
+    from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
     model = config.model
     balances = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "aux_loss"

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.cost.allocator import ALLOCATORS, Allocator
-from ppctl.cost.layers import layer_kinds
-from ppctl.cost.parameters import expert_width, head_dim, query_groups
-from ppctl.cost.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import KindName, Layer, expert_width, head_dim, layer_kinds, query_groups
+from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
 
 
 class Shares(NamedTuple):
@@ -126,8 +125,8 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     yield Part("residual", h / shares.sp if model.hidden_dropout else 0)
 
 
-def parts(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> list[Part]:
-    """What one layer keeps per token, without recomputation. `kind` as in StageSpec.layers."""
+def parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> list[Part]:
+    """What one layer keeps per token, without recomputation."""
     shares, keeps = setting.shares, setting.allocator
     hidden = model.hidden_size / shares.sp
     if kind == "embedding":
@@ -142,7 +141,7 @@ def parts(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> list[Pa
     return [*layer, Part("mtp", (2 * sum(_norm_sizes(setting)) + setting.element) * hidden)] if kind == "mtp" else layer
 
 
-def gradients(model: ModelConfig, kind: str, moe: bool, setting: Setting) -> float:
+def gradients(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> float:
     """Bytes per token of the activations' gradients that live at once while a layer's backward runs."""
     shares = setting.shares
     inner, hidden, per_logit = setting.allocator.gradients
@@ -164,17 +163,17 @@ class StageActivations(NamedTuple):
 
 
 def stage_activations(
-    model: ModelConfig, layer_names: Iterable[str], setting: Setting, stage: int = 0
+    model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
 ) -> StageActivations:
     """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
-    tokens, names = setting.shares.tokens, tuple(layer_names)
+    tokens, held = setting.shares.tokens, tuple(layers)
     hidden = model.hidden_size * setting.element / setting.shares.sp
-    if not names:
+    if not held:
         return StageActivations(int(tokens * hidden), 0)
-    runs, modules = recomputed_runs(setting.train, stage, names), recomputed_modules(setting.train, stage)
+    runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
 
     @cache
-    def price(kind: str, moe: bool) -> tuple[float, float, float]:
+    def price(kind: KindName, moe: bool) -> tuple[float, float, float]:
         """Bytes per token that stay, that `modules` compute again, and of gradients."""
         found = parts(model, kind, moe, setting)
         dropped = sum(size for module, size in found if module in modules)
@@ -186,14 +185,14 @@ def stage_activations(
         kept += hidden
         again = sum(stays + dropped for stays, dropped, _ in priced) - hidden
         largest = max(largest, again + max(gradient for _, _, gradient in priced))
-    for kind in layer_kinds(model, set_apart(names, runs)):
+    for kind in layer_kinds(model, set_apart(held, runs)):
         stays, dropped, gradient = price(*kind)
         kept += stays
         largest = max(largest, dropped + gradient)
     return StageActivations(int(tokens * kept), int(tokens * largest))
 
 
-def set_apart(names: Iterable[str], runs: Iterable[Iterable[str]]) -> list[str]:
+def set_apart(layers: Iterable[Layer], runs: Iterable[Iterable[Layer]]) -> list[Layer]:
     """The layers that no run recomputes, in order."""
-    recomputed = {name for run in runs for name in run}
-    return [name for name in names if name not in recomputed]
+    recomputed = {layer for run in runs for layer in run}
+    return [layer for layer in layers if layer not in recomputed]

@@ -8,42 +8,36 @@ norms, rotations and softmax. A training step is three forwards. Recompute never
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import layer_kinds
-from ppctl.cost.parameters import expert_width, feed_forward_matrices, head_dim, query_groups
+from ppctl.geometry.layers import Kind, KindName, Layer, head_dim, layer_kinds
+from ppctl.geometry.parameters import Sizes, kind_parameters
+
+
+@cache
+def _matrices(sizes: Sizes, kind: Kind, block: str, topk: int) -> int:
+    """Elements of the matrices that a token is multiplied with in a block; of the experts those of `topk`."""
+    rows = [row for row in kind_parameters(sizes, kind) if row.inside(block) and row.is_matrix]
+    return sum(row.size * (topk if row.experts else 1) for row in rows)
 
 
 def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
     """Projections, scores and weighted values of one layer, for `batch` sequences of `seq` tokens."""
-    h, heads = model.hidden_size, model.num_attention_heads
-    if not model.multi_latent_attention:
-        d = head_dim(model)
-        matrices = h * d * (2 * heads + 2 * query_groups(model))
-        widths = 2 * d
-    else:
-        q_width, kv = model.qk_head_dim + model.qk_pos_emb_head_dim, model.kv_lora_rank
-        q = model.q_lora_rank
-        matrices = h * heads * q_width if q is None else q * (h + heads * q_width)
-        matrices += h * (kv + model.qk_pos_emb_head_dim) + kv * heads * (model.qk_head_dim + model.v_head_dim)
-        matrices += heads * model.v_head_dim * h
-        widths = q_width + model.v_head_dim
-    return 2 * batch * seq * matrices + batch * seq * seq * heads * widths
+    latent = model.multi_latent_attention
+    widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim if latent else 2 * head_dim(model)
+    matrices = _matrices(Sizes.of(model), Kind("decoder", False), "attention", 0)
+    return 2 * batch * seq * matrices + batch * seq * seq * model.num_attention_heads * widths
 
 
 def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> int:
     """The dense feed-forward; or router, shared expert and the chosen experts."""
-    h, each = model.hidden_size, feed_forward_matrices(model) * model.hidden_size
-    if not moe:
-        matrices = each * model.ffn_hidden_size
-    else:
-        shared = model.moe_shared_expert_intermediate_size or 0
-        matrices = h * (model.num_moe_experts or 0) + each * (shared + model.moe_router_topk * expert_width(model))
-    return 2 * batch * seq * matrices
+    block = "moe" if moe else "feed_forward"
+    return 2 * batch * seq * _matrices(Sizes.of(model), Kind("decoder", moe), block, model.moe_router_topk)
 
 
-def layer_flops(model: ModelConfig, kind: str, moe: bool, batch: int, seq: int) -> int:
-    """One layer: "embedding" (a look-up: 0), "decoder", "mtp", "loss" (the output, once more per MTP module)."""
+def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: int) -> int:
+    """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
     h = model.hidden_size
     if kind == "loss":
         return 2 * batch * seq * h * model.vocab_size * (1 + (model.mtp_num_layers or 0))
@@ -53,7 +47,7 @@ def layer_flops(model: ModelConfig, kind: str, moe: bool, batch: int, seq: int) 
     return layer + (2 * batch * seq * 2 * h * h if kind == "mtp" else 0)
 
 
-def stage_flops(model: ModelConfig, layer_names: Iterable[str], micro_batch_size: int, seq_length: int) -> int:
+def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
-    kinds = layer_kinds(model, layer_names)
+    kinds = layer_kinds(model, layers)
     return sum(layer_flops(model, kind, moe, micro_batch_size, seq_length) for kind, moe in kinds)

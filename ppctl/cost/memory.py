@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.allocator import MIB, Allocator
-from ppctl.cost.layers import layer_kinds
-from ppctl.cost.parameters import Count, expert_width, head_dim, query_groups
+from ppctl.cost.parameters import Count
+from ppctl.geometry.layers import Layer, expert_width, head_dim, layer_kinds, query_groups
 from ppctl.schedule.action import LIFE_ENDS, Action, F
 
 
@@ -88,10 +88,10 @@ def workspace_bytes(allocator: Allocator, cublas_mib: float, te_mib: float) -> i
     return int((allocator.cublas_workspaces * cublas_mib + te) * MIB)
 
 
-def dummy_gradient_bytes(model: ModelConfig, layer_names: Iterable[str], spread: Spread) -> int:
+def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], spread: Spread) -> int:
     """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them."""
     shapes: set[tuple[int, int]] = set()
-    for kind, moe in set(layer_kinds(model, layer_names)):
+    for kind, moe in set(layer_kinds(model, layers)):
         if kind in ("decoder", "mtp"):
             shapes |= _attention_shapes(model, spread.tp) | _feed_forward_shapes(model, moe, spread)
         elif kind == "loss":

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import RunConfig
-from ppctl.cost.layers import Kind
+from ppctl.geometry.layers import Kind
 
 ROUNDS = 500
 """Passes of the fit; it settles in a few dozen."""

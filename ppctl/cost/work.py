@@ -12,14 +12,8 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Shares
 from ppctl.cost.flops import attention_flops, feed_forward_flops
-from ppctl.cost.parameters import (
-    Count,
-    attention,
-    expert_width,
-    feed_forward_matrices,
-    head_dim,
-    query_groups,
-)
+from ppctl.cost.parameters import Count, attention
+from ppctl.geometry.layers import KindName, expert_width, head_dim, query_groups
 
 
 class Work(NamedTuple):
@@ -45,8 +39,8 @@ class Work(NamedTuple):
     """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
 
 
-def layer_work(model: ModelConfig, kind: str, moe: bool, shares: Shares, element: int, ep: int = 1) -> list[Work]:
-    """All parts of one layer; `kind` as in StageSpec.layers, `element` the bytes of an activation."""
+def layer_work(model: ModelConfig, kind: KindName, moe: bool, shares: Shares, element: int, ep: int = 1) -> list[Work]:
+    """All parts of one layer; `element` are the bytes of an activation."""
     h, tokens = model.hidden_size, shares.tokens
     if kind == "embedding":
         rows = model.vocab_size / shares.tp
@@ -100,7 +94,7 @@ def _attention(model: ModelConfig, shares: Shares, element: int) -> Iterator[Wor
 def _feed_forward(model: ModelConfig, moe: bool, shares: Shares, element: int, ep: int) -> Iterator[Work]:
     h, tokens, tp = model.hidden_size, shares.tokens, shares.tp
     flops = feed_forward_flops(model, moe, shares.micro_batch_size, shares.seq_length) / (tp * shares.cp)
-    matrices = feed_forward_matrices(model)
+    matrices = 3 if model.gated_linear_unit else 2
     if not moe:
         width = model.ffn_hidden_size / tp
         yield Work("mlp", matmul=flops, inputs=tokens * (h + width), weights=matrices * h * width, kernels=3)

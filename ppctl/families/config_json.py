@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from ppctl.config.limits import limit_of
 from ppctl.config.mapping import converted_value
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
-from ppctl.cost.parameters import expert_width, head_dim, query_groups
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.parts import POSITIONS, Unbuilt
 from ppctl.families.table import FAMILIES, Family, Field
+from ppctl.geometry.layers import expert_width, head_dim, query_groups
+from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 
 TRAINING = frozenset(
     {

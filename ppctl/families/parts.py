@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 Json = Mapping[str, Any]
 

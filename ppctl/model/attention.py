@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import head_dim, query_groups
+from ppctl.geometry.layers import head_dim, query_groups
 from ppctl.model.linear import Linear
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -16,10 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.names import expert_name, owner_of
-
-RESIDUAL_OUTPUTS = re.compile(r"(attention\.wo|feed_forward\.w2|shared_experts\.w2|experts\.\d+\.w2)\.weight")
-"""Projections that write into the residual stream: every layer adds two of them."""
+from ppctl.geometry.names import expert_name, parameter_of
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -37,19 +33,17 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 
 
 def initial_value(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
-    """What the parameter `name` starts with: ones for norms, zeros for biases, else a normal draw (float32, CPU).
+    """What the parameter `name` starts with (float32, CPU), by its row in the table of parameters.
 
-    Standard deviation `init_method_std`, over sqrt(2 x num_layers) for projections into the residual stream (Radford et
-    al. 2019, GPT-2). A tied use draws under its owner's name, so that all uses start equal.
+    A tied use draws under its owner's name, so that all uses start equal.
     """
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.ones(shape)
+    row = parameter_of(name, model)
+    if row.start in ("ones", "zeros"):
+        return torch.ones(shape) if row.start == "ones" else torch.zeros(shape)
     std = model.init_method_std
-    if RESIDUAL_OUTPUTS.search(name):
+    if row.start == "residual":
         std /= math.sqrt(2 * model.num_layers)
-    return normal(seed, owner_of(name, model), shape, std)
+    return normal(seed, row.copy_of or name, shape, std)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import mtp_is_moe
+from ppctl.geometry.layers import mtp_is_moe
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear
 from ppctl.model.moe import WHOLE, Share

@@ -1,8 +1,8 @@
 """Activation recompute: layers that keep their input alone, modules that do, and outputs that are made a second time.
 
 Knows torch's checkpoint, autograd's saved tensors, and what Megatron's names of modules stand for in a layer. Must not
-know which stages or layers are chosen (`cost/recompute.py`) or the schedule. Recompute changes no bit: every operation
-is the same, on the same numbers, in the same order.
+know which stages or layers are chosen (`geometry/recompute.py`) or the schedule. Recompute changes no bit: every
+operation is the same, on the same numbers, in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
-from ppctl.cost.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import Layer
+from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
 from ppctl.model.stage import StageModule
 
 Function = Callable[..., Any]
@@ -45,31 +46,29 @@ class Switch:
 def recompute(stage: StageModule, train: TrainConfig, number: int) -> Switch:
     """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`)."""
     switch = Switch()
-    layers = [*(f"decoder.{name}" for name in stage.layers), *_mtp_layers(stage)]
-    runs = recomputed_runs(train, number, layers)
-    chosen = {name for run in runs for name in run}
-    kept = [stage.layers[name] for name in stage.layers if f"decoder.{name}" not in chosen]
-    decoder = [[stage.layers[name.removeprefix("decoder.")] for name in run] for run in runs if _is_decoder(run)]
+    layers = _decoder_layers(stage)
+    runs = recomputed_runs(train, number, list(layers))
+    chosen = {layer for run in runs for layer in run}
+    kept = [module for layer, module in layers.items() if layer.kind == "decoder" and layer not in chosen]
+    decoder = [[layers[layer] for layer in run] for run in runs if run[0].kind == "decoder"]
     if chosen:
         stage.runs = [*(_checkpointed(_in_order(run), switch) for run in decoder), *kept]
-    for name in chosen & _mtp_layers(stage).keys():
-        module = _mtp_layers(stage)[name]
-        module.forward = _checkpointed(module.forward, switch)
+    for layer in chosen:
+        if layer.kind == "mtp":
+            layers[layer].forward = _checkpointed(layers[layer].forward, switch)
     modules = recomputed_modules(train, number)
     if modules:
-        for layer in (*stage.layers.values(), *_mtp_layers(stage).values()):
-            _recompute_modules(layer, modules)
+        for module in layers.values():
+            _recompute_modules(module, modules)
     return switch
 
 
-def _is_decoder(run: Sequence[str]) -> bool:
-    return run[0].startswith("decoder.")
-
-
-def _mtp_layers(stage: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers inside the stage's MTP modules, by their layout's name."""
-    modules = getattr(stage, "mtp", None)
-    return {} if modules is None else {f"mtp.{name}": modules[name].layer for name in modules.ids}
+def _decoder_layers(stage: StageModule) -> dict[Layer, nn.Module]:
+    """The decoder layers of a stage, those inside its MTP modules too, by the layer that each belongs to."""
+    found = {Layer("decoder", int(name)): module for name, module in stage.layers.items()}
+    if stage.mtp is not None:
+        found |= {Layer("mtp", int(name)): stage.mtp.get_submodule(f"{name}.layer") for name in stage.mtp.ids}
+    return found
 
 
 def _in_order(layers: Sequence[nn.Module]) -> Function:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.parameters import head_dim
+from ppctl.geometry.layers import head_dim
 
 
 def rotary_dim(model: ModelConfig) -> int:

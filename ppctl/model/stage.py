@@ -1,19 +1,21 @@
 """One stage of a decoder, built from its StageSpec: embedding, decoder layers, MTP, loss head, or nothing.
 
-Knows which modules a stage's layer names stand for and their canonical order. Must not know pp, vpp, ranks' neighbours,
+Knows which modules a stage's layers stand for and their canonical order. Must not know pp, vpp, ranks' neighbours,
 the schedule or the optimizer: a stage's weights and outputs depend on its layers and the model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
-from ppctl.cost.parameters import holds_final_norm
+from ppctl.geometry.layers import KindName, Layer, holds_final_norm
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
+from ppctl.geometry.names import stage_parameters
+from ppctl.geometry.parameters import Parameter
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear
@@ -26,17 +28,17 @@ from ppctl.plan import StageSpec
 
 
 class StageModule(nn.Module):
-    """What one stage computes. `layers` are names in model order: "embedding", "decoder.3", ..., "mtp.0", "loss".
+    """What one stage computes. `layers` are in model order: embedding, decoder, mtp, loss.
 
     The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm stands
     before the output; in a model with MTP, which reads normalised states, after the last decoder layer.
     """
 
-    def __init__(self, layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) -> None:
+    def __init__(self, layers: Sequence[Layer], model: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
         self.held = share.experts(model)
-        self.tok_embeddings = Embedding(model.vocab_size, h) if "embedding" in layers else None
+        self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
         decoders = {id_: DecoderLayer(model, moe=moe[int(id_)], share=share) for id_ in _ids("decoder", layers)}
         self.layers = nn.ModuleDict(decoders)
         self.runs: list[Callable[..., Tensor]] = list(self.layers.values())
@@ -44,8 +46,9 @@ class StageModule(nn.Module):
         self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
         self.mtp = MultiTokenPrediction(model, modules, share) if modules else None
-        self.output = Linear(h, model.vocab_size) if "loss" in layers else None
+        self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
         self.rotary = Rotary(model)
+        self._compare(stage_parameters(model, layers))
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
@@ -78,6 +81,23 @@ class StageModule(nn.Module):
         """What is trained without a gradient (the routers' biases) by canonical global name."""
         return dict(self.named_buffers())
 
+    def _compare(self, table: Mapping[str, Parameter]) -> None:
+        """Refuse to be built of other parameters than the table has: counts, norms and checkpoints read that."""
+        count = len(self.held)
+        shapes = {name: (count, *row.shape) if row.experts else row.shape for name, row in table.items()}
+        tensors: dict[str, Tensor] = {**self.canonical_parameters(), **self.canonical_buffers()}
+        built = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wrong = [
+            f"{name} is {built.get(name, 'not there')} in ppctl/model and {shapes.get(name, 'no row')} in the table"
+            for name in built | shapes
+            if built.get(name) != shapes.get(name)
+        ]
+        order = [name for name, row in table.items() if row.gradient != "none"]
+        if not wrong and list(self.canonical_parameters()) != order:
+            wrong = ["parameters are in another order in ppctl/model than in the table"]
+        if wrong:
+            raise LookupError("; ".join([*wrong, "the table is in ppctl/geometry/parameters.py"]))
+
     def spread_experts(self, exchange: Exchange) -> None:
         """Let the stage's experts be reached through `exchange`: it holds a share of them only."""
         for module in self.modules():
@@ -89,8 +109,9 @@ class StageModule(nn.Module):
         return tuple(module for module in self.modules() if isinstance(module, Router))
 
 
-def _ids(kind: str, layers: Sequence[str]) -> list[str]:
-    return [name.removeprefix(f"{kind}.") for name in layers if name.startswith(f"{kind}.")]
+def _ids(kind: KindName, layers: Sequence[Layer]) -> list[str]:
+    """The indexes of the layers of a kind, as names of modules."""
+    return [str(layer.index) for layer in layers if layer.kind == kind]
 
 
 def build_stage(
@@ -113,7 +134,7 @@ def build_stage(
     return module
 
 
-def meta_stage(layers: Sequence[str], model: ModelConfig, share: Share = WHOLE) -> StageModule:
+def meta_stage(layers: Sequence[Layer], model: ModelConfig, share: Share = WHOLE) -> StageModule:
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
         return StageModule(layers, model, share)
@@ -127,8 +148,3 @@ def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device 
 
     apply: Callable[[Callable[[torch.Tensor], torch.Tensor]], StageModule] = module._apply
     return apply(empty)
-
-
-def canonical_names(model: ModelConfig, layers: Sequence[str]) -> tuple[str, ...]:
-    """Canonical parameter names of a stage with these layers; with all of the model's layers, the model's order."""
-    return tuple(meta_stage(layers, model).canonical_parameters())

@@ -11,6 +11,7 @@ from functools import cache
 from ppctl.cost.balance import Balance, Found, balance
 from ppctl.cost.candidates import Candidate
 from ppctl.cost.scores import StagePrice
+from ppctl.geometry.layers import Layer
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.rules import stages_of
 from ppctl.layout.text import canonical_text
@@ -38,17 +39,17 @@ def balanced_cut(
 
     def price(stage: int, first: int, count: int, has_mtp: bool) -> StagePrice:
         layers = (
-            *(["embedding"] if stage == 0 else []),
-            *(f"decoder.{index}" for index in range(first, first + count)),
-            *(f"mtp.{index}" for index in range(mtp if has_mtp else 0)),
-            *(["loss"] if stage == last else []),
+            *([Layer("embedding")] if stage == 0 else []),
+            *(Layer("decoder", index) for index in range(first, first + count)),
+            *(Layer("mtp", index) for index in range(mtp if has_mtp else 0)),
+            *([Layer("loss")] if stage == last else []),
         )
         return priced(layers, stage if per_stage else 0)
 
     pricing = pricer(config, sizes, batch.micro_batch_size, measured)
 
     @cache
-    def priced(layers: tuple[str, ...], stage: int) -> StagePrice:
+    def priced(layers: tuple[Layer, ...], stage: int) -> StagePrice:
         cost = pricing(stage, layers, False)
         state, activation = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
         return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation)

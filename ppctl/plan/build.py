@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
-from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.plan.clock import timing
 from ppctl.plan.cut import AUTO, Cut, check_search, derive_cut
 from ppctl.plan.findings import Finding, Findings, Judge, told

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from ppctl.errors import Problem
+from ppctl.geometry.layers import parse_layers
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec, TensorSpec, Timing
 from ppctl.schedule.action import Action, Channel, Placement, Schedule
 from ppctl.topology import ParallelSizes
@@ -113,7 +114,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _stage(stage: StageSpec) -> dict[str, Any]:
     data = _fields(stage)
-    data["layers"] = list(stage.layers)
+    data["layers"] = list(map(str, stage.layers))
     for edge in ("receives", "sends"):
         data[edge] = _specs(data[edge])
     return data
@@ -142,4 +143,4 @@ def _decode_stage(data: Mapping[str, Any]) -> StageSpec:
         edge: tuple(TensorSpec(tuple(spec["shape"]), spec["dtype"]) for spec in data[edge])
         for edge in ("receives", "sends")
     }
-    return StageSpec(**{**data, "layers": tuple(data["layers"]), **edges})
+    return StageSpec(**{**data, "layers": parse_layers(data["layers"]), **edges})

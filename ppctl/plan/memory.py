@@ -16,6 +16,7 @@ from ppctl.cost.devices import Device, preset
 from ppctl.cost.memory import Spread, State, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
 from ppctl.cost.parameters import Count, largest_matrix, stage_count
 from ppctl.cost.passing import BUCKET_ELEMENTS, Passing, most, passing
+from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.amounts import GIB, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
@@ -111,7 +112,7 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
 
 
 def held_bytes(
-    config: RunConfig, stage: int, layers: tuple[str, ...], sizes: ParallelSizes, micro_batch_size: int
+    config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
 ) -> tuple[int, int]:
     """What a stage of these layers holds on one device: its state, and one microbatch from its F to its B.
 
@@ -138,14 +139,14 @@ def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:
     """Workspaces, hidden states that outlive their microbatch, and dummy gradients."""
     allocator, device, cost = setting.allocator, device_of(config), config.cost
-    experts = any("decoder" in name or "mtp" in name for stage in own for name in stage.layers)
+    experts = any(layer.kind in NUMBERED for stage in own for layer in stage.layers)
     streams = 5 if config.model.num_moe_experts and experts else 1  # grouped products run on four more
     te = device.te_workspace_mib * streams if cost.te_workspace_mib is None else cost.te_workspace_mib
     cublas = device.cublas_workspace_mib if cost.cublas_workspace_mib is None else cost.cublas_workspace_mib
     hidden = setting.shares.tokens * config.model.hidden_size * setting.element // setting.shares.sp
     dummies = 0
     if allocator.dummy_weight_gradients:
-        layers = [name for stage in own for name in stage.layers]
+        layers = [layer for stage in own for layer in stage.layers]
         dummies = dummy_gradient_bytes(config.model, layers, spread_of(sizes))
     return workspace_bytes(allocator, cublas, te) + allocator.chunk_buffers * len(own) * hidden + dummies
 

@@ -10,6 +10,7 @@ from itertools import groupby
 
 from ppctl.config.checks import memory_bytes
 from ppctl.config.schema import RunConfig
+from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory import held_bytes
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs
@@ -54,11 +55,11 @@ def _note(stage: StageSpec, total: int) -> StageNote:
     return StageNote(stage.stage, stage.pp_rank, stage.vpp_rank, layers_text(stage.layers) or "empty", facts)
 
 
-def layers_text(layers: Sequence[str]) -> str:
+def layers_text(layers: Sequence[Layer]) -> str:
     """`embedding, decoder 0-2`."""
     words = []
-    for kind, run in groupby(layers, key=lambda name: name.partition(".")[0]):
-        ids = [name.partition(".")[2] for name in run]
+    for kind, run in groupby(layers, key=lambda layer: layer.kind):
+        ids = [layer.index for layer in run]
         numbers = f" {ids[0]}" if ids[0] == ids[-1] else f" {ids[0]}-{ids[-1]}"
-        words.append(kind + (numbers if ids[0] else ""))
+        words.append(kind + (numbers if kind in NUMBERED else ""))
     return ", ".join(words)

@@ -13,12 +13,12 @@ from functools import cache
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.devices import Device
-from ppctl.cost.layers import Kind, layer_kinds
 from ppctl.cost.parameters import Count, stage_count
 from ppctl.cost.profile import LayerSeconds, fitted
-from ppctl.cost.recompute import recomputed_modules, recomputed_runs
 from ppctl.cost.times import Layout, PartSeconds, layer_seconds, message_seconds, rates_of, reduce_seconds
 from ppctl.cost.work import layer_work
+from ppctl.geometry.layers import Kind, KindName, Layer, count_of, layer_kinds
+from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.profile import Measured
 from ppctl.plan.stages import precision_of
@@ -41,23 +41,23 @@ def layout_of(config: RunConfig, sizes: ParallelSizes) -> Layout:
 
 def stage_costs(
     config: RunConfig,
-    layers: Iterable[Sequence[str]],
+    layers: Iterable[Sequence[Layer]],
     sizes: ParallelSizes,
     micro_batch_size: int,
     measured: Measured | None = None,
 ) -> tuple[StageCost, ...]:
-    """The cost of every stage, given what each holds (names as in StageSpec.layers), in model order.
+    """The cost of every stage from the layers that it holds, in model order.
 
     `measured` costs take the place of the preset's, kind of layer by kind of layer.
     """
     price = pricer(config, sizes, micro_batch_size, measured)
-    held = [tuple(names) for names in layers]
-    return tuple(price(stage, names, stage == len(held) - 1) for stage, names in enumerate(held))
+    held = [tuple(own) for own in layers]
+    return tuple(price(stage, own, stage == len(held) - 1) for stage, own in enumerate(held))
 
 
 def pricer(
     config: RunConfig, sizes: ParallelSizes, micro_batch_size: int, measured: Measured | None = None
-) -> Callable[[int, tuple[str, ...], bool], StageCost]:
+) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
     """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
     model, train = config.model, config.train
     setting, device, layout = setting_of(config, sizes, micro_batch_size), device_of(config), layout_of(config, sizes)
@@ -65,30 +65,29 @@ def pricer(
     hidden = setting.shares.tokens * model.hidden_size * setting.element // setting.shares.sp
 
     @cache
-    def of_kind(kind: str, moe: bool, recomputed: tuple[str, ...] | None) -> PartSeconds:
+    def of_kind(kind: KindName, moe: bool, recomputed: tuple[str, ...] | None) -> PartSeconds:
         works = layer_work(model, kind, moe, setting.shares, setting.element, sizes.ep)
         return layer_seconds(works, rates, layout, recomputed)
 
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
-    def of_stage(stage: int, names: tuple[str, ...], last: bool) -> StageCost:
+    def of_stage(stage: int, held: tuple[Layer, ...], last: bool) -> StageCost:
         modules = recomputed_modules(train, stage)
-        runs = {name for run in recomputed_runs(train, stage, names) for name in run}
+        runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
-        for name, kind in zip(names, layer_kinds(model, names), strict=True):
-            forward, inputs, weights = of_kind(*kind, None if name in runs else modules)
+        for layer, kind in zip(held, layer_kinds(model, held), strict=True):
+            forward, inputs, weights = of_kind(*kind, None if layer in runs else modules)
             ahead, back = scales.get(kind, (1.0, 1.0))
             seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
-        mtp = sum(name.startswith("mtp") for name in names)
-        size = 0 if last else hidden * (1 + mtp)
+        size = 0 if last else hidden * (1 + count_of("mtp", held))
         return StageCost(
             sum(s.forward for s in seconds),
             sum(s.input_gradient for s in seconds),
             sum(s.weight_gradient for s in seconds),
             0.0 if last else (sent or message_seconds(size, device, layout)),
             size,
-            stage_activations(model, names, setting, stage).kept,
-            _reduction(config, stage_count(model, names), sizes, device, layout),
+            stage_activations(model, held, setting, stage).kept,
+            _reduction(config, stage_count(model, held), sizes, device, layout),
         )
 
     return of_stage
@@ -97,7 +96,7 @@ def pricer(
 def _scales(
     config: RunConfig,
     measured: Measured | None,
-    preset: Callable[[str, bool, tuple[str, ...] | None], PartSeconds],
+    preset: Callable[[KindName, bool, tuple[str, ...] | None], PartSeconds],
 ) -> dict[Kind, tuple[float, float]]:
     """How many times longer than the preset says a kind of layer takes: forward and backward."""
     if measured is None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ppctl.cost.profile import LayerSeconds, differences
 from ppctl.files import read_text
+from ppctl.geometry.layers import Layer, parse_layers
 from ppctl.layout.text import LETTERS, LayerType, canonical_text
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
@@ -23,7 +24,7 @@ class Measured(NamedTuple):
     """A profile that was read: its file, and every stage's layers with what they took."""
 
     path: str
-    stages: tuple[tuple[tuple[str, ...], LayerSeconds], ...]
+    stages: tuple[tuple[tuple[Layer, ...], LayerSeconds], ...]
     message: float | None
     """Median seconds of a message; none where the run sent none."""
 
@@ -56,7 +57,8 @@ def read_profile(said: Said, findings: Findings) -> Measured | None:
         return None
     from statistics import median  # slow to import, and few plans have a profile
 
-    return Measured(path, stages, median(times) if times else None)
+    held = tuple((parse_layers(layers), seconds) for layers, seconds in stages)
+    return Measured(path, held, median(times) if times else None)
 
 
 def _seconds(value: object) -> float:
@@ -67,14 +69,15 @@ def _seconds(value: object) -> float:
 
 def _layers(said: Said) -> set[str]:
     decoders, mtp = said["model.num_layers"], said["model.mtp_num_layers"] or 0
-    return {"embedding", "loss", *(f"decoder.{n}" for n in range(decoders)), *(f"mtp.{n}" for n in range(mtp))}
+    numbered = [Layer("decoder", n) for n in range(decoders)] + [Layer("mtp", n) for n in range(mtp)]
+    return set(map(str, [Layer("embedding"), *numbered, Layer("loss")]))
 
 
 def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
     """Where measured costs come from, and whether they had to be taken apart for a plan of this layout."""
     if measured is None:
         return ()
-    kinds = [[LayerType(name.partition(".")[0]) for name in layers] for layers, _ in measured.stages]
+    kinds = [[LayerType(layer.kind) for layer in layers] for layers, _ in measured.stages]
     ran = canonical_text(["".join(LETTERS[kind] for kind in stage) for stage in kinds])
     of = "of this layout" if ran == layout else f"of the layout {ran}: what its layers took, put together anew"
     return (Derived("cost.profile", measured.path, f"costs measured in {measured.path}, {of}"),)

@@ -1,6 +1,6 @@
 """Whether the stages that are to recompute exist.
 
-Knows the number of stages. Must not know what a stage recomputes: that is `cost/recompute.py`.
+Knows the number of stages. Must not know what a stage recomputes: that is `geometry/recompute.py`.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.memory import PRECISIONS, Precision
 from ppctl.cost.parameters import replicated_parameters, stage_count
+from ppctl.geometry.layers import count_of, parse_layers
+from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
+from ppctl.geometry.parameters import EMBEDDING
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
 from ppctl.schedule.action import Placement
@@ -33,8 +36,8 @@ def stage_specs(
     specs = []
     crossing: tuple[TensorSpec, ...] = ()
     for stage in range(count):
-        layers = layout.layer_names(stage)
-        mtp = sum(name.startswith("mtp") for name in layers)
+        layers = parse_layers(layout.layer_names(stage))
+        mtp = count_of("mtp", layers)
         # MTP's hidden states travel on beside the main ones, to where the loss is.
         sends = (message,) * (max(1, len(crossing)) + mtp) if stage < count - 1 else ()
         specs.append(
@@ -66,8 +69,6 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
 
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Parameters with more than one use, with the stages of their uses in canonical order: embedding, output, MTP."""
-    uses = [stage.stage for stage in stages if "embedding" in stage.layers]
-    if model.share_embeddings_and_output_weights:
-        uses += [stage.stage for stage in stages if "loss" in stage.layers]
-    uses += [stage.stage for stage in stages if any(name.startswith("mtp") for name in stage.layers)]
-    return (("tok_embeddings.weight", tuple(uses)),) if len(uses) > 1 else ()
+    held = [(stage.stage, embedding_uses(model, stage.layers)) for stage in stages]
+    uses = tuple(stage for name in EMBEDDING_USES for stage, names in held if name in names)
+    return ((EMBEDDING, uses),) if len(uses) > 1 else ()

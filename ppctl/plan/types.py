@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ppctl.geometry.layers import Layer
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -24,8 +26,8 @@ class StageSpec:
     stage: int
     pp_rank: int
     vpp_rank: int
-    layers: tuple[str, ...]
-    """In model order: "embedding", "decoder.0", ..., "mtp.0", "loss"; empty for a stage that only passes on."""
+    layers: tuple[Layer, ...]
+    """In model order: embedding, decoder, mtp, loss; empty for a stage that only passes on."""
     receives: tuple[TensorSpec, ...]
     """The activation message that comes in (empty on the first stage); its gradient goes back in the same shape."""
     sends: tuple[TensorSpec, ...]

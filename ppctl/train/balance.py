@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern, mtp_is_moe
+from ppctl.geometry.layers import layer_kinds
 from ppctl.model.router import Router
 from ppctl.plan import StageSpec
 
@@ -66,7 +66,4 @@ def auxiliary_width(stages: Sequence[Sequence[StageSpec]], model: ModelConfig) -
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
     if not (model.num_moe_experts and (balanced or model.moe_z_loss_coeff)):
         return 0
-    pattern = moe_layer_pattern(model)
-    moe = {f"decoder.{i}" for i, experts in enumerate(pattern) if experts}
-    moe |= {f"mtp.{i}" for i in range(model.mtp_num_layers or 0) if mtp_is_moe(model)}
-    return max(sum(len(moe.intersection(spec.layers)) for spec in own) for own in stages)
+    return max(sum(kind.moe for spec in own for kind in layer_kinds(model, spec.layers)) for own in stages)

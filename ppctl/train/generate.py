@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ppctl.comm.buffers import Message
 from ppctl.data.batches import find_documents
 from ppctl.data.tokenizer import ByteTokenizer, Tokens, load_tokenizer
+from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
@@ -67,7 +68,7 @@ class Generator:
         return packing_of(None if positions is None else positions.to(self.window.device), documents, 0)
 
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
-        embeds, ends = "embedding" in spec.layers, "loss" in spec.layers
+        embeds, ends = Layer("embedding") in spec.layers, Layer("loss") in spec.layers
 
         def forward(mb: int, inputs: Message) -> Message:
             given = (self.window,) if embeds else inputs

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.names import expert_name, owner_of
-from ppctl.model.stage import canonical_names
+from ppctl.geometry.names import canonical_names, owner_of, parameter_of
 from ppctl.plan import StageSpec
 
 
@@ -84,7 +83,7 @@ class GradientNorm:
         for held in self.parameters:
             by_rank.setdefault(held.pp_rank if group is not None else 0, []).append(held.name)
         self.own_names = tuple(by_rank.get(own or 0, ()))
-        self.own_experts = [i for i, name in enumerate(self.own_names) if expert_name(name, 0) is not None]
+        self.own_experts = [i for i, name in enumerate(self.own_names) if parameter_of(name, model).experts]
         self.width = max(len(names) for names in by_rank.values())
         position = {name: rank * self.width + i for rank, names in by_rank.items() for i, name in enumerate(names)}
         # Where each parameter, in canonical order, stands in the gathered ranks' vectors.

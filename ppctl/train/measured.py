@@ -55,7 +55,7 @@ def gather_costs(session: Session) -> dict[str, Any] | None:
     if rows is None:
         return None
     measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
-    layers = {spec.stage: list(spec.layers) for spec in session.plan.stages}
+    layers = {spec.stage: list(map(str, spec.layers)) for spec in session.plan.stages}
     stages = [
         {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
     ]

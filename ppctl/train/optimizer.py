@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ppctl.config.schema import ModelConfig, OptimConfig
-from ppctl.model.names import is_decayed
+from ppctl.geometry.names import parameter_of
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar), "exp_avg", "exp_avg_sq" (the parameter's shape)}, float32."""
@@ -101,17 +101,13 @@ def build_optimizer(
     masters: Mapping[str, nn.Parameter],
     optim: OptimConfig,
     model: ModelConfig,
-    *,
-    wholes: Mapping[str, Tensor] | None = None,
 ) -> AdamW:
     """AdamW with two groups: matrices decay, norms, biases and embeddings (tied uses included) do not.
 
-    A rank without parameters gets an optimizer whose step does nothing. `wholes` are the parameters that the masters
-    are parts of, where they are.
+    A rank without parameters gets an optimizer whose step does nothing.
     """
-    dims = {name: p.dim() for name, p in (wholes or masters).items()}
-    decayed = [p for name, p in masters.items() if is_decayed(name, dims[name], model)]
-    spared = [p for name, p in masters.items() if not is_decayed(name, dims[name], model)]
+    decayed = [p for name, p in masters.items() if parameter_of(name, model).decayed]
+    spared = [p for name, p in masters.items() if not parameter_of(name, model).decayed]
     groups = [Group(decayed, optim.weight_decay, optim.lr), Group(spared, 0.0, optim.lr)]
     return AdamW(groups, (optim.beta1, optim.beta2), optim.eps)
 

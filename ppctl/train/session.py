@@ -24,9 +24,11 @@ from ppctl.data.load import Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.geometry.layers import Layer
+from ppctl.geometry.names import parameter_of
 from ppctl.model.compile import compile_stage
 from ppctl.model.moe import Share
-from ppctl.model.names import expert_name, tied_uses
+from ppctl.model.names import tied_uses
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import StageModule, build_stage
 from ppctl.parallel.dispatch import ExpertExchange
@@ -134,7 +136,7 @@ def reads_data(stage: StageSpec, data: DataConfig) -> bool:
 
     A batch is a pure function of (seed, step): every rank finds the ends for itself, and no message carries them.
     """
-    if {"embedding", "mtp.0", "loss"} & set(stage.layers):
+    if {Layer("embedding"), Layer("mtp"), Layer("loss")} & set(stage.layers):
         return True
     return bool(stage.layers) and (data.reset_position_ids or data.reset_attention_mask)
 
@@ -180,7 +182,7 @@ def build_session(
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         weights=weights,
-        optimizer=build_optimizer(weights.master, config.optim, config.model, wholes=weights.model),
+        optimizer=build_optimizer(weights.master, config.optim, config.model),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
         ties=TiedGradients(uses, weights.master, rank),
@@ -216,7 +218,7 @@ def _weights(
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
-    spread = {name for name in model if expert_name(name, 0) is not None} if sizes.ep > 1 else set()
+    spread = {name for name in model if parameter_of(name, config.model).experts} if sizes.ep > 1 else set()
     dp_group = groups["dp"]
     edp_group = groups.get("edp", dp_group)
     if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":

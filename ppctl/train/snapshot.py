@@ -18,8 +18,8 @@ from ppctl.checkpoint import read_state
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.geometry.names import owner_of
 from ppctl.model.initialize import pieces
-from ppctl.model.names import owner_of
 from ppctl.pretrained.tokenizer_files import tokenizer_path
 from ppctl.topology import RankGrid
 from ppctl.train.optimizer import state_by_name

@@ -23,6 +23,7 @@ from ppctl.cost.devices import device_called, preset
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.errors import Problem, TrainingError
+from ppctl.geometry.layers import Layer
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
@@ -219,7 +220,7 @@ class Trainer:
 
     def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
         """What the engine calls: the module, fed with tokens where it reads them, closed by the loss where it ends."""
-        embeds, predicts, ends = (name in spec.layers for name in ("embedding", "mtp.0", "loss"))
+        embeds, predicts, ends = (Layer(kind) in spec.layers for kind in ("embedding", "mtp", "loss"))
         recompute = self.session.recompute[spec.stage]
 
         def forward(mb: int, inputs: Message) -> Message:

@@ -15,7 +15,8 @@ from test_plan_is_what_happens import count_in_flight, session_of, trainer_of
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig, TrainConfig
-from ppctl.cost.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import StageModule, build_stage
 from ppctl.plan import StageSpec
@@ -88,7 +89,7 @@ def forward_and_backward(
     model: ModelConfig, train: TrainConfig, layers: tuple[str, ...] = ("embedding", "decoder.0", "decoder.1")
 ) -> tuple[int, list[torch.Tensor]]:
     """(bytes that one forward leaves alive, all gradients in order) of a stage without a loss."""
-    spec = StageSpec(0, 0, 0, layers, (), (), 0, 0, 0)
+    spec = StageSpec(0, 0, 0, parse_layers(layers), (), (), 0, 0, 0)
     stage: StageModule = build_stage(spec, model, seed=1, dtype=torch.float32, device="cpu")
     recompute(stage, train, 0)
     tokens = torch.arange(64).view(2, 32) % 32
@@ -148,7 +149,7 @@ def test_multi_token_prediction_is_recomputed_to_the_bit(kind, way):
     assert held < less <= kept
 
 
-LAYERS = ("embedding", "decoder.0", "decoder.1", "decoder.2", "mtp.0", "loss")
+LAYERS = parse_layers(["embedding", "decoder.0", "decoder.1", "decoder.2", "mtp.0", "loss"])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ LAYERS = ("embedding", "decoder.0", "decoder.1", "decoder.2", "mtp.0", "loss")
 )
 def test_what_full_recompute_means(method, number, runs):
     train = TrainConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
-    assert recomputed_runs(train, 3, LAYERS) == runs
+    assert recomputed_runs(train, 3, LAYERS) == tuple(map(parse_layers, runs))
     train.recompute_stages = [0, 1]
     assert recomputed_runs(train, 3, LAYERS) == ()
     assert recomputed_modules(train, 0) == ()

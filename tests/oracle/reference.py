@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.packing import ROWS
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
@@ -28,7 +29,7 @@ def whole_model(model, seed):
     """All layers as one module."""
     layers = ["embedding", *(f"decoder.{i}" for i in range(model.num_layers))]
     layers += [*(f"mtp.{k}" for k in range(model.mtp_num_layers or 0)), "loss"]
-    spec = StageSpec(0, 0, 0, tuple(layers), (), (), 0, 0, 0)
+    spec = StageSpec(0, 0, 0, parse_layers(layers), (), (), 0, 0, 0)
     return build_stage(spec, model, seed=seed, dtype=torch.float32, device="cpu")
 
 

@@ -5,6 +5,7 @@ import torch
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.compile import compile_stage
 from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.stage import build_stage
@@ -15,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def stage():
-    spec = StageSpec(0, 0, 0, ("embedding", "decoder.0"), (), (), 0, 0, 0)
+    spec = StageSpec(0, 0, 0, parse_layers(["embedding", "decoder.0"]), (), (), 0, 0, 0)
     return build_stage(spec, MODEL, seed=1, dtype=torch.float32, device=CPU)
 
 

@@ -15,8 +15,9 @@ from ppctl.cost.parameters import (
     total_parameters,
 )
 from ppctl.families.tensors import model_tensors
+from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.parameters import MTP_EMBEDDING
 from ppctl.model.initialize import pieces
-from ppctl.model.names import MTP_EMBEDDING
 from ppctl.model.stage import meta_stage
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -29,7 +30,7 @@ def test_what_is_built_is_what_is_planned(name: str) -> None:
     model = ModelConfig(**yaml.safe_load((CONF / f"{name}.yaml").read_text()))
     mtp = [f"mtp.{depth}" for depth in range(model.mtp_num_layers or 0)]
     decoders = [f"decoder.{layer}" for layer in range(model.num_layers)]
-    stages = [["embedding", *decoders[:2]], decoders[2:], [*mtp, "loss"]]
+    stages = [*map(parse_layers, (["embedding", *decoders[:2]], decoders[2:], [*mtp, "loss"]))]
     built: dict[str, tuple[int, ...]] = {}
     for layers in stages:
         stage = meta_stage(layers, model)

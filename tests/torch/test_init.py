@@ -10,8 +10,10 @@ from cuts import cut, tiny
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import stage_count
+from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.names import canonical_names
 from ppctl.model.initialize import initial_value, normal
-from ppctl.model.stage import build_stage, canonical_names, meta_stage
+from ppctl.model.stage import build_stage, meta_stage
 
 CUTS = [("EttttL", 1), ("Ett|ttL", 2), ("E|t|t|t|t|L", 2), ("Et|t||ttL", 4), ("E|tt||t|t|L", 3)]
 
@@ -69,8 +71,9 @@ def test_the_draw_is_frozen():
 
 def test_deviations_follow_init_method_std_and_residual_outputs_the_number_of_layers():
     model = tiny(hidden_size=256, ffn_hidden_size=512, num_layers=8, init_method_std=0.03)
-    for name in canonical_names(model, ("embedding", "decoder.5", "loss")):
-        shape = dict(meta_stage(("embedding", "decoder.5", "loss"), model).named_parameters())[name].shape
+    layers = parse_layers(["embedding", "decoder.5", "loss"])
+    for name in canonical_names(model, layers):
+        shape = dict(meta_stage(layers, model).named_parameters())[name].shape
         value = initial_value(name, tuple(shape), model, seed=1)
         if len(shape) == 1:
             assert torch.equal(value, torch.ones(shape)), name
@@ -130,6 +133,6 @@ def test_parameters_count_as_the_closed_form_says(changes, expected):
 def test_llama3_8b_has_its_published_number_of_parameters():
     sizes = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32}
     model = ModelConfig(**sizes, num_query_groups=8, vocab_size=128256)
-    layers = ("embedding", *(f"decoder.{i}" for i in range(32)), "loss")
+    layers = parse_layers(["embedding", *(f"decoder.{i}" for i in range(32)), "loss"])
     built = sum(p.numel() for p in meta_stage(layers, model).parameters())
     assert built == stage_count(model, layers).total == 8_030_261_248

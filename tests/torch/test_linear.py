@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import ppctl
 from ppctl.config.schema import TrainConfig
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.linear import for_each_group, grouped_product, product, product_in_float32
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
@@ -128,7 +129,8 @@ RECOMPUTE = {
 def test_every_matrix_is_read_there_and_nowhere_else(kind, dtype, way):
     """In a forward and in what a backward computes again; the gradients themselves are autograd's."""
     model = tiny(**KINDS[kind])
-    layers = ("embedding", *(f"decoder.{i}" for i in range(4)), *["mtp.0"] * bool(model.mtp_num_layers), "loss")
+    names = ("embedding", *(f"decoder.{i}" for i in range(4)), *["mtp.0"] * bool(model.mtp_num_layers), "loss")
+    layers = parse_layers(names)
     stored = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     stage = build_stage(StageSpec(0, 0, 0, layers, (), (), 0, 0, 0), model, seed=1, dtype=stored, device="cpu")
     recompute(stage, RECOMPUTE[way], 0)

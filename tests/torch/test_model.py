@@ -5,9 +5,11 @@ import torch
 from cuts import cut, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.names import canonical_names
 from ppctl.model.loss import microbatch_loss, token_losses
 from ppctl.model.names import tied_uses
-from ppctl.model.stage import build_stage, canonical_names, meta_stage
+from ppctl.model.stage import build_stage, meta_stage
 
 HF_NAMES = {
     "attention.wq": "self_attn.q_proj",
@@ -120,7 +122,7 @@ def test_logits_and_gradients_equal_those_of_transformers(family, model, layout)
     ],
 )
 def test_a_stage_takes_tokens_or_hidden_states_and_returns_hidden_states_or_logits(layers, given, returned):
-    stage = meta_stage(layers, tiny()).to_empty(device="cpu")
+    stage = meta_stage(parse_layers(layers), tiny()).to_empty(device="cpu")
     x = torch.zeros(2, 5, dtype=torch.int64) if given == "tokens" else torch.zeros(2, 5, 24)
     assert stage(x)[0].shape == (2, 5, returned)
 

@@ -7,6 +7,7 @@ import torch
 from cuts import tiny
 from torch.utils.checkpoint import checkpoint
 
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.initialize import initial_value
 from ppctl.model.linear import grouped_product
 from ppctl.model.moe import Experts, MixtureOfExperts, Share
@@ -168,7 +169,7 @@ def test_grouped_products_are_those_of_the_loop():
 
 
 def test_experts_start_as_their_own_names_say_whoever_holds_them():
-    model, spec = tiny(**SIGMOID), StageSpec(0, 0, 0, ("decoder.1",), (), (), 0, 0, 0)
+    model, spec = tiny(**SIGMOID), StageSpec(0, 0, 0, parse_layers(["decoder.1"]), (), (), 0, 0, 0)
     options = dict(seed=3, dtype=torch.float32, device="cpu")
     whole = build_stage(spec, model, **options).canonical_parameters()
     for name in ("w1", "w2", "w3"):
@@ -180,7 +181,7 @@ def test_experts_start_as_their_own_names_say_whoever_holds_them():
 
 
 def test_weights_in_bfloat16_leave_the_bias_in_float32():
-    spec = StageSpec(0, 0, 0, ("decoder.1",), (), (), 0, 0, 0)
+    spec = StageSpec(0, 0, 0, parse_layers(["decoder.1"]), (), (), 0, 0, 0)
     stage = build_stage(spec, tiny(**SIGMOID), seed=3, dtype=torch.bfloat16, device="cpu")
     assert {b.dtype for b in stage.canonical_buffers().values()} == {torch.float32}
     assert list(meta_stage(spec.layers, tiny(**SIGMOID)).canonical_buffers()) == ["layers.1.moe.router.expert_bias"]

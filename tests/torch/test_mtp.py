@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from cuts import tiny
 
 from ppctl.cost.parameters import stage_count
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.loss import mtp_targets
 from ppctl.model.stage import build_stage, meta_stage
 from ppctl.plan import StageSpec
@@ -14,7 +15,7 @@ MOE = dict(num_moe_experts=4, moe_ffn_hidden_size=12, moe_layer_freq="[0]+[1]*3"
 
 
 def stage_of(layers, model):
-    spec = StageSpec(0, 0, 0, tuple(layers), (), (), 0, 0, 0)
+    spec = StageSpec(0, 0, 0, parse_layers(layers), (), (), 0, 0, 0)
     stage = build_stage(spec, model, seed=7, dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -62,7 +63,7 @@ def test_stages_cut_around_mtp_are_the_whole_model():
     whole = stage_of(names, model)
     whole.load_state_dict({name: value for name, value in whole.state_dict().items()})
     cuts = [names[:1], names[1:5], [], names[5:7], [], names[7:]]
-    stages = [meta_stage(cut, model).to_empty(device="cpu") for cut in cuts]
+    stages = [meta_stage(parse_layers(cut), model).to_empty(device="cpu") for cut in cuts]
     for stage in stages:
         stage.load_state_dict({name: value for name, value in whole.state_dict().items() if name in stage.state_dict()})
     message = (tokens,)
@@ -87,7 +88,7 @@ def test_targets_end_with_the_sequence_and_with_a_document():
 def test_what_is_built_is_what_the_closed_forms_count(changes, modules):
     model = tiny(mtp_num_layers=modules, moe_shared_expert_intermediate_size=6, **changes)
     mtp = [f"mtp.{k}" for k in range(modules or 0)]
-    for layers in (
+    cuts = (
         ["embedding"],
         ["decoder.0"],
         ["decoder.2", "decoder.3"],
@@ -95,7 +96,8 @@ def test_what_is_built_is_what_the_closed_forms_count(changes, modules):
         ["decoder.3", *mtp, "loss"],
         ["loss"],
         [],
-    ):
+    )
+    for layers in map(parse_layers, cuts):
         stage = meta_stage(layers, model)
         built = sum(t.numel() for t in (*stage.parameters(), *stage.buffers()))
         assert built == stage_count(model, layers).total, layers

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ppctl.cost.activations import Setting, Shares, attention_parts
 from ppctl.data.batches import find_documents
 from ppctl.data.documents import DocumentEnd, lengths, positions
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.loss import mtp_targets, token_losses
 from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.stage import build_stage
@@ -51,7 +52,7 @@ def whole(model):
     layers = ["embedding", *(f"decoder.{i}" for i in range(4))]
     layers += [*(f"mtp.{k}" for k in range(model.mtp_num_layers or 0)), "loss"]
     return build_stage(
-        StageSpec(0, 0, 0, tuple(layers), (), (), 0, 0, 0), model, seed=7, dtype=torch.float32, device="cpu"
+        StageSpec(0, 0, 0, parse_layers(layers), (), (), 0, 0, 0), model, seed=7, dtype=torch.float32, device="cpu"
     )
 
 

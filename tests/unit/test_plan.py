@@ -7,6 +7,7 @@ import pytest
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.parameters import mtp_parameters, total_parameters
 from ppctl.errors import ConfigError, Problem
+from ppctl.geometry.layers import parse_layers
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan import Plan, TensorSpec, build_plan, plan_checked
 from ppctl.plan.amounts import amount, unit_for
@@ -190,9 +191,9 @@ def test_stages_say_what_they_hold_and_what_crosses_their_edges() -> None:
         (2, 0, 1, hidden, hidden),
         (3, 1, 1, hidden, ()),
     ]
-    assert made.stages[0].layers == ("embedding", "decoder.0", "decoder.1", "decoder.2")
+    assert made.stages[0].layers == parse_layers(["embedding", "decoder.0", "decoder.1", "decoder.2"])
     assert made.stages[2].layers == ()
-    assert made.stages[3].layers == ("decoder.5", "decoder.6", "decoder.7", "loss")
+    assert made.stages[3].layers == parse_layers(["decoder.5", "decoder.6", "decoder.7", "loss"])
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 from unit_plan import equation, plan
 
+from ppctl.geometry.layers import count_of
+
 WILD = json.loads((Path(__file__).parents[1] / "golden" / "layouts_in_the_wild.json").read_text())
 
 
 def test_the_layers_that_the_loss_weighs_go_elsewhere() -> None:
     sizes = dict(pp=4, gbs=32, model__num_layers=16, model__vocab_size=6000, cost__device="cpu")
     made = plan(layout="auto", **sizes)
-    counts = [sum(name.startswith("decoder") for name in stage.layers) for stage in made.stages]
+    counts = [count_of("decoder", stage.layers) for stage in made.stages]
     assert sum(counts) == 16
     assert counts[3] < min(counts[:3])
     told = equation(made, "layout")

@@ -9,6 +9,7 @@ from unit_plan import equation, plan, refusal
 from ppctl.config.compose import compose
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
 from ppctl.errors import ConfigError
+from ppctl.geometry.layers import count_of
 from ppctl.plan import build_plan
 from ppctl.plan.split import EMBEDDING, FIRST, LAST, LOSS
 from ppctl.schedule.policies import POLICIES
@@ -54,7 +55,7 @@ def test_megatrons_splits_have_the_recorded_rows(record: dict) -> None:
         return
     made = plan(**typed(record["args"]))
     rows = [
-        (stage.pp_rank, sum("decoder" in name for name in stage.layers), [n for n in stage.layers if "decoder" in n])
+        (stage.pp_rank, count_of("decoder", stage.layers), [str(n) for n in stage.layers if n.kind == "decoder"])
         for stage in made.stages
     ]
     assert [(rank, count) for rank, count, _ in rows] == [(r["pp_rank"], r["num_layers"]) for r in record["rows"]]
@@ -127,7 +128,7 @@ def test_layers_per_stage_are_nemos() -> None:
             assert refusal(**values) == ["PP-E222"], args
             continue
         made = plan(**values)
-        counts = [sum("decoder" in name for name in stage.layers) for stage in made.stages]
+        counts = [count_of("decoder", stage.layers) for stage in made.stages]
         assert (len(counts), made.sizes.vpp) == (stages, vpp)
         assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
         looked_at += 1

@@ -6,6 +6,7 @@ import pytest
 from unit_plan import plan
 
 from ppctl.errors import ConfigError
+from ppctl.geometry.layers import count_of
 from ppctl.plan.said import typed
 
 FAULTS = [
@@ -59,6 +60,6 @@ def test_a_published_fault_is_found_and_its_remedies_are_sound(setting: dict, fa
 def test_layers_that_no_ranks_share_evenly_are_shared_as_evenly_as_can_be(layers: int, pp: int) -> None:
     """GLM-4.5's 92 layers on pp 8 and Air's 46 on pp 4 aborted before a merged fix."""
     made = plan(model__num_layers=layers, pp=pp)
-    counts = [sum(name.startswith("decoder") for name in stage.layers) for stage in made.stages]
+    counts = [count_of("decoder", stage.layers) for stage in made.stages]
     assert sum(counts) == layers
     assert max(counts) - min(counts) == 1

@@ -13,6 +13,7 @@ from published_models import CONF, MODELS, NAMES, TOTALS, published
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost import parameters as count
+from ppctl.geometry.layers import parse_layers
 
 GOLDEN = {
     row["model"]: row
@@ -74,8 +75,8 @@ def test_deepseek_v3_to_the_last_parameter() -> None:
     ],
 )
 def test_a_stage_holds_its_layers_and_its_copies(layers: tuple[str, ...], params: int, replicated: int) -> None:
-    assert count.stage_count(DEEPSEEK, layers).total == params
-    assert count.replicated_parameters(DEEPSEEK, layers) == replicated
+    assert count.stage_count(DEEPSEEK, parse_layers(layers)).total == params
+    assert count.replicated_parameters(DEEPSEEK, parse_layers(layers)) == replicated
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,7 +85,8 @@ def test_stages_without_their_copies_add_up_to_the_model(name: str, tied: bool) 
     model = replace(MODELS[name], share_embeddings_and_output_weights=tied)
     decoders = [f"decoder.{i}" for i in range(model.num_layers)]
     mtp = [f"mtp.{i}" for i in range(model.mtp_num_layers or 0)]
-    stages = [["embedding", *decoders[:3]], decoders[3:10], [], [*decoders[10:], *mtp], ["loss"]]
+    cut = [["embedding", *decoders[:3]], decoders[3:10], [], [*decoders[10:], *mtp], ["loss"]]
+    stages = [parse_layers(stage) for stage in cut]
     built = sum(count.stage_count(model, stage).total - count.replicated_parameters(model, stage) for stage in stages)
     assert built == count.total_parameters(model) + count.mtp_parameters(model)
 
@@ -94,7 +96,7 @@ def test_tying_saves_one_table_and_counts_as_a_copy() -> None:
     tied = replace(model, share_embeddings_and_output_weights=True)
     table = model.vocab_size * model.hidden_size
     assert count.total_parameters(model) - count.total_parameters(tied) == table
-    assert count.replicated_parameters(tied, ["embedding", "decoder.0", "loss"]) == table
+    assert count.replicated_parameters(tied, parse_layers(["embedding", "decoder.0", "loss"])) == table
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
-"""Of which kind every layer of the model is, and whether it has experts.
+"""Which decoder layers have experts: Megatron's `moe_layer_freq`, read without executing anything.
 
-Knows layers' names and Megatron's `moe_layer_freq` language. Must not know sizes in bytes, ranks or schedules.
+Knows ModelConfig's number of layers and this one key. Must not know what a layer is made of.
 """
 
 from __future__ import annotations
 
 import ast
 import shlex
-from collections.abc import Iterable
-from functools import cache
+from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
@@ -35,30 +34,6 @@ def moe_layer_pattern(model: ModelConfig) -> tuple[bool, ...]:
     return freq
 
 
-class Kind(NamedTuple):
-    """A kind of layer: those of one kind cost the same wherever they lie."""
-
-    name: str
-    """embedding, decoder, mtp, loss."""
-    moe: bool
-    """Whether its feed-forward is a mixture of experts."""
-
-
-def layer_kinds(model: ModelConfig, layer_names: Iterable[str]) -> list[Kind]:
-    """The kind of each of these layers; names as in StageSpec.layers: "embedding", "decoder.7", "mtp.0", "loss"."""
-    pattern = moe_layer_pattern(model)
-    found = []
-    for layer in layer_names:
-        name, _, index = layer.partition(".")
-        found.append(Kind(name, pattern[int(index)] if name == "decoder" else name == "mtp" and mtp_is_moe(model)))
-    return found
-
-
-def mtp_is_moe(model: ModelConfig) -> bool:
-    """Whether MTP's decoder layer has experts: as the model's last layer."""
-    return moe_layer_pattern(model)[-1:] == (True,)
-
-
 def fitted_moe_layer_freq(model: ModelConfig) -> str:
     """`moe_layer_freq` cut, or continued with its last entry, to the model's number of layers, as an expression."""
     freq = _listed(model) or (True,)
@@ -69,13 +44,23 @@ def fitted_moe_layer_freq(model: ModelConfig) -> str:
 def _listed(model: ModelConfig) -> tuple[bool, ...] | None:
     """What `moe_layer_freq` lists, however many layers that is; None if it lists nothing."""
     freq = model.moe_layer_freq
-    if isinstance(freq, str):
-        freq = _evaluate(freq)
-    if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
-        return tuple(i % freq == 0 for i in range(model.num_layers))
-    if not isinstance(freq, list | tuple) or any(entry not in (0, 1) for entry in freq):
+    if isinstance(freq, str | int):
+        return _read(freq, model.num_layers)
+    return _entries(freq)
+
+
+@lru_cache(maxsize=None, typed=True)  # True is not 1 here
+def _read(freq: str | int, num_layers: int) -> tuple[bool, ...] | None:
+    value = _evaluate(freq) if isinstance(freq, str) else freq
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return tuple(i % value == 0 for i in range(num_layers))
+    return _entries(value)
+
+
+def _entries(value: Any) -> tuple[bool, ...] | None:
+    if not isinstance(value, list | tuple) or any(entry not in (0, 1) for entry in value):
         return None
-    return tuple(bool(entry) for entry in freq)
+    return tuple(bool(entry) for entry in value)
 
 
 def _wrong(what: str, model: ModelConfig) -> ConfigError:
@@ -83,7 +68,6 @@ def _wrong(what: str, model: ModelConfig) -> ConfigError:
     return ConfigError(Problem("PP-E210", f"model.moe_layer_freq {what}", remedy))
 
 
-@cache
 def _evaluate(text: str) -> Any:
     """The value of an expression of integers, lists, `+` and `*`; None for anything else. Nothing is executed."""
     try:

@@ -3,8 +3,8 @@
 import pytest
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.layers import moe_layer_pattern
 from ppctl.errors import ConfigError
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ppctl.config.schema import TrainConfig
+from ppctl.geometry.layers import Layer
 
 DEFAULT_MODULES = ("core_attn",)
 
 
-def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Under `full`: the runs of layers of which only the first one's input is kept, by name; () where there are none.
+def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[Layer]) -> tuple[tuple[Layer, ...], ...]:
+    """Under `full`: the runs of layers of which only the first one's input is kept; () where there are none.
 
     `uniform` makes runs of `recompute_num_layers` (1 by default) out of all decoder layers; `block` takes the first
     `recompute_num_layers` (all by default), each as a run of its own. An MTP layer is always a run of its own: it has
@@ -21,11 +22,11 @@ def recomputed_runs(train: TrainConfig, stage: int, layers: Sequence[str]) -> tu
     """
     if train.recompute_granularity != "full" or not _chosen(train, stage):
         return ()
-    decoder = [name for name in layers if name.startswith("decoder.")]
-    mtp = [(name,) for name in layers if name.startswith("mtp.")]
+    decoder = [layer for layer in layers if layer.kind == "decoder"]
+    mtp = [(layer,) for layer in layers if layer.kind == "mtp"]
     number = train.recompute_num_layers
     if train.recompute_method == "block":
-        return tuple([*((name,) for name in decoder), *mtp][:number])
+        return tuple([*((layer,) for layer in decoder), *mtp][:number])
     width = number or 1
     runs = [tuple(decoder[first : first + width]) for first in range(0, len(decoder), width)]
     return (*runs, *mtp)

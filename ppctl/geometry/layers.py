@@ -1,0 +1,102 @@
+"""Layers as values: which kinds there are, which of them have experts, and the widths inside one.
+
+Knows ModelConfig. Must not know parameters, bytes, ranks or schedules. A layer
+is text (`decoder.3`) only in files and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from ppctl.config.schema import ModelConfig
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
+
+KindName = Literal["embedding", "decoder", "mtp", "loss"]
+"""embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""
+
+NUMBERED = ("decoder", "mtp")
+"""Kinds of which a model has several; both are built around a decoder layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the model, as a stage holds it."""
+
+    kind: KindName
+    index: int = 0
+    """Which one of its kind, counted through the model from 0; 0 for the embedding and the loss."""
+
+    def __str__(self) -> str:
+        """`decoder.3`, `embedding`: the form in plan.json, in other files and in messages."""
+        return f"{self.kind}.{self.index}" if self.kind in NUMBERED else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> Layer:
+        """The layer that `str` writes like this. Raises ValueError for any other text."""
+        name, _, index = text.partition(".")
+        for kind in get_args(KindName):
+            if name == kind and index.isdecimal() == (kind in NUMBERED):
+                layer = cls(kind, int(index or 0))
+                if str(layer) == text:
+                    return layer
+        raise ValueError(f"{text!r} is no layer: embedding, decoder.N, mtp.N or loss")
+
+
+def parse_layers(texts: Iterable[str]) -> tuple[Layer, ...]:
+    """Several layers from their texts, in order. Raises ValueError as `Layer.parse`."""
+    return tuple(map(Layer.parse, texts))
+
+
+def count_of(kind: KindName, layers: Iterable[Layer]) -> int:
+    """How many of these layers are of this kind."""
+    return sum(layer.kind == kind for layer in layers)
+
+
+class Kind(NamedTuple):
+    """A kind of layer: those of one kind have the same parameters and costs wherever they stand."""
+
+    name: KindName
+    moe: bool
+    """Whether its feed-forward is a mixture of experts."""
+
+
+def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
+    """The kind of each of these layers."""
+    pattern = moe_layer_pattern(model)
+    return [Kind(layer.kind, _has_experts(layer, pattern)) for layer in layers]
+
+
+def mtp_is_moe(model: ModelConfig) -> bool:
+    """Whether MTP's decoder layer has experts: as the model's last layer."""
+    return _has_experts(Layer("mtp"), moe_layer_pattern(model))
+
+
+def _has_experts(layer: Layer, pattern: tuple[bool, ...]) -> bool:
+    if layer.kind == "decoder":
+        return pattern[layer.index]
+    return layer.kind == "mtp" and pattern[-1:] == (True,)
+
+
+def holds_final_norm(model: ModelConfig, layers: Collection[Layer]) -> bool:
+    """Whether a stage has the final norm: before the output, or in a model with MTP after the last decoder layer.
+
+    MTP modules read the normalised state, as in Megatron and in the published weights of DeepSeek-V3.
+    """
+    return (Layer("decoder", model.num_layers - 1) if model.mtp_num_layers else Layer("loss")) in layers
+
+
+def head_dim(model: ModelConfig) -> int:
+    """Width of one attention head (not of MLA's)."""
+    return model.kv_channels or model.hidden_size // model.num_attention_heads
+
+
+def query_groups(model: ModelConfig) -> int:
+    """Number of key/value heads."""
+    return model.num_query_groups or model.num_attention_heads
+
+
+def expert_width(model: ModelConfig) -> int:
+    """Inner width of one routed expert."""
+    return model.moe_ffn_hidden_size or model.ffn_hidden_size
