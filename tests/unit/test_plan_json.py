@@ -69,7 +69,7 @@ def test_plan_json_adds_what_the_run_needs_to_the_report() -> None:
     whole = made.to_json()
     assert whole.keys() - report(made).keys() == {"provenance", "digest"}
     assert whole["schedule"]["actions"] == [
-        "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD",
+        "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
         "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
     ]
     assert whole["schedule"]["capacities"] == {"0->1 F": 2, "1->0 B": 2}
