@@ -1,4 +1,4 @@
-"""Writing files so that no reader, crash or full disk ever meets half of one; and holding a directory.
+"""Writing files so that no reader, crash or full disk ever meets half of one; holding a directory; closed streams.
 
 Knows the operating system. Must not know what is written, nor where.
 """
@@ -9,7 +9,9 @@ import errno
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 
 def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> None:
@@ -73,3 +75,9 @@ def release(descriptor: int | None) -> None:
     """Let go of what `lock` returned."""
     if descriptor not in (None, TAKEN):
         os.close(descriptor)
+
+
+def silence(out: TextIO) -> None:
+    """Let all that is still written to `out`, whose reader has left, go nowhere instead of failing at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

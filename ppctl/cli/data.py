@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ppctl.cli.console import note
+from ppctl.cli.console import console, note
 from ppctl.errors import DataError, Problem
 
 _SHOWN = 20
@@ -144,8 +144,6 @@ def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
         yield lambda size: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from ppctl.cli.console import console
 
     total = sum(file.stat().st_size for file in files if file.exists())
     columns = (

@@ -15,8 +15,9 @@ from pathlib import Path
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.heartbeat import host_name
 from ppctl.launch.code import package_digest
-from ppctl.launch.prepare import last_checkpoint, with_value
+from ppctl.launch.prepare import with_value
 from ppctl.rundir import RunDir
+from ppctl.runs import last_checkpoint
 
 LIVE = "live"
 
