@@ -20,7 +20,6 @@ from ppctl.cli.timeline import write_timeline
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan, build_plan
-from ppctl.plan.encode import report
 from ppctl.plan.given import not_trained
 from ppctl.plan.picture import picture
 from ppctl.schedule.slots import to_slots
@@ -154,7 +153,7 @@ def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
     told: dict[str, Any] = {"problems": [problem.to_json() for problem in problems]}
     if plan is None:
         return json.dumps(EMPTY | told, indent=2)
-    return json.dumps(report(plan) | told, indent=2)
+    return json.dumps(plan.report() | told, indent=2)
 
 
 def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> None:
