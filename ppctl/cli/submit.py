@@ -26,7 +26,7 @@ from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch import slurm
-from ppctl.launch.code import package_digest
+from ppctl.launch.enter import LIVE, package_digest
 from ppctl.launch.environment import Started
 from ppctl.launch.prepare import Launch, new_run, with_value
 from ppctl.launch.script import Batch, render
@@ -164,7 +164,7 @@ def batch(launch: Launch, shape: Shape, run: Path, after: str | None) -> Batch:
         ranks_per_node=shape.ranks_per_node,
         command=launch.command,
         python=said.python or sys.executable,
-        code="live" if said.code == "live" else package_digest(),
+        code=LIVE if said.code == LIVE else package_digest(),
         after=after,
     )
 

@@ -16,7 +16,7 @@ from ppctl.cost.layers import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.layout.text import MAX_ITEMS
 from ppctl.plan.clock import timing
-from ppctl.plan.cut import AUTO, Cut, derive_cut
+from ppctl.plan.cut import AUTO, Cut, check_recompute, derive_cut
 from ppctl.plan.findings import Finding, Findings, told
 from ppctl.plan.fit import memory_findings
 from ppctl.plan.given import chunks_wanted, read_given, take_given
@@ -24,7 +24,6 @@ from ppctl.plan.memory import device_of, gathered, rank_costs
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Measured, origin, read_profile
-from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch, World, derive_batch, derive_world, divide_model, positive
 from ppctl.plan.stages import stage_specs, tie_groups
