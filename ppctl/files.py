@@ -1,4 +1,5 @@
-"""Writing files so that no reader, crash or full disk ever meets half of one; reading none without end; locks.
+"""Writing files so that no reader, crash or full disk ever meets half of one; reading none without end; locks; closed
+streams.
 
 Knows the operating system. Must not know what is written, nor where.
 """
@@ -10,7 +11,9 @@ import fcntl
 import os
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 MOST_READ = 2**24
 """Bytes of a file that is read whole: 16 MiB, far above any layout, schedule, recipe or profile."""
@@ -117,3 +120,9 @@ def release(descriptor: int | None) -> None:
     """Let go of what `lock` returned."""
     if descriptor not in (None, TAKEN):
         os.close(descriptor)
+
+
+def silence(out: TextIO) -> None:
+    """Let all that is still written to `out`, whose reader has left, go nowhere instead of failing at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

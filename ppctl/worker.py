@@ -334,7 +334,8 @@ def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, l
     """Write what the run came to: the result, measured costs, and a sample where it ran to its end."""
     state = _state(outcome)
     sample = None if outcome.stopped else write_sample(session)
-    costs = gather_costs(session)
+    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
+    costs = gather_costs(session.steps, spans, session.plan, session.config, session.device.type)
     if not leads:
         return
     if costs is not None:

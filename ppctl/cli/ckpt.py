@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ppctl.runs import find_checkpoint
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -33,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
     """Convert. Exit codes: 0 done, 2 a family or a place that will not do, 3 weights that are damaged or do not fit."""
     arguments = [args.action, str(args.hf), str(args.out), *(["--no-mtp"] if args.no_mtp else [])]
     if args.action == "export":
-        from ppctl.launch.prepare import find_checkpoint
-
         arguments[1] = str(find_checkpoint(args.hf, args.dir))
         arguments += ["--dtype", args.dtype] if args.dtype else []
     return subprocess.run([sys.executable, "-m", "ppctl.pretrained", *arguments], check=False).returncode

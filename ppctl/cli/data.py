@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ppctl.cli.console import note
+from ppctl.cli.console import console, note
 from ppctl.errors import DataError, Problem
 
 _SHOWN = 20
@@ -52,8 +52,9 @@ def tokenize(args: argparse.Namespace) -> int:
     """Write both files, or nothing."""
     from ppctl.data.encode import encode_files
     from ppctl.data.indexed_writer import IndexedWriter
+    from ppctl.data.load import load_tokenizer
     from ppctl.data.text import matching
-    from ppctl.data.tokenizer import end_mark, load_tokenizer, token_dtype
+    from ppctl.data.tokenizer import end_mark, token_dtype
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # unwinds, and what is half-written goes
     try:
@@ -86,7 +87,7 @@ def tokenize(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print the counts and the beginning of a document."""
     from ppctl.data.indexed import as_prefix, bin_path, open_indexed
-    from ppctl.data.tokenizer import load_tokenizer
+    from ppctl.data.load import load_tokenizer
 
     indexed = open_indexed(as_prefix(args.prefix) or args.prefix)
     if not 0 <= args.document < max(indexed.num_documents, 1):
@@ -144,8 +145,6 @@ def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
         yield lambda size: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from ppctl.cli.console import console
 
     total = sum(file.stat().st_size for file in files if file.exists())
     columns = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ppctl
-from ppctl.cli.plan_text import aligned
+from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import Started, choose_port, detect, rank_environment
 

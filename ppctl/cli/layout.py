@@ -11,12 +11,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
+from ppctl.cli.pipeline import Chunk, header, span, table_rows
+from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
-from ppctl.layout.text import stage_text
+from ppctl.layout.text import LETTERS
 
 KEY = "LAYOUT"
 """What this command calls the layout, in its usage line and in messages."""
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _suggest(args: argparse.Namespace) -> int:
     """The layout that `layout=auto` would take, beside what it was held against."""
-    from ppctl.cli.plan import planned
+    from ppctl.cli.plan import planned  # Hydra and all that plans; a layout alone is drawn in a third of the time
     from ppctl.config.argv import normalise
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
@@ -126,38 +127,19 @@ def drawing(layout: PipelineParallelLayerLayout, width: int) -> str:
     letters = textwrap.fill(_LETTERS, max(width, 40), subsequent_indent="  ")
     lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
     for block in _blocks(_rows(layout), width):
-        lines.append("")
-        widths = [max(map(len, column)) for column in zip(*block, strict=True)]
-        lines += ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in block]
+        lines += ["", aligned(block)]
     return "\n".join(lines)
 
 
 def _rows(layout: PipelineParallelLayerLayout) -> list[list[str]]:
     """A header, and one row of cells per run of ranks that hold the same layers."""
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    rows = [["pp_rank", *(f"chunk {chunk}" for chunk in range(vpp))]]
-    letters = [_letters(stage) for stage in layout.stages]
-    for _, run in groupby(range(pp), key=lambda rank: letters[rank::pp]):
-        ranks = list(run)
-        first, last = ranks[0], ranks[-1]
-        cells = [_cell(layout, chunk, first, last, letters[chunk * pp + first]) for chunk in range(vpp)]
-        rows.append([str(first) if first == last else f"{first}-{last}", *cells])
-    return rows
-
-
-def _letters(stage: Sequence[LayerType]) -> str:
-    letter = {LayerType.embedding: "E", LayerType.decoder: "t", LayerType.mtp: "m", LayerType.loss: "L"}
-    return "".join(letter[kind] for kind in stage)
-
-
-def _cell(layout: PipelineParallelLayerLayout, chunk: int, first: int, last: int, letters: str) -> str:
-    """What the ranks from first to last hold in a chunk, and the ids of their decoder layers, taken together."""
-    if not letters:
-        return "(empty)"
-    start = layout.get_layer_offset(vp_stage=chunk, pp_rank=first)
-    end = layout.get_layer_offset(vp_stage=chunk, pp_rank=last) + letters.count("t") - 1
-    ids = "" if end < start else f" [{start}]" if start == end else f" [{start}-{end}]"
-    return stage_text(letters) + ids
+    chunks = []
+    for at, stage in enumerate(layout.stages):
+        vpp_rank, pp_rank = divmod(at, pp)
+        first = layout.get_layer_offset(LayerType.decoder, vpp_rank, pp_rank)
+        chunks.append(Chunk(pp_rank, "".join(LETTERS[kind] for kind in stage), first))
+    return [header(vpp), *([span(row.ranks), *row.cells] for row in table_rows(chunks))]
 
 
 def _blocks(rows: list[list[str]], width: int) -> list[list[list[str]]]:

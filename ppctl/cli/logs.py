@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ppctl.cli import jobs
 from ppctl.cli.console import note
-from ppctl.cli.jobs import add_run, meant
 from ppctl.errors import ConfigError, Problem
 from ppctl.rundir import RunDir
 from ppctl.step_lines import WIDE, StepLines
@@ -23,7 +23,7 @@ _LIVES = ("queued", "starting", "running")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    add_run(parser)
+    jobs.add_arguments(parser)
     parser.add_argument("--rank", type=int, metavar="N", help="that rank's own log: warnings and tracebacks")
     parser.add_argument("-n", "--lines", type=int, metavar="N", help="the last N lines only")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run has ended")
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a log."""
-    one = meant(args)
+    one = jobs.meant(args)
     if args.rank is None and not one.job():
         steps = _Steps(one)
         _follow(one, steps.more, args.lines, follow=args.follow)

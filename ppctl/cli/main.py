@@ -1,8 +1,8 @@
 """The front door: finds the command, sorts its arguments, tells problems once, and returns the exit code.
 
-Knows the commands' names and what every command shares. Must not know what a command does: each lives in
-`ppctl/cli/<command>.py` (`add_arguments(parser)`, `run(args) -> int`) and is imported only when it is called. Nothing
-here imports Hydra, torch or rich.
+Knows the commands' names, where each lives and what every command shares. Must not know what a command does: each lives
+in a module of `ppctl/cli/` (`add_arguments(parser)`, `run(args) -> int`), which is imported only when it is called and
+therefore imports all that it needs at its top. Nothing here imports Hydra, torch or rich.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from ppctl import __version__
 from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.files import silence
 
 USAGE, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
@@ -30,6 +31,8 @@ class Command:
     summary: str
     overrides: bool = False
     """Whether it takes KEY=VALUE overrides and Megatron's flags."""
+    place: str = ""
+    """`module.function` in `ppctl/cli/`, where that is not `<command>.run`."""
 
 
 COMMANDS = {
@@ -45,8 +48,8 @@ COMMANDS = {
     "submit": Command("hand a run to SLURM", overrides=True),
     "status": Command("show how a run is doing"),
     "logs": Command("show what a run has printed"),
-    "cancel": Command("end a submitted run"),
-    "requeue": Command("let a submitted run go on"),
+    "cancel": Command("end a submitted run", place="jobs.cancel"),
+    "requeue": Command("let a submitted run go on", place="jobs.requeue"),
     "doctor": Command("check versions, devices, the file system, and time every edge"),
     "explain": Command("explain an error code or a configuration key"),
 }
@@ -70,16 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        from ppctl.launch.output import discard
-
-        discard(sys.stdout)  # the reader (`| head`) has left
+        silence(sys.stdout)  # the reader (`| head`) has left
         return BROKEN_PIPE
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
-        from ppctl.launch.output import discard
-
-        discard(sys.stdout)
+        silence(sys.stdout)
         _tell(ConfigError(Problem("PP-E127", f"the output cannot be written: {error.strerror}", "df -h", "stdout")))
         return 1
     except SystemExit as stop:  # argparse: --help, or a usage error that it has told
@@ -109,8 +108,9 @@ def _dispatch(tokens: list[str]) -> int:
     name, *rest = tokens
     if name not in COMMANDS:
         raise ConfigError(_unknown_command(name))
-    module = importlib.import_module(f"ppctl.cli.{name}")
-    return int(module.run(parse(name, module, rest)))
+    place, _, function = (COMMANDS[name].place or f"{name}.run").partition(".")
+    module = importlib.import_module(f"ppctl.cli.{place}")
+    return int(getattr(module, function)(parse(name, module, rest)))
 
 
 def _help() -> str:
@@ -131,7 +131,7 @@ def _help() -> str:
 
 
 def _unknown_command(name: str) -> Problem:
-    import difflib
+    import difflib  # every command would pay for it
 
     if name in LATER:
         return Problem("PP-E116", f"`ppctl {name}` comes in a later release", "ppctl --help", "command line")
@@ -153,35 +153,9 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
         # Subcommands do not go together with words on both sides of an option.
         mixed = getattr(module, "INTERMIXED", False)
         return parser.parse_intermixed_args(tokens) if mixed else parser.parse_args(tokens)
-    from ppctl.config.argv import normalise
+    from ppctl.cli import overrides  # the door of the config room, which other commands do not need
 
-    own = {flag: action.nargs != 0 for action in parser._actions for flag in action.option_strings}
-    found = normalise(tokens, own, name)
-    args, strays = parser.parse_known_args(found.rest)
-    problems = [*found.problems, *(_stray(token) for token in strays)]
-    if args.recipes_dir:
-        # The environment reaches whatever this command starts, and every later look at the recipes.
-        before = os.environ.get("PPCTL_RECIPES_PATH", "")
-        os.environ["PPCTL_RECIPES_PATH"] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
-    if problems and not getattr(module, "TELLS_PROBLEMS", False):
-        raise ConfigError([*problems, *_problems_of(found.overrides)])
-    args.overrides = found.overrides
-    args.problems = tuple(problems)
-    return args
-
-
-def _stray(token: str) -> Problem:
-    """The problem of a word where an override belongs."""
-    from ppctl.config.keys import nearest
-    from ppctl.config.resources import recipes
-
-    close = nearest(token, recipes())
-    return Problem(
-        "PP-E105",
-        f"{token} is no override: KEY=VALUE",
-        f"+recipe={close[0]}" if close else "ppctl --help",
-        "command line",
-    )
+    return overrides.parse(parser, name, tokens, tells_problems=getattr(module, "TELLS_PROBLEMS", False))
 
 
 def _parser(name: str, module: Any) -> argparse.ArgumentParser:
@@ -209,13 +183,3 @@ overrides are KEY=VALUE, with full names (train.steps=200) or short ones:
 Megatron's flags for sizes, layout, batch and sequence work as well:
   --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et*3|t*5L'
 `ppctl explain KEY` tells what a key means, its type and its default."""
-
-
-def _problems_of(overrides: list[str]) -> tuple[Problem, ...]:
-    from ppctl.config.compose import compose
-
-    try:
-        compose(overrides)
-    except ConfigError as error:
-        return error.problems
-    return ()

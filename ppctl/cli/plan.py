@@ -12,14 +12,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ppctl.cli import plan_text
 from ppctl.cli.console import PIPE_WIDTH, console, is_live
+from ppctl.cli.timeline import write_timeline
+from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from ppctl.config.compose import Composed
-    from ppctl.plan import Plan
+from ppctl.plan import Plan, plan_checked
+from ppctl.plan.given import not_trained
+from ppctl.plan.picture import picture
+from ppctl.schedule.slots import to_slots
 
 TELLS_PROBLEMS = True
 """Asks the front for its own problems: they are in the JSON, too."""
@@ -75,8 +78,6 @@ def planned(
 
     `problems` are those of the command line. All are reported at once, each one time.
     """
-    from ppctl.config.compose import RefusedError, compose
-
     composed: Composed | None = None
     found = list(problems)
     try:
@@ -88,9 +89,6 @@ def planned(
             return composed, None, found  # without the recipe that was meant a plan would be of something else
     except ConfigError as error:
         return None, None, [*found, *error.problems]
-    from ppctl.plan import plan_checked
-    from ppctl.plan.given import not_trained
-
     plan = None
     try:
         plan = plan_checked(composed.config, composed.provenance, found)
@@ -102,16 +100,14 @@ def planned(
 
 
 def _read_model(source: str) -> Any:
-    """What `model.from` says of the run; few runs have it, so what reads it is imported here."""
-    from ppctl.launch.weights import values_of
+    """What `model.from` says of the run."""
+    from ppctl.launch.weights import values_of  # brings the room of families, a tenth of a plan's time; few plans ask
 
     return values_of(source)
 
 
 def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:
     """Write the schedule, if there is a sound one; what kept it from being written."""
-    from ppctl.schedule.slots import to_slots
-
     if plan is None or any(problem.code.startswith("PP-E3") for problem in problems):
         return []  # there is nothing to write, and it has been told why
     try:
@@ -126,9 +122,6 @@ def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Pr
 
 def _draw(composed: Composed | None, plan: Plan | None, path: Path, dumped: str | None) -> list[Problem]:
     """Draw the step, if there is a plan whose schedule can run; what kept it from being drawn."""
-    from ppctl.cli.timeline import write_timeline
-    from ppctl.plan.picture import picture
-
     if plan is None or composed is None or any(problem.code.startswith("PP-E3") for problem in plan.problems):
         return []
     if dumped is not None and path.resolve() == Path(dumped).resolve():
@@ -151,25 +144,19 @@ def exit_code(problems: Sequence[Problem], *, force: bool = False) -> int:
 
 def summary(plan: Plan) -> str:
     """The first screen of a training run: its letters explained, who holds what, and the equations."""
-    from ppctl.cli.plan_text import drawing, equations, legend, prose, schedule_line
-
     width = shutil.get_terminal_size().columns if is_live() else PIPE_WIDTH
-    told = prose([*equations(plan), schedule_line(plan)], width)
-    return "\n".join([prose([legend(plan)], width), "", drawing(plan), "", told])
+    told = plan_text.prose([*plan_text.equations(plan), plan_text.schedule_line(plan)], width)
+    return "\n".join([plan_text.prose([plan_text.legend(plan)], width), "", plan_text.drawing(plan), "", told])
 
 
 def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
     told: dict[str, Any] = {"problems": [problem.to_json() for problem in problems]}
     if plan is None:
         return json.dumps(EMPTY | told, indent=2)
-    from ppctl.plan.encode import report
-
-    return json.dumps(report(plan) | told, indent=2)
+    return json.dumps(plan.report() | told, indent=2)
 
 
 def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> None:
-    from ppctl.cli import plan_text
-
     terminal = is_live()
     width = shutil.get_terminal_size().columns if terminal else PIPE_WIDTH
     blocks: list[tuple[str, str]] = []

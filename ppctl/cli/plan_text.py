@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
+from ppctl.cli.pipeline import Chunk, Row, header, span, table_rows
+from ppctl.cli.table import aligned
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.layout.text import stage_text
+from ppctl.layout.text import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
 from ppctl.plan.amounts import amount, unit_for
 from ppctl.plan.fit import parts
@@ -19,7 +20,6 @@ from ppctl.plan.prices import simulation_costs
 from ppctl.plan.timing import predicted
 from ppctl.schedule.timeline import timeline_text
 
-LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _LONGEST_TIMELINE = 16
 """Most stages that a timeline shows."""
 
@@ -67,19 +67,28 @@ def legend(plan: Plan) -> str:
 
 def drawing(plan: Plan) -> str:
     """Who holds what: a row per pp_rank (equal neighbours in one), a column per chunk."""
-    header = ["pp_rank", *(f"chunk {chunk}" for chunk in range(plan.sizes.vpp))]
-    rows = [[span(ranks), *cells(plan, ranks)] for ranks in folded(plan)]
-    return aligned([header, *rows])
+    return aligned([header(plan.sizes.vpp), *([span(row.ranks), *row.cells] for row in held(plan))])
+
+
+def held(plan: Plan) -> list[Row]:
+    """Runs of neighbouring pp_ranks that hold the same kinds of layers and as many parameters, and what they hold."""
+    return table_rows(map(_chunk, plan.stages), apart=lambda rank: plan.pp_ranks[rank].params)
+
+
+def _chunk(stage: StageSpec) -> Chunk:
+    ids = [layer.index for layer in stage.layers if layer.kind == "decoder"]
+    letters = "".join(LETTERS[LayerType(layer.kind)] for layer in stage.layers)
+    return Chunk(stage.pp_rank, letters, ids[0] if ids else 0)
 
 
 def table(plan: Plan, width: int) -> str:
     """Who holds what and what it costs; where numbers differ in a folded row, the first rank's and the last one's."""
     unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
-    header = ["pp_rank", "params", "FLOPs", "idle", "in flight", *memory]
+    costs_header = ["pp_rank", "params", "FLOPs", "idle", "in flight", *memory]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
-    rows = []
-    for ranks in folded(plan):
+    rows, layers = [], []
+    for ranks, cells in held(plan):
         costs = [plan.pp_ranks[rank] for rank in ranks]
         flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == ranks[0])
         rows.append(
@@ -94,46 +103,21 @@ def table(plan: Plan, width: int) -> str:
                 spread([unit.of(cost.peak_bytes) for cost in costs]),
             ]
         )
-    chunks = [f"chunk {chunk}" for chunk in range(plan.sizes.vpp)]
-    layers = [cells(plan, ranks) for ranks in folded(plan)]
-    whole = aligned([[*header, *chunks], *([*row, *cell] for row, cell in zip(rows, layers, strict=True))], right=8)
+        layers.append(cells)
+    chunks = header(plan.sizes.vpp)[1:]
+    beside = zip([costs_header, *rows], [chunks, *layers], strict=True)
+    whole = aligned([[*row, *cells] for row, cells in beside], right=8)
     if max(map(len, whole.splitlines())) <= width:
         return whole
     joined = [
-        [*row, " | ".join(cell)]
-        for row, cell in zip([header, *rows], [["chunks, first to last"], *layers], strict=True)
+        [*row, " | ".join(cells)]
+        for row, cells in zip([costs_header, *rows], [["chunks, first to last"], *layers], strict=True)
     ]
     whole = aligned(joined, right=8)
     if max(map(len, whole.splitlines())) <= width:
         return whole
     # The peak is the sum of the two.
     return aligned([[*row[:3], row[4], *row[7:]] for row in joined], right=5)
-
-
-def folded(plan: Plan) -> list[list[int]]:
-    """Runs of neighbouring pp_ranks that hold the same kinds of layers."""
-
-    def kinds(pp_rank: int) -> list[str]:
-        return [letters(stage) for stage in plan.stages if stage.pp_rank == pp_rank]
-
-    alike = groupby(range(plan.sizes.pp), key=lambda rank: (kinds(rank), plan.pp_ranks[rank].params))
-    return [list(run) for _, run in alike]
-
-
-def cells(plan: Plan, ranks: Sequence[int]) -> list[str]:
-    """Per chunk what the ranks hold, with the ids of their decoder layers taken together."""
-    found = []
-    for chunk in range(plan.sizes.vpp):
-        held = [s for s in plan.stages if s.vpp_rank == chunk and ranks[0] <= s.pp_rank <= ranks[-1]]
-        ids = [layer.index for stage in held for layer in stage.layers if layer.kind == "decoder"]
-        numbers = f" [{ids[0]}-{ids[-1]}]" if len(ids) > 1 else f" [{ids[0]}]" if ids else ""
-        found.append((stage_text(letters(held[0])) or "(empty)") + numbers)
-    return found
-
-
-def letters(stage: StageSpec) -> str:
-    """A stage's layers by their letters."""
-    return "".join(LETTERS[layer.kind] for layer in stage.layers)
 
 
 def memory_line(plan: Plan) -> str:
@@ -211,22 +195,6 @@ def published(config: RunConfig, width: int) -> str:
         for index in range(max(map(len, wrapped))):
             lines.append([cell[index] if index < len(cell) else "" for cell in wrapped])
     return f"recipe {config.recipe}, published and here\n{aligned(lines)}"
-
-
-def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """Columns side by side; those from the second up to number `right` are set flush right."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def pad(index: int, cell: str) -> str:
-        return cell.rjust(widths[index]) if 0 < index < right else cell.ljust(widths[index])
-
-    return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
-
-
-def span(ranks: Sequence[int]) -> str:
-    """`3` or `1-13`."""
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def spread(values: Sequence[str]) -> str:

@@ -12,19 +12,23 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppctl.checkpoint_folder import step_of
+from ppctl.cli import training
 from ppctl.cli.console import note
+from ppctl.config.compose import Composed, RefusedError, override
+from ppctl.config.mapping import to_mapping
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from ppctl.config.compose import Composed
-    from ppctl.config.schema import RunConfig
-    from ppctl.launch.environment import Started
-    from ppctl.launch.prepare import Launch
-    from ppctl.plan import Plan
-    from ppctl.rundir import RunDir
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
+from ppctl.launch.environment import Started, detect
+from ppctl.launch.others import become_worker
+from ppctl.launch.prepare import Launch, go_on
+from ppctl.plan import Plan, plan_checked
+from ppctl.plan.given import not_trained
+from ppctl.rundir import RunDir
+from ppctl.runs import find_checkpoint, find_run
 
 TELLS_PROBLEMS = True
 """As for train."""
@@ -48,11 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Go on. Exit codes as for train; 3 where there is no checkpoint."""
-    from ppctl.cli import training
-    from ppctl.launch.environment import detect
-    from ppctl.launch.others import become_worker
-    from ppctl.runs import find_run
-
     started = detect(os.environ)
     if started.rank > 0:
         become_worker(started, "--join")
@@ -65,16 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _going_on(run: RunDir, launch: Launch, checkpoint: Path) -> Iterator[RunDir]:
-    from ppctl.launch.prepare import go_on
-
     yield go_on(run, launch, checkpoint)
 
 
 def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:
     """The run as it is to go on, and from where. Raises PpctlError where it cannot."""
-    from ppctl.cli import training
-    from ppctl.launch.prepare import Launch, find_checkpoint
-
     began = time.perf_counter()
     before = run.read_config()
     composed, plan, problems = _planned(run, before, args)
@@ -96,10 +90,6 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config with the overrides on top, its plan if it has one, and all problems of both."""
-    from ppctl.config.compose import RefusedError, override
-    from ppctl.plan import plan_checked
-    from ppctl.plan.given import not_trained
-
     history = {key: _earlier(run, source) for key, source in run.read_plan().provenance.items()}
     found: list[Problem] = list(args.problems)
     try:
@@ -120,8 +110,6 @@ def _earlier(run: RunDir, source: str) -> str:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    from ppctl.config.mapping import to_mapping
-
     flat: dict[str, Any] = {}
     for section, value in to_mapping(config).items():
         if isinstance(value, dict):
@@ -173,8 +161,6 @@ def weight_of_microbatches(config: RunConfig) -> str | None:
     pp_batch_size): they are the same ones, cut from the global batch in its order. Losses by token and by sequence (the
     z-loss, seq_aux_loss, multi-token prediction) are means over the global batch, however it is cut.
     """
-    from ppctl.geometry.moe_layer_freq import moe_layer_pattern
-
     model = config.model
     balances = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "aux_loss"
     if balances and any(moe_layer_pattern(model)):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ppctl.cli.table import aligned
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
 from ppctl.rundir import RunDir
@@ -106,10 +107,7 @@ def table(found: list[dict[str, Any]]) -> str:
         loss = "" if one["loss"] is None else f"{one['loss']:.4f}"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"])) if one["time"] else ""
         rows.append((one["id"], one["name"], one["state"], str(one["step"]), loss, when))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows)
 
 
 def _lines(one: dict[str, Any]) -> list[str]:

@@ -11,9 +11,10 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ppctl.cli.jobs import Submitted, add_run, meant, submitted, together
-from ppctl.cli.plan_text import aligned
+from ppctl.cli import jobs
+from ppctl.cli.jobs import Submitted, meant, submitted, together
 from ppctl.cli.runs import facts
+from ppctl.cli.table import aligned
 from ppctl.errors import PpctlError
 from ppctl.hang.waits import published, root, waits
 from ppctl.rundir import RunDir
@@ -21,7 +22,7 @@ from ppctl.rundir import RunDir
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    add_run(parser)
+    jobs.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -15,17 +15,24 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppctl.cli.console import note
+from ppctl.cli.jobs import hand_over
+from ppctl.cli.plan import planned
+from ppctl.cli.train import typed, with_beginning
+from ppctl.cli.training import program, refuse, shown
+from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from ppctl.config.schema import RunConfig
-    from ppctl.launch.prepare import Launch
-    from ppctl.launch.script import Batch
-    from ppctl.plan import Plan
-    from ppctl.rundir import RunDir
+from ppctl.launch import slurm
+from ppctl.launch.enter import LIVE, package_digest
+from ppctl.launch.environment import Started
+from ppctl.launch.prepare import Launch, new_run, with_value
+from ppctl.launch.script import Batch, render
+from ppctl.plan import Plan
+from ppctl.rundir import RunDir
+from ppctl.runs import find_run
 
 TELLS_PROBLEMS = True
 """Asks the front for its own problems: they are told with those of the plan."""
@@ -50,8 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Submit. Exit codes: 0 submitted, 2 config or SLURM refuses, 3 checkpoint, 4 memory."""
-    from ppctl.launch import slurm
-
     launch, shape, untrained = prepare(args)
     after = job_to_wait_for(launch.config)
     if args.dry_run:
@@ -77,12 +82,7 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, Shape, list[Problem]]:
 
     Only a dry run goes on with what cannot be trained.
     """
-    from ppctl.cli.plan import planned
-    from ppctl.cli.train import typed, with_beginning
-    from ppctl.cli.training import refuse
-    from ppctl.config.gpu_environment import gpu_environment
-    from ppctl.data.examine import examine
-    from ppctl.launch.prepare import Launch, with_value
+    from ppctl.data.examine import examine  # numpy
 
     began = time.perf_counter()
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
@@ -135,16 +135,13 @@ def job_to_wait_for(config: RunConfig) -> str | None:
 
     Raises ConfigError where it was not submitted, or has ended otherwise.
     """
-    from ppctl.launch.slurm import state
-    from ppctl.runs import find_run
-
     if config.launch.after is None:
         return None
     before = find_run(config.launch.after, Path(config.log.dir))
     said, job = before.status()["state"], before.job().get("job")
     if said == "finished":
         return None
-    job_state = None if job is None else state(str(job), str(before.job().get("cluster") or ""))
+    job_state = None if job is None else slurm.state(str(job), str(before.job().get("cluster") or ""))
     if job_state is None or job_state.ended:
         message = f"launch.after: run {before.id} is {said}, and no job of SLURM's will finish it"
         remedy = f"ppctl requeue {before.path}" if job else "launch.after=null"
@@ -154,16 +151,11 @@ def job_to_wait_for(config: RunConfig) -> str | None:
 
 def script(launch: Launch, shape: Shape, run: Path, after: str | None) -> str:
     """The batch script of a run in the directory `run`."""
-    from ppctl.launch.script import render
-
     return render(batch(launch, shape, run, after))
 
 
 def batch(launch: Launch, shape: Shape, run: Path, after: str | None) -> Batch:
     """What the script is made for."""
-    from ppctl.launch.code import package_digest
-    from ppctl.launch.script import Batch
-
     said = launch.config.launch
     return Batch(
         config=launch.config,
@@ -172,16 +164,13 @@ def batch(launch: Launch, shape: Shape, run: Path, after: str | None) -> Batch:
         ranks_per_node=shape.ranks_per_node,
         command=launch.command,
         python=said.python or sys.executable,
-        code="live" if said.code == "live" else package_digest(),
+        code=LIVE if said.code == LIVE else package_digest(),
         after=after,
     )
 
 
 def submit(launch: Launch, shape: Shape, after: str | None) -> RunDir:
     """Make the run directory and submit its script. Where SLURM refuses, nothing is left."""
-    from ppctl.launch.environment import Started
-    from ppctl.launch.prepare import new_run
-
     run = new_run(replace(launch), Started("person"))
     try:
         run.write_script(script(launch, shape, run.path, after))
@@ -192,18 +181,7 @@ def submit(launch: Launch, shape: Shape, after: str | None) -> RunDir:
     return run
 
 
-def hand_over(run: RunDir) -> None:
-    """Give the run's script to sbatch, and note as which job."""
-    from ppctl.launch import slurm
-
-    run.write_status("queued")
-    number, cluster = slurm.sbatch(run.submit_script)
-    run.write_job({"job": number, "cluster": cluster, "time": time.time(), "user": os.getuid()})
-
-
 def _submitted(run: RunDir, number: str) -> str:
-    from ppctl.cli.training import program, shown
-
     name, where = program(), shown(run.path)
     lines = [f"job {number}", f"run {run.path}", "", "next:"]
     return "\n".join([*lines, *(f"  {name} {command} {where}" for command in ("status", "logs", "cancel"))])
@@ -211,8 +189,6 @@ def _submitted(run: RunDir, number: str) -> str:
 
 def _watch(run: RunDir) -> int:
     """Look for a reason that keeps the job pending for ever; such a job is cancelled."""
-    from ppctl.launch import slurm
-
     number, cluster = str(run.job()["job"]), str(run.job().get("cluster") or "")
     deadline = time.monotonic() + _WATCHED
     while time.monotonic() < deadline:

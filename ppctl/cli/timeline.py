@@ -14,6 +14,7 @@ from ppctl.cli.console import PIPE_WIDTH, note
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import write_atomically
 from ppctl.schedule.picture import Picture
+from ppctl.schedule.timeline import timeline_text
 
 FORMS = {
     ".html": ("ppctl.schedule.page", "timeline_html"),
@@ -25,8 +26,6 @@ FORMS = {
 
 def plain(picture: Picture) -> str:
     """The drawing for a terminal, as wide as every block needs, and at most 2,000 columns."""
-    from ppctl.schedule.timeline import timeline_text
-
     busiest = max((sum(s.pp_rank == rank for s in picture.trace.spans) for rank in range(picture.trace.pp)), default=0)
     width = min(max(PIPE_WIDTH, 3 * busiest), 2000)
     return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"

@@ -12,15 +12,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ppctl.cli import training
 from ppctl.cli.console import note
-
-if TYPE_CHECKING:
-    from ppctl.config.schema import RunConfig
-    from ppctl.launch.environment import Started
-    from ppctl.launch.prepare import Launch
-    from ppctl.rundir import RunDir
+from ppctl.cli.plan import planned
+from ppctl.config.argv import retyped
+from ppctl.config.schema import RunConfig
+from ppctl.launch.environment import Started, detect
+from ppctl.launch.others import become_worker
+from ppctl.launch.prepare import Launch, new_run, with_value
+from ppctl.launch.weights import check_weights, find_weights
+from ppctl.rundir import RunDir
+from ppctl.runs import find_checkpoint
 
 TELLS_PROBLEMS = True
 """Asks the front for its own problems: ranks that others started must all leave with their code."""
@@ -33,10 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train. Exit codes: 0 done, 1 failed, 2 config, 3 checkpoint, 4 memory, 75 stopped after saving, 130 and 143."""
-    from ppctl.cli import training
-    from ppctl.launch.environment import detect
-    from ppctl.launch.others import become_worker
-
     started = detect(os.environ)
     if started.rank > 0:
         become_worker(started, "--join")
@@ -47,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _held(launch: Launch, started: Started) -> Iterator[RunDir]:
-    from ppctl.launch.prepare import new_run
-
     run = new_run(launch, started)
     with run.hold():
         yield run
@@ -56,10 +53,6 @@ def _held(launch: Launch, started: Started) -> Iterator[RunDir]:
 
 def prepare(args: argparse.Namespace, started: Started) -> Launch:
     """The run that the command line describes. Raises PpctlError with all problems where it cannot be started."""
-    from ppctl.cli import training
-    from ppctl.cli.plan import planned
-    from ppctl.launch.prepare import Launch
-
     began = time.perf_counter()
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
     if composed is not None:
@@ -74,9 +67,6 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
 
 def with_beginning(config: RunConfig) -> RunConfig:
     """`config` with the checkpoint or the weights that it begins from as paths. Raises PpctlError without them."""
-    from ppctl.launch.prepare import find_checkpoint, with_value
-    from ppctl.launch.weights import check_weights, find_weights
-
     if config.checkpoint.resume is not None:
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
@@ -89,8 +79,5 @@ def with_beginning(config: RunConfig) -> RunConfig:
 
 def typed(command: str, args: argparse.Namespace) -> str:
     """What was typed, with full names, ready to paste."""
-    from ppctl.cli.training import program
-    from ppctl.config.argv import retyped
-
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return " ".join(filter(None, (program(), command, shlex.join(recipes), retyped(args.overrides))))
+    return " ".join(filter(None, (training.program(), command, shlex.join(recipes), retyped(args.overrides))))

@@ -70,7 +70,7 @@ def settle(
     config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started
 ) -> tuple[RunConfig, Mapping[str, Any]]:
     """`config` with its device settled, and what its data is. Raises ConfigError where it cannot be run here."""
-    from ppctl.data.examine import examine
+    from ppctl.data.examine import examine  # numpy
 
     world, typed = plan.sizes.world, typed_again("train", arguments)
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))

@@ -6,6 +6,7 @@ Knows which keys name which data. Must not know steps, ranks or torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ppctl.config.data_paths import quotas, read_sources
@@ -13,7 +14,8 @@ from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.documents import DocumentEnd
-from ppctl.data.tokenizer import Tokenizer, end_mark, load_tokenizer
+from ppctl.data.huggingface import HuggingFaceTokenizer
+from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, Problem
 
 Item = TypeVar("Item")
@@ -45,6 +47,16 @@ def load_data(data: DataConfig) -> Data:
         kept, held_out = training.split(data.seq_length, data.validation_split)
         return Data(kept, held_out, end)
     return Data(training, None, end)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file).
+
+    Raises DataError where it cannot be read, ConfigError where the library for it is missing.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    return HuggingFaceTokenizer.open(Path(name).expanduser())
 
 
 def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd | None:

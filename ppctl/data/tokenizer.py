@@ -6,7 +6,6 @@ Knows ids and bytes. Must not know corpora or the model's (padded) vocabulary si
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -48,18 +47,6 @@ class Tokenizer(Protocol):
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The type that ids of such a vocabulary are kept in, in memory and in files: Megatron's rule."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: `byte`, or a directory with a tokenizer.json (or that file).
-
-    Raises DataError where it cannot be read, ConfigError where the library for it is missing.
-    """
-    if name == "byte":
-        return ByteTokenizer()
-    from ppctl.data.huggingface import HuggingFaceTokenizer
-
-    return HuggingFaceTokenizer.open(Path(name).expanduser())
 
 
 def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:

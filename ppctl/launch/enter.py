@@ -1,12 +1,14 @@
 """`python -m ppctl.launch.enter RUN --code DIGEST`: once on every node of a submitted job, before its ranks start.
 
-Knows what must hold on a node, and, on the first one, how a run directory is set to go on. Must not import torch.
-Prints one sentence on stdout and leaves with 1 where this node must not run the ranks.
+Knows what must hold on a node: it sees the run, and its ppctl is the one that was submitted, because a job that starts
+hours later must not run what somebody has edited since. And, on the first node, how a run directory is set to go on.
+Must not import torch. Prints one sentence on stdout and leaves with 1 where this node must not run the ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -14,11 +16,12 @@ from pathlib import Path
 
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.heartbeat import host_name
-from ppctl.launch.code import package_digest
-from ppctl.launch.prepare import last_checkpoint, with_value
+from ppctl.launch.prepare import with_value
 from ppctl.rundir import RunDir
+from ppctl.runs import last_checkpoint
 
 LIVE = "live"
+_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +52,15 @@ def wrong_here(run: RunDir, code: str) -> Problem | None:
         message = f"ppctl's code on {host_name()} is {found}, and {code} was submitted: it has changed since"
         return Problem("PP-E624", message, "ppctl submit again, or launch.code=live", str(Path(__file__).parent.parent))
     return None
+
+
+def package_digest(package: Path = _PACKAGE) -> str:
+    """16 hex digits of the SHA-256 over names and contents of the package's Python files."""
+    total = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        total.update(f"{file.relative_to(package).as_posix()} {content}\n".encode())
+    return total.hexdigest()[:16]
 
 
 def go_on(run: RunDir) -> None:

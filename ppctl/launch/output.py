@@ -11,14 +11,10 @@ import threading
 from contextlib import suppress
 from typing import IO, TextIO
 
+from ppctl.files import silence
+
 _LAST_LINES = 2.0
 """Seconds to wait for the end of the output, once the rank is gone."""
-
-
-def discard(out: TextIO) -> None:
-    """Let all that is still written to `out`, whose reader has left, go nowhere instead of failing at exit."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 class Pump:
@@ -43,7 +39,7 @@ class Pump:
                     self._out.flush()
                 except (OSError, ValueError) as error:
                     broken = True
-                    discard(self._out)
+                    silence(self._out)
                     _tell_lost(error)
 
 

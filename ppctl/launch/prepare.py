@@ -5,21 +5,17 @@ Knows what a run directory must hold before the first rank reads it. Must not kn
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ppctl import checkpoint_folder
 from ppctl.config.schema import RunConfig
-from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.launch.environment import Started
 from ppctl.launch.record import environment_record
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
-from ppctl.runs import find_run
+from ppctl.runs import last_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,47 +61,3 @@ def _fill(run: RunDir, launch: Launch) -> None:
     run.add_command(launch.command)
     run.write_status("starting")
     run.write_config(launch.config)
-
-
-def last_checkpoint(run: RunDir) -> Path | None:
-    """The checkpoint that a start of `run` goes on from; one line on stderr where it is not the one of `latest`.
-
-    Raises CheckpointError (PP-E505) where the directory of checkpoints cannot be read.
-    """
-    found = checkpoint_folder.find(run.checkpoints)
-    if found is None:
-        return None
-    if found.warning:
-        _warn(found.warning)
-    return found.path
-
-
-@cache
-def _warn(line: str) -> None:
-    """Once in a process: a start may look for its checkpoint several times."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-def find_checkpoint(text: str, root: Path) -> Path:
-    """The checkpoint that `checkpoint.resume` means: its directory, that of its run, or a run under `root`.
-
-    Raises CheckpointError (PP-E615) where there is none.
-    """
-    path = Path(text).absolute()
-    named = checkpoint_folder.at(path)
-    if named is not None:
-        return named
-    run = RunDir(path.parent if path.name == "checkpoints" else path)
-    found = last_checkpoint(run)
-    if found is None:
-        try:
-            run = find_run(text, root)
-        except ConfigError as error:
-            message = f"checkpoint.resume={text}: there is no such checkpoint and no such run"
-            raise CheckpointError(Problem("PP-E615", message, "ppctl runs", "checkpoint.resume")) from error
-        found = last_checkpoint(run)
-    if found is None:
-        again = next(iter(run.commands()), "ppctl train +recipe=quickstart")
-        message = f"run {run.id} has no checkpoint to go on from"
-        raise CheckpointError(Problem("PP-E615", message, again, str(run.checkpoints)))
-    return found

@@ -19,7 +19,7 @@ from ppctl.families.config_json import TRAINING, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, open_directory, read_config_file
 from ppctl.families.tensors import model_tensors
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
-from ppctl.launch.prepare import find_checkpoint
+from ppctl.runs import find_checkpoint
 
 KEY = "model.from"
 

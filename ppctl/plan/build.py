@@ -14,7 +14,7 @@ from ppctl.cost import parameters
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.plan.clock import timing
-from ppctl.plan.cut import AUTO, Cut, check_search, derive_cut
+from ppctl.plan.cut import AUTO, Cut, check_recompute, check_search, derive_cut
 from ppctl.plan.findings import Finding, Findings, Judge, told
 from ppctl.plan.fit import memory_findings
 from ppctl.plan.given import chunks_wanted, read_given, take_given
@@ -22,7 +22,6 @@ from ppctl.plan.memory import device_of, gathered, rank_costs
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
 from ppctl.plan.profile import Measured, origin, read_profile
-from ppctl.plan.recompute import check_recompute
 from ppctl.plan.said import Said, typed
 from ppctl.plan.sizes import Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups

@@ -25,6 +25,7 @@ MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED = 256, 64
 """What `auto` may choose from: seconds of search."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
+RECOMPUTED = "train.recompute_stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +179,16 @@ def _even(said: Said) -> Iterator[tuple[Override, ...]]:
         yield (("layout", even_layout(said["model.num_layers"], stages, said["model.mtp_num_layers"] or 0)),)
     except LayoutError:
         return
+
+
+def check_recompute(said: Said, stages: int, findings: Findings) -> None:
+    """Refuse numbers of stages to recompute that the pipeline does not have, and an empty list."""
+    chosen = said[RECOMPUTED]
+    if chosen is None:
+        return
+    missing = [number for number in chosen if not 0 <= number < stages]
+    if missing or not chosen:
+        what = f"stage {missing[0]} is not there" if missing else "no stage is named"
+        message = f"{RECOMPUTED}={chosen}: {what}; stages are 0 to {stages - 1}, pp x vpp of them"
+        place = said.told(RECOMPUTED, "pp", "vpp")
+        findings.append(Finding("PP-E217", RECOMPUTED, message, place, ((RECOMPUTED, None),)))

@@ -1,23 +1,38 @@
-"""The Plan, and one rank's part of it: what both towers read.
+"""The Plan, one rank's part of it, and plan.json: what both towers read.
 
-Knows what a plan holds. Must not know how it is derived (`build`) or written (`encode`), torch, Hydra, files or
-processes.
+Knows what a plan holds, and the keys of plan.json, a superset of what `ppctl plan --json` prints. Must not know how a
+plan is derived (`build`) or how its parts are written (`encode`), torch, Hydra, files or processes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ppctl.errors import Problem
-from ppctl.plan import encode as encoding
+from ppctl.plan.encode import (
+    decode_row,
+    decode_stage,
+    decode_timing,
+    encode_row,
+    encode_stage,
+    encode_timing,
+    fields_of,
+)
 from ppctl.plan.types import Derived, RankCost, StageSpec, Timing
-from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.action import Action, Channel, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
 from ppctl.topology import ParallelSizes, RankGrid
+
+_NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing")
+_TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
+_NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
+_CALLS = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,10 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """sha256 of what the run executes: sizes, stages, schedule, costs; not of sources, texts, predicted times."""
-        return encoding.digest(self)
+        data = {key: value for key, value in self._executed().items() if key not in _NOT_DIGESTED}
+        data["schedule"] = {key: value for key, value in data["schedule"].items() if key not in _TIMES}
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one global rank has to know. Raises IndexError for a rank outside the world."""
@@ -75,14 +93,73 @@ class Plan:
         stages = tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
         return RankPlan(rank, pp_rank, position["dp"], stages, self.schedule.actions[pp_rank])
 
+    def report(self) -> dict[str, Any]:
+        """What `ppctl plan --json` prints: everything but the schedule's rows, the provenance and the digest."""
+        sizes = asdict(self.sizes)
+        world = sizes.pop("world")
+        schedule = self.schedule
+        return {
+            "name": self.name,
+            "world_size": world,
+            "parallel": sizes,
+            "layout": self.layout,
+            "stages": [encode_stage(stage) for stage in self.stages],
+            "pp_ranks": [fields_of(cost) for cost in self.pp_ranks],
+            **{name: getattr(self, name) for name in _NUMBERS},
+            "replicated_params": [stage.replicated_params for stage in self.stages],
+            "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
+            "schedule": {
+                "name": schedule.name,
+                "microbatches": self.num_microbatches,
+                _CALLS: self.gradient_accumulation_steps,
+                "actions_per_rank": [len(row) for row in schedule.actions],
+                **{name: getattr(self, name) for name in _TIMES},
+                "placement": schedule.placement.kind,
+                "batched": schedule.batched,
+                "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
+            },
+            "timing": encode_timing(self.timing),
+            "derived": [fields_of(derived) for derived in self.derived],
+            "problems": [problem.to_json() for problem in self.problems],
+        }
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` reads back to an equal plan; a superset of what `ppctl plan --json` prints."""
-        return encoding.encode(self)
+        """Plain data that `from_json` reads back to an equal plan; a superset of `report`."""
+        return {**self._executed(), "provenance": dict(self.provenance), "digest": self.digest}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """The inverse of `to_json`."""
-        return cls(**encoding.decode(data))
+        schedule = data["schedule"]
+        sizes = ParallelSizes(data["world_size"], **data["parallel"])
+        placement = Placement(schedule["placement"], sizes.pp, sizes.num_stages)
+        capacities = {Channel.parse(text): size for text, size in schedule["capacities"].items()}
+        rows = tuple(decode_row(text) for text in schedule["actions"])
+        return cls(
+            name=data["name"],
+            sizes=sizes,
+            layout=data["layout"],
+            stages=tuple(decode_stage(stage) for stage in data["stages"]),
+            pp_ranks=tuple(RankCost(**cost) for cost in data["pp_ranks"]),
+            schedule=Schedule(
+                schedule["name"], placement, schedule["microbatches"], rows, capacities, schedule["batched"]
+            ),
+            num_microbatches=schedule["microbatches"],
+            gradient_accumulation_steps=schedule[_CALLS],
+            **{name: schedule[name] for name in _TIMES},
+            **{name: data[name] for name in _NUMBERS},
+            tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),
+            timing=decode_timing(data["timing"]),
+            derived=tuple(Derived(**derived) for derived in data["derived"]),
+            provenance=dict(data["provenance"]),
+            problems=tuple(Problem(**problem) for problem in data["problems"]),
+        )
+
+    def _executed(self) -> dict[str, Any]:
+        """`report` with each rank's actions."""
+        data = self.report()
+        data["schedule"]["actions"] = [encode_row(row) for row in self.schedule.actions]
+        return data
 
 
 @dataclass(frozen=True, slots=True)

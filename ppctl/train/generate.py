@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from ppctl.comm.buffers import Message
 from ppctl.data.batches import find_documents
-from ppctl.data.tokenizer import ByteTokenizer, Tokens, load_tokenizer
+from ppctl.data.load import load_tokenizer
+from ppctl.data.tokenizer import ByteTokenizer, Tokens
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule

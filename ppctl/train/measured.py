@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from ppctl.config.schema import RunConfig
 from ppctl.cost.profile import subject
 from ppctl.engine.recorder import StepTotals
+from ppctl.plan import Plan
 from ppctl.schedule.hops import message_times
-
-if TYPE_CHECKING:
-    from ppctl.train.session import Session
+from ppctl.schedule.trace import Span
 
 KEPT = 16
 """Steps that are looked back on: one that was disturbed, or the slow first one, must not set the price."""
@@ -46,25 +46,29 @@ def _medians(steps: list[Mapping[int, float]]) -> dict[int, float]:
     return {stage: median(step[stage] for step in steps) for stage in steps[-1]}
 
 
-def gather_costs(session: Session) -> dict[str, Any] | None:
+def gather_costs(
+    steps: RecentSteps, spans: list[Span], plan: Plan, config: RunConfig, device: str
+) -> dict[str, Any] | None:
     """What the last steps cost, on rank 0: seconds of one microbatch's forward and backward by stage, and of the last
-    step's messages by channel (`message_times`). A collective over the world."""
-    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
+    step's messages by channel (`message_times`). A collective over the world.
+
+    `spans` are those of this rank in the last step; empty on all replicas but the first.
+    """
     rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((session.steps.medians(), spans), rows)
+    dist.gather_object((steps.medians(), spans), rows)
     if rows is None:
         return None
     measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
-    layers = {spec.stage: list(map(str, spec.layers)) for spec in session.plan.stages}
+    layers = {spec.stage: list(map(str, spec.layers)) for spec in plan.stages}
     stages = [
         {"stage": s, "layers": layers[s], "forward_s": f, "backward_s": b} for s, (f, b) in sorted(measured.items())
     ]
-    times = message_times([[span for _, spans in rows for span in spans]], session.plan.schedule.placement)
+    times = message_times([[span for _, spans in rows for span in spans]], plan.schedule.placement)
     messages = [{"source": a, "target": b, "direction": d, "seconds": t} for (a, b, d), t in times.items()]
     return {
-        "plan": session.plan.digest,
-        "device": session.device.type,
-        "subject": subject(session.config),
+        "plan": plan.digest,
+        "device": device,
+        "subject": subject(config),
         "stages": stages,
         "messages": messages,
     }

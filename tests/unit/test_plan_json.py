@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from ppctl.config.schema import RunConfig
 from ppctl.plan import Plan, build_plan
-from ppctl.plan.encode import report
 from ppctl.plan.said import Said
 
 
@@ -43,7 +42,7 @@ def test_a_plan_survives_json(
 
 
 def test_the_report_has_the_keys_that_programs_rely_on() -> None:
-    data = report(planned(pp=2, vpp=2, model__mtp_num_layers=1))
+    data = planned(pp=2, vpp=2, model__mtp_num_layers=1).report()
     assert data["world_size"] == 2
     assert data["parallel"].keys() >= {"pp", "vpp", "tp", "cp", "ep", "etp", "dp"}
     assert data["layout"] == "Ett|tt|tt|ttmL"
@@ -67,7 +66,7 @@ def test_the_report_has_the_keys_that_programs_rely_on() -> None:
 def test_plan_json_adds_what_the_run_needs_to_the_report() -> None:
     made = planned(pp=2, gbs=1, parallel__batch_p2p_comm=False, parallel__overlap_p2p_comm=True)
     whole = made.to_json()
-    assert whole.keys() - report(made).keys() == {"provenance", "digest"}
+    assert whole.keys() - made.report().keys() == {"provenance", "digest"}
     assert whole["schedule"]["actions"] == [
         "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD",
         "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD",

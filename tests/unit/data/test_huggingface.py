@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from ppctl.data.corpus import load_corpus
-from ppctl.data.tokenizer import Document, load_tokenizer
+from ppctl.data.load import load_tokenizer
+from ppctl.data.tokenizer import Document
 from ppctl.errors import ConfigError, DataError
 
 TEXTS = ["a stage and a rank and a layer", "the bubble of a pipeline", "naïve 🦊"]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.compose import compose
-from ppctl.launch.code import package_digest
-from ppctl.launch.enter import go_on, wrong_here
+from ppctl.launch.enter import go_on, package_digest, wrong_here
 from ppctl.launch.leave import judge, main
 from ppctl.plan import build_plan
 from ppctl.rundir import RunDir
