@@ -16,9 +16,14 @@ SOURCES = [path for path in Path(ppctl.__file__).parent.rglob("*.py")]
 CODE = re.compile(r"[\"'](PP-E[0-9]{3})[\"']")
 
 
+RETIRED = {"PP-E802"}
+"""Codes that runs of before have told: their pages stay."""
+
+
 def test_every_code_in_the_sources_has_a_page_and_every_page_a_code_in_the_sources():
     used = {code for path in SOURCES for code in CODE.findall(path.read_text(encoding="utf-8"))}
-    assert used == set(pages())
+    assert used | RETIRED == set(pages())
+    assert not used & RETIRED
 
 
 def test_a_code_is_on_the_page_of_its_range_once():
