@@ -21,8 +21,8 @@ from ppctl.plan.types import Derived
 AUTO = "auto"
 """The layout that is found by search."""
 
-MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED = 256, 64
-"""What `auto` may choose from: seconds of search."""
+MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED, MOST_HOMES_SEARCHED = 256, 64, 2**17
+"""What `auto` searches in seconds. The last: layers x stages x pp_ranks, on each of which the MTP layers may be."""
 
 LAYERS = ("model.num_layers", "model.mtp_num_layers")
 RECOMPUTED = "train.recompute_stages"
@@ -59,12 +59,14 @@ def derive_cut(said: Said, findings: Findings, chunks: tuple[int, str] | None = 
 def check_search(said: Said, num_stages: int, findings: Findings) -> None:
     """Refuse a search for a layout that would take more than seconds."""
     layers = said["model.num_layers"]
-    if layers > MOST_LAYERS_SEARCHED or num_stages > MOST_STAGES_SEARCHED:
+    homes = layers * num_stages * said["pp"] if said["model.mtp_num_layers"] else 0
+    if layers > MOST_LAYERS_SEARCHED or num_stages > MOST_STAGES_SEARCHED or homes > MOST_HOMES_SEARCHED:
         message = (
             f"layout=auto searches layouts of at most {MOST_LAYERS_SEARCHED} decoder layers on at most "
-            f"{MOST_STAGES_SEARCHED} stages, here {layers} on {num_stages}"
+            f"{MOST_STAGES_SEARCHED} stages, and with multi-token prediction of at most {MOST_HOMES_SEARCHED} layers x "
+            f"stages x pp; here {layers} layers on {num_stages} stages and pp {said['pp']}"
         )
-        place = said.told("layout", "model.num_layers", "pp", "vpp")
+        place = said.told("layout", *LAYERS, "pp", "vpp")
         findings.append(Finding(TOO_MUCH, "search", message, place, (("layout", None),)))
 
 

@@ -93,6 +93,16 @@ def check_length(said: Said, num_stages: int, num_microbatches: int, findings: F
         ways = ((("layout", None),), (("layout", None), ("vpp", 1)))
         findings.append(Finding(TOO_MUCH, "stages", message, said.told("pp", "vpp"), *ways))
         return
+    least = 2 * said["pp"] - 1
+    if schedule_policy(said[SCHEDULE]) == "zbv_zero_bubble" and 2 * num_stages * least > MOST_ACTIONS:
+        message = (
+            f"{said[SCHEDULE]} is made for at least {least:,} microbatches (2 x pp - 1), through {num_stages:,} stages "
+            f"{2 * num_stages * least:,} forwards and backwards; a plan holds at most {MOST_ACTIONS:,}"
+        )
+        interleaved = (SCHEDULE, fitting_policy(2))
+        place = said.told(SCHEDULE, "pp")
+        findings.append(Finding(TOO_MUCH, SCHEDULE, message, place, (interleaved,), (interleaved, ("layout", None))))
+        return
     if 2 * num_stages * num_microbatches <= MOST_ACTIONS:
         return
     most = max(1, MOST_ACTIONS // 2 // num_stages)

@@ -98,21 +98,22 @@ def _why_foreign(action: Action, pp_rank: int, schedule: Schedule) -> str:
 
 def _disordered(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
     """Per rank: actions that stand before one of the same list that they need."""
+    halved = Counter(stage for stage, _ in schedule.split)
+    mixed = {stage for stage, number in halved.items() if number < schedule.num_microbatches}
     for pp_rank, own in enumerate(lanes):
-        if early := sorted(_early(schedule, own)):
+        if early := sorted(_early(schedule, own, mixed)):
             index, _, need = early[0]
             told = [f"{action} before {other}" for _, action, other in early]
             message = f"rank {pp_rank} has things before what they need: {_some(told)}"
             yield Problem("PP-E313", message, place=grid(schedule, pp_rank, index, f"before {need}"))
 
 
-def _early(schedule: Schedule, own: Lanes) -> Iterator[tuple[int, Action, Action]]:
+def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[int, Action, Action]]:
     """What stands too early in a rank's list: its index, itself, and what it needs of the same list.
 
-    Where a stage's backwards are all split or all whole, every microbatch needs the same, and the lane is judged whole.
+    `mixed` are the stages of which some backwards are split and some whole. Of others every microbatch needs the same,
+    and the lane is judged whole.
     """
-    halved = Counter(stage for stage, _ in schedule.split)
-    mixed = {stage for stage, number in halved.items() if number < schedule.num_microbatches}
     for (op, stage), at in own.items():
         if op in RECEIVES:
             continue

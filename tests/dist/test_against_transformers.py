@@ -48,7 +48,11 @@ def config_of(directory: Path, text: Path, pp: int, vpp: int, layout: str) -> Ru
     config.parallel.pipeline_model_parallel_size = pp
     config.parallel.virtual_pipeline_model_parallel_size = vpp
     config.parallel.pipeline_model_parallel_layout = layout
-    config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm = True, False
+    config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm, config.parallel.batch_p2p_sync = (
+        True,
+        False,
+        False,
+    )
     config.data.path, config.data.seq_length = str(text), SEQ
     config.train.steps, config.train.micro_batch_size, config.train.global_batch_size = 1, 2, 2 * MICROBATCHES
     config.optim.clip_grad = 0.0

@@ -43,7 +43,11 @@ def plan_of(pp: int, vpp: int):
     config = RunConfig(model=ModelConfig(num_layers=pp * vpp, hidden_size=16, num_attention_heads=2))
     config.parallel.pipeline_model_parallel_size = pp
     config.parallel.virtual_pipeline_model_parallel_size = vpp
-    config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm = True, False
+    config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm, config.parallel.batch_p2p_sync = (
+        True,
+        False,
+        False,
+    )
     config.train.micro_batch_size, config.train.global_batch_size = 1, 3 * pp
     config.launch.device, config.launch.nodes, config.launch.gpus_per_node = "cuda", 1, pp
     plan = build_plan(config, {})
