@@ -39,6 +39,7 @@ START_UP = timedelta(minutes=10)
 _KEY = "ppctl/run"
 _READ = "ppctl/read"
 _STARTS = "ppctl/starts"
+_START = "PPCTL_START"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +89,12 @@ def meet(ranks: Ranks, patience: timedelta = START_UP) -> Store:
         if problem is None:
             raise
         raise TrainingError(problem) from error
-    return PrefixStore(f"ppctl/attempt/{_attempt(store, ranks.rank, patience)}/", store)
+    number = os.environ.get(_START) or _start(store, ranks.rank, patience)
+    os.environ[_START] = str(number)  # for this process when it begins anew with other variables
+    return PrefixStore(f"ppctl/start/{number}/", store)
 
 
-def _attempt(store: Store, rank: int, patience: timedelta) -> int:
+def _start(store: Store, rank: int, patience: timedelta) -> int:
     """The number of this start of the ranks. torchrun starts them again with the store that they had.
 
     What is under the names of an earlier start are addresses at which nobody listens any more, and a job that may be

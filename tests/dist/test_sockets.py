@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def join():
     dist.destroy_process_group()
     before = connections()
     store = dist.PrefixStore("worker", store)
-    join_world(store, Ranks(rank, rank, world, world), CPU)
+    join_world(store, Ranks(rank, rank, world, world), CPU, timedelta(seconds=60))
     return store, before
 
 
