@@ -13,8 +13,9 @@ _HOMES = {
     "ppctl.layout": ("LayerType", "PipelineParallelLayerLayout"),
     "ppctl.config.model_parallel_config": ("ModelParallelConfig",),
     "ppctl.config.pipeline_config": ("PipelineConfig",),
-    "ppctl.comm.p2p_communication": ("P2PCommunicator", "Shape", "is_single_shape"),
-    "ppctl.schedules": (
+    "ppctl.megatron.p2p_communication": ("P2PCommunicator", "Shape"),
+    "ppctl.megatron.exchange": ("is_single_shape",),
+    "ppctl.megatron": (
         "backward_step",
         "check_first_val_step",
         "clear_embedding_activation_buffer",
