@@ -23,7 +23,7 @@ rank, stage and action, for whatever fails within.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,19 +32,17 @@ from torch import nn
 from ppctl.errors import ScheduleError
 from ppctl.megatron.agreement import agree
 from ppctl.megatron.call import Call, Order, execute
-from ppctl.megatron.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.megatron.pipeline import pipeline_of, place_in
 from ppctl.megatron.shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.megatron.steps import ForwardStep
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
-
-_PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
 
 
 def forward_backward_no_pipelining(
@@ -116,7 +114,7 @@ def forward_backward_pipelining_without_interleaving(
         schedule,
         pp_rank,
         sync_of_one_chunk(row, reduces=setting(config, "grad_sync_func") is not None),
-        checkpoint_flags(row, setting(config, _PARTIAL), ahead + 1),
+        _checkpoint_flags(config, row, ahead + 1),
         _edges(config, sizes, pg_collection, pp, adjust_tensor_shapes_fn),
     )
     agree(communicator, _asked(call, sizes, varying=adjust_tensor_shapes_fn is not None))
@@ -163,7 +161,7 @@ def forward_backward_pipelining_with_interleaving(
         reduces=not forward_only and setting(config, "grad_sync_func") is not None,
         gathers=not forward_only and setting(config, "param_sync_func") is not None,
     )
-    flags = checkpoint_flags(row, setting(config, _PARTIAL), forwards_in_flight(row))
+    flags = _checkpoint_flags(config, row, forwards_in_flight(row))
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
     edges = _edges(config, sizes, pg_collection, pp * len(chunks), None)
     agree(communicator, _asked(call, sizes, varying=False))
@@ -237,6 +235,15 @@ def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None
     if problems := verify(lowered):
         raise ScheduleError(problems)
     return lowered
+
+
+def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[Action, bool]:
+    """For every forward of this rank's list whether all its layers are recomputed. Raises ConfigError below 0."""
+    name = "num_microbatches_with_partial_activation_checkpoints"
+    partial = setting(config, name)
+    if partial is not None and partial < 0:
+        raise misuse(f"{name} is {partial}: it counts microbatches", f"{name}=0")
+    return checkpoint_flags(row, partial, window)
 
 
 def _asked(call: Call, sizes: tuple[int, int, int | None], *, varying: bool) -> dict[str, int | None]:

@@ -26,11 +26,11 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.errors import Problem, TrainingError
 from ppctl.geometry.layers import Layer
-from ppctl.megatron.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
+from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync import gathers_ahead
 from ppctl.topology import RankGrid
 from ppctl.train.balance import Balance, auxiliary_width
