@@ -7,9 +7,8 @@ import torch
 from cuts import cut
 
 from ppctl.families.directory import open_directory
-from ppctl.geometry.names import owner_of
-from ppctl.model.initialize import pieces
 from ppctl.model.stage import build_stage
+from ppctl.model.stage_model import pieces
 from ppctl.pretrained.reading import Reader
 
 SIZES = dict(
@@ -158,9 +157,8 @@ def our_logits(directory, tokens, layout="EttttL"):
 @torch.no_grad()
 def take(stage, reader):
     """Fill a stage's weights and buffers."""
-    model = reader.directory.model
     for name, tensor in {**stage.canonical_parameters(), **stage.canonical_buffers()}.items():
-        for piece, part in pieces(owner_of(name, model), tensor, stage.held):
+        for piece, part in pieces(name, tensor, stage.parameter_rows()[name], stage.experts):
             part.copy_(reader.tensor(piece))
 
 
