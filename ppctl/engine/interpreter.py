@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from ppctl.comm.batches import Batch
 from ppctl.comm.buffers import MessageSpec, Shelf
 from ppctl.comm.channels import ChannelEnd
 from ppctl.comm.communicator import Communicator
+from ppctl.comm.message_batches import MessageBatch
 from ppctl.engine.pace import Heartbeat, make_pace
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
@@ -102,7 +102,7 @@ class Engine:
         self._join_neighbours()
         self._outgoing: dict[tuple[Op, int], ChannelEnd] = {}
         self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf]] = {}
-        self._batch: Batch | None = None
+        self._batch: MessageBatch | None = None
         self._batch_ends: frozenset[int] = frozenset()
         if communicator is not None:
             self._connect(schedule, communicator)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ppctl.comm.modes import Modes
-from ppctl.comm.shapes import MessageError, empty_header, header, shapes_of
+from ppctl.comm.variable_shapes import MessageError, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
 from ppctl.megatron.neighbours import Handle, Neighbours
 

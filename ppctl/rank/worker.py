@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from ppctl import checkpoint_folder
 from ppctl.comm.channels import PeerLost
-from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.durations import seconds
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.mapping import to_mapping
@@ -57,6 +56,7 @@ from ppctl.rank.rendezvous import (
     refuse_job,
 )
 from ppctl.rank.signals import Listener, StopRequest, end_after
+from ppctl.rank.sockets import raise_file_limit
 from ppctl.rank.time_left import TimeLeft, job_end
 from ppctl.rank.watchdog import Alarm, NodeWatch, write_stacks_on_request
 from ppctl.reach.roll_call import call_roll

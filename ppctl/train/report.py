@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from ppctl.comm.gather import gather_rows
+from ppctl.comm.groups import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.errors import Problem, TrainingError
 

@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.clock import clock_offset
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.groups import make_group
+from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
