@@ -62,10 +62,7 @@ class Generator:
 
     def _packing(self) -> Packing:
         """Where documents lie in the window: as in training, every rank finds them for itself."""
-        end = self.session.document_end
-        if end is None:
-            return ROWS
-        positions, documents = find_documents(self.window[None].cpu(), end)
+        positions, documents = find_documents(self.window[None].cpu(), self.session.document_end)
         return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0)
 
     def _program(self, spec: StageSpec, module: StageModel) -> StageProgram:

@@ -18,8 +18,7 @@ from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
-from ppctl.data.documents import DocumentEnd
-from ppctl.data.load import Samples, load_data
+from ppctl.data.load import NO_END, DocumentEnd, Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
@@ -78,8 +77,8 @@ class Session:
     """What is trained on, on ranks that read data (`reads_data`)."""
     held_out: Samples | None
     """What is evaluated on, where the config names any; on the same ranks."""
-    document_end: DocumentEnd | None
-    """What ends a document, where the config lets anything follow from it; on the same ranks."""
+    document_end: DocumentEnd
+    """What ends a document, and what follows from it; on the same ranks."""
     recorder: Recorder
     steps: RecentSteps
     heartbeat: Heartbeat | None
@@ -200,7 +199,7 @@ def build_session(
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
-        document_end=None if data is None else data.end,
+        document_end=NO_END if data is None else data.end,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         steps=RecentSteps(),
         heartbeat=heartbeat,
