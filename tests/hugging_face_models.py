@@ -9,7 +9,7 @@ from cuts import cut
 from ppctl.families.directory import open_directory
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import pieces
-from ppctl.pretrained.reading import Reader
+from ppctl.pretrained.safetensors_reader import Reader
 
 SIZES = dict(
     vocab_size=52,

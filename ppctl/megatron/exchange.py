@@ -38,7 +38,7 @@ def shapes_in(shapes: Any) -> list[Any]:
     return [shapes] if single else list(shapes)
 
 
-class Exchange:
+class NeighbourExchange:
     """Checks, then moves. Headers of variable shapes live on `header_device`."""
 
     def __init__(self, neighbours: Neighbours, modes: Modes, device: torch.device, header_device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Feed-forward blocks [b, s, h] -> [b, s, h]: a dense one, and a mixture of experts, which drops no token.
 
 Knows how tokens are sorted by expert and summed again, always in the same order: no sum here is left to atomics or to
-the order of threads. Must not know ranks: where several hold the experts, an `Exchange` is put in (`parallel/`).
+the order of threads. Must not know ranks: where several hold the experts, an `ExchangeRows` is put in (`parallel/`).
 Attribute names are canonical parameter names: renaming one renames a checkpoint key.
 """
 
@@ -19,7 +19,7 @@ from ppctl.geometry.layers import expert_width
 from ppctl.model.linear import Linear, Product, for_each_group, make_weight
 from ppctl.model.router import Router
 
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
+ExchangeRows = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
 """`exchange(rows, counts, experts)`: bring rows [n, h], sorted by expert with counts [E], to where their experts live,
 apply `experts(rows, counts of the experts there)`, and bring the results back into the order of `rows`."""
 
@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model)
         shared = model.moe_shared_expert_intermediate_size
         self.shared_experts = FeedForward(model.hidden_size, shared) if shared else None
-        self.exchange: Exchange | None = None
+        self.exchange: ExchangeRows | None = None
         """Needed where this rank holds a part of the experts."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.names import stage_parameters
 from ppctl.geometry.parameters import Parameter
-from ppctl.model.feed_forward import Exchange, MixtureOfExperts
+from ppctl.model.feed_forward import ExchangeRows, MixtureOfExperts
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear, make_weight
@@ -91,7 +91,7 @@ class StageModule(nn.Module):
         """The routers of the layers, in canonical order."""
         return tuple(module for module in self.modules() if isinstance(module, Router))
 
-    def spread_experts(self, exchange: Exchange) -> None:
+    def spread_experts(self, exchange: ExchangeRows) -> None:
         """Reach the experts of every layer through `exchange`."""
         for module in self.modules():
             if isinstance(module, MixtureOfExperts):
@@ -109,7 +109,7 @@ class StageModule(nn.Module):
         self._runs = runs
 
     def _keep_own_experts(self) -> None:
-        """Exchange every whole stack of experts for one of as many as are kept here."""
+        """Replace every whole stack of experts for one of as many as are kept here."""
         for name, row in self._rows.items():
             if row.experts > len(self.experts):
                 owner, _, stack = name.rpartition(".")

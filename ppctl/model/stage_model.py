@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.names import expert_name
 from ppctl.geometry.parameters import Parameter
-from ppctl.model.feed_forward import Exchange
+from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.router import Router
 
@@ -60,7 +60,7 @@ class StageModel(Protocol):
         """The routers of the layers, in canonical order: they keep auxiliary losses and counts of tokens."""
         return ()
 
-    def spread_experts(self, exchange: Exchange) -> None:
+    def spread_experts(self, exchange: ExchangeRows) -> None:
         """From now on reach the experts through `exchange`. Called only where ranks hold different experts."""
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:

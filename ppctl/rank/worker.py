@@ -65,9 +65,9 @@ from ppctl.rundir import RunDir
 from ppctl.topology import RankGrid
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome, train
-from ppctl.train.measured import gather_costs
+from ppctl.train.measured_costs import gather_costs
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
-from ppctl.train.report import TIME_IS_OVER
+from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
 
 if TYPE_CHECKING:

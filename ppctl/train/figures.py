@@ -17,9 +17,9 @@ import torch
 
 from ppctl.cost.devices import device_called, preset
 from ppctl.topology import RankGrid
-from ppctl.train.balance import auxiliary_width
 from ppctl.train.programs import StagePrograms
-from ppctl.train.report import NOTHING, RankReport, Reports
+from ppctl.train.rank_reports import NOTHING, RankReport, Reports
+from ppctl.train.router_balance import auxiliary_width
 from ppctl.train.session import Session
 
 

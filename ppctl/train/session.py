@@ -35,7 +35,7 @@ from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
-from ppctl.train.measured import RecentSteps
+from ppctl.train.measured_costs import RecentSteps
 from ppctl.train.optimizer import AdamW, build_optimizer
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights

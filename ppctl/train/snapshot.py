@@ -25,8 +25,8 @@ from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.families.directory import CONFIG, open_directory
 from ppctl.model.stage_model import pieces
-from ppctl.pretrained.reading import Reader
-from ppctl.pretrained.tokenizer_files import tokenizer_path
+from ppctl.pretrained.companion_files import tokenizer_path
+from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.topology import RankGrid
 from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session

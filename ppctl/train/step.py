@@ -17,13 +17,13 @@ from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
-from ppctl.train.balance import Balance
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at, set_lr
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms
-from ppctl.train.report import check_reports, gather_reports, stop_reason
+from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
+from ppctl.train.router_balance import RouterBalance
 from ppctl.train.session import Session
 
 
@@ -47,7 +47,7 @@ class Trainer:
         self.stages = StagePrograms(session)
         self.programs = self.stages.make()
         self.figures = StepFigures(session)
-        self.balance = Balance(
+        self.balance = RouterBalance(
             [router for module in session.stages.values() for router in module.routers()],
             session.config.model,
             weight=1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all,

@@ -19,7 +19,7 @@ from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.loss import token_losses
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.reading import Reader
+from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer

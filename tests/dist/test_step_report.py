@@ -26,7 +26,7 @@ from ppctl.errors import TrainingError
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
 from ppctl.train.figures import bubble_fraction, slowest_stage
-from ppctl.train.report import (
+from ppctl.train.rank_reports import (
     NOTHING,
     RankReport,
     Reports,
