@@ -89,7 +89,7 @@ def _text(spec: _Spec) -> str:
 
 
 def _fill(path: Path, manifest: Manifest, tensors: Tensors) -> None:
-    """Read this rank's tensors, without a word to other ranks, and compare their digests with the manifest's."""
+    """Read this rank's tensors, without other ranks, and compare their digests with the manifest's."""
     firsts: dict[str, Tensor] = {name: copies(value)[0].detach() for name, value in tensors.items()}
     try:
         without_warning(lambda: load_with_dcp(dict(firsts), storage_reader=FileSystemReader(path), no_dist=True))

@@ -19,7 +19,7 @@ from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 TAGS = {"F": 1, "B": 2}
-"""What tells the channels between two ranks apart on a backend with tags."""
+"""The tags of the channels between two ranks, on a backend with tags."""
 HEADER_TAGS = {"F": 3, "B": 4}
 """The same for the headers of messages of variable shape."""
 
@@ -67,7 +67,7 @@ def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
 
     A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
     the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
-    may be waiting for (decision 9). What is sent one way and what comes the other way then must not share a connection.
+    may be waiting for (decision 9). So the two directions must not share a connection.
     """
     backend = cast(Transport, pp_group._get_backend(_CPU))
     if pp_group.size() == 1 or pp_group._get_backend(_CPU).name() != "gloo":

@@ -34,7 +34,7 @@ class PeerLost(TrainingError):
 
 
 def _short(cause: Exception) -> str:
-    """A library's words without the place in its source and its guesses."""
+    """A library's message without the place in its source and its guesses."""
     first = str(cause).splitlines()[0]
     return re.sub(r"^\[[^\]]*:\d+\] ", "", first).partition(" This is typically caused")[0].rstrip(".")
 
@@ -81,7 +81,7 @@ class Arrival:
         return self.message
 
     def release(self) -> None:
-        """Say that the message is no longer needed; its buffers go back to the pool."""
+        """The message is no longer needed: its buffers go back to the pool."""
         message, self.message = self.message, ()
         if self._shelf is not None:
             self._shelf.give_back(message)
@@ -146,7 +146,7 @@ class DirectEnd:
         return Arrival(message, self.receive_into(message), shelf, self.channel)
 
     def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
-        """Start receiving into given buffers."""
+        """Start receiving into these buffers."""
         try:
             return [self._backend.recv([tensor], self._peer, self._tag) for tensor in message]
         except RuntimeError as error:

@@ -62,8 +62,8 @@ class LooseBatch:
 class FusedBatch:
     """All messages start in one batch_isend_irecv, on the pipeline's own group and without tags.
 
-    Between two ranks only the order tells messages apart, activations and gradients alike: both ends must add what they
-    exchange in the same sequence, as batched schedules do.
+    Between two ranks only the order distinguishes messages, activations and gradients: both ends must add them in the
+    same sequence, as batched schedules do.
     """
 
     def __init__(self, group: ProcessGroup, *, sync: torch.device | None = None) -> None:
@@ -109,7 +109,7 @@ class BatchedEnd:
         self._batch = batch
 
     def reserve(self, capacity: int) -> None:
-        """Nothing stays outstanding behind a batch."""
+        """Do nothing: no send is outstanding after a batch."""
 
     def post(self, shelf: Shelf) -> Arrival:
         """Add the receive of the next message."""
@@ -120,4 +120,4 @@ class BatchedEnd:
         self._batch.send(self.channel, message)
 
     def flush(self) -> None:
-        """Nothing stays outstanding behind a batch."""
+        """Do nothing: no send is outstanding after a batch."""

@@ -1,4 +1,4 @@
-"""Batches: what one data-parallel rank reads in a step, as tensors.
+"""Batches: the samples of one data-parallel rank in a step, as tensors.
 
 Knows how the sampler's ids, the corpus's windows and a rank's share meet. Must not know pipeline ranks, stages, devices
 or how the loss uses the mask. The only file of `data/` that imports torch.
@@ -38,7 +38,7 @@ class StepBatch:
     checksum: int
     """CRC-32 of the global batch's sample ids, equal on all ranks that read (`check_same_samples`)."""
     positions: torch.Tensor | None = None
-    """[m, b, s] int64, where they count anew in every document."""
+    """[m, b, s] int64, where positions restart in every document."""
     documents: tuple[Lengths, ...] | None = None
     """Of each micro-batch the lengths of its rows' documents, where these are kept apart."""
 
@@ -164,9 +164,9 @@ class HeldOutBatches:
 
     def batch(self, number: int) -> StepBatch:
         """This dp rank's share of batch `number`, from 0."""
-        given = self._batches
-        whole = given.step(number)
-        fresh = microbatches(self._fresh[number], given.micro_batch_size, given.dp_rank, given.dp_size)
+        batches = self._batches
+        whole = batches.step(number)
+        fresh = microbatches(self._fresh[number], batches.micro_batch_size, batches.dp_rank, batches.dp_size)
         mask = whole.loss_mask * torch.from_numpy(fresh.copy())[:, :, None].to(whole.loss_mask.dtype)
         return replace(whole, loss_mask=mask, total_tokens=1)
 

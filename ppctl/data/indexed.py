@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx: tokens in one file, where every document lies in the other. Read by mapping, never loaded.
+"""Megatron's .bin and .idx: tokens in one file, the places of documents in the other. Mapped, never loaded.
 
 Knows the format, its damage, and how to name a document. Must not know samples, text or what the tokens mean.
 
@@ -40,7 +40,7 @@ def bin_path(prefix: str | Path) -> Path:
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file that says where they lie."""
+    """The file with the lengths and places of sequences and documents."""
     return Path(f"{prefix}.idx")
 
 

@@ -1,6 +1,6 @@
 """The engine: every rank executes its own list of actions, one handler per operation.
 
-Knows a lowered schedule, stages and channels. Must not know any policy, config or model: everything clever happened
+Knows a lowered schedule, stages and channels. Must not know any policy, config or model: all decisions were made
 before. The steady state builds no strings and no dictionaries; what can be looked up once is looked up at construction.
 """
 
@@ -101,7 +101,7 @@ class Engine:
             self._connect(schedule, communicator)
         self._reduce = reduce_grad
         self.recorder = Recorder(self.pp_rank, self.actions) if recorder is None else recorder
-        # Without messages nothing can wait for another rank, and how far the host runs ahead is the recorder's matter.
+        # Without messages no rank waits for another: the pace follows the device whose time is recorded.
         device = self.recorder.device if communicator is None else communicator.device
         self._pace = make_pace(device, len(self.actions), heartbeat)
         self._enter, self._sent = self._pace.enter, self._pace.sent
@@ -258,9 +258,9 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: C
         message = f"the schedule is for {place.pp} pipeline ranks, the communicator has {size}"
         raise ScheduleError(Problem("PP-E390", message))
     problems = []
-    expected, given = list(place.stages_of(pp_rank)), sorted(program.stage for program in programs)
-    if expected != given:
-        message = f"pp_rank {pp_rank} owns the stages {expected}, the programs given are for {given}"
+    expected, found = list(place.stages_of(pp_rank)), sorted(program.stage for program in programs)
+    if expected != found:
+        message = f"pp_rank {pp_rank} owns the stages {expected}, the programs are for {found}"
         problems.append(Problem("PP-E390", message))
     channels = {place.channel(action) for action in schedule.actions[pp_rank] if action.op in MESSAGES}
     if not schedule.lowered or channels - schedule.capacities.keys():

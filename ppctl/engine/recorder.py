@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
         self.device = torch.device("cpu")
-        """Whose time is stamped."""
+        """The device whose time is stamped."""
         self.pp_rank = pp_rank
         self.actions = tuple(actions)
         self.clock_offset = clock_offset
@@ -47,7 +47,7 @@ class Recorder:
         self._ends = [0.0] * len(self.actions)
 
     def begin_step(self) -> None:
-        """Say that a step starts."""
+        """A step starts."""
 
     def begin(self, index: int) -> None:
         """Stamp the start of an action."""
@@ -58,7 +58,7 @@ class Recorder:
         self._ends[index] = perf_counter()
 
     def end_step(self) -> None:
-        """Say that the step is over."""
+        """The step is over."""
 
     def stamps(self) -> list[tuple[int, float, float]]:
         """(index, start, end) of the actions of the last step that can be read, on the common clock."""
@@ -66,11 +66,11 @@ class Recorder:
         return [(index, self._starts[index] + shift, self._ends[index] + shift) for index in self._stamped]
 
     def spans(self) -> list[Span]:
-        """The same as spans of a trace."""
+        """The stamps as spans of a trace."""
         return [Span(self.pp_rank, self.actions[index], start, end) for index, start, end in self.stamps()]
 
     def totals(self) -> StepTotals | None:
-        """The same in figures; None where no step can be read yet."""
+        """The stamps in figures; None where no step can be read yet."""
         stamps = self.stamps()
         return _totals(self.actions, stamps) if stamps else None
 

@@ -1,6 +1,6 @@
-"""One call of a forward-backward function: its arguments in one shape, and how it runs through the engine.
+"""One call of a forward-backward function: its arguments in one form, and how it runs through the engine.
 
-Knows stages' programs, sync and the config's hooks. Must not know which schedule it runs: it is handed one.
+Knows stages' programs, sync and the config's hooks. Must not know which schedule it runs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Order:
 
 
 def execute(call: Call, order: Order, communicator: P2PCommunicator | None) -> list[Any]:
-    """Run the call on this rank. Returns the forward data store: filled where the last stage is, else empty.
+    """Run the call on this rank. Returns what the last stage stored; an empty list on ranks without it.
 
     Raises EngineError, which names the action, where an action fails.
     """
@@ -91,7 +91,7 @@ def execute(call: Call, order: Order, communicator: P2PCommunicator | None) -> l
 
 
 class _Running:
-    """A call under way on one rank, and what it leaves behind."""
+    """A call while it runs on one rank: programs, sync, and what they store."""
 
     def __init__(self, call: Call, order: Order) -> None:
         self._call, self._order = call, order

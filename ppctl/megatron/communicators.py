@@ -30,13 +30,13 @@ _MODES = (
 )
 
 _made: WeakKeyDictionary[nn.Module, tuple[object, P2PCommunicator]] = WeakKeyDictionary()
-"""Communicators that calls without one have made, by the rank's first chunk: channels and buffers outlive a step."""
+"""Communicators made for calls without one, by the rank's first chunk: channels and buffers outlive a step."""
 
 
 def pipeline_of(model: nn.Module, communicator: P2PCommunicator | None, groups: Any) -> P2PCommunicator | None:
-    """The communicator given, else one over `groups.pp`, else over the world; None for a pipeline of one rank.
+    """`communicator`, else one over `groups.pp`, else one over the world; None for a pipeline of one rank.
 
-    One that is made here is kept for as long as the model lives and nothing changes about how it sends. Raises
+    A communicator that is made here is kept as long as the model lives and its modes stay the same. Raises
     ConfigError where the config says that the world is not one pipeline.
     """
     if communicator is None:

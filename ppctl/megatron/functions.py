@@ -2,17 +2,17 @@
 
 Knows policies, passes and the functions' arguments. Must not know how an action is carried out.
 
-Arguments, the same everywhere. `forward_step_func(data_iterator, model)` returns a stage's output and a loss function
-(`forward_step` says more). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and lists
-with one per chunk where the schedule interleaves. `num_microbatches` per call. `seq_length` (or `decoder_seq_length`,
-where it is given), `micro_batch_size` and the config's `hidden_size` are the shape of what travels between stages.
-`forward_only` runs no backward, under no_grad. `collect_non_loss_data` keeps what the loss function makes of the output
-for other purposes. `first_val_step` is passed on to models that care for the first microbatch. `p2p_communicator` is
-the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`, `tp`, `cp`) goes
-to `finalize_model_grads_func` as it is, as does `force_all_reduce` where it is given.
+All functions have the same arguments. `forward_step_func(data_iterator, model)` returns a stage's output and a loss
+function (see `forward_step`). `data_iterator` and `model` are one, or a list of one, on a rank with one chunk, and
+lists with one per chunk where the schedule interleaves. `num_microbatches` counts those of this call. `seq_length` (or
+`decoder_seq_length`, unless None), `micro_batch_size` and the config's `hidden_size` are the shape of messages between
+stages. `forward_only` runs no backward, under no_grad. `collect_non_loss_data` stores what the loss function returns
+for other purposes. `first_val_step` goes to models that treat the first microbatch differently. `p2p_communicator` is
+the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. `pg_collection` (`pp`, `tp`, `cp`) and
+`force_all_reduce`, unless None, are passed to `finalize_model_grads_func`.
 
-Modules that carry losses of their own (balance of experts, multi-token prediction) are told how these weigh, where they
-have `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.megatron.loss_function.scale_auxiliary_losses`).
+Modules with losses of their own (balance of experts, multi-token prediction) get the factor of these, where they have
+`set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.megatron.loss_function.scale_auxiliary_losses`).
 
 Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
 entry per microbatch in order; on ranks without the last stage it is empty.
@@ -63,7 +63,7 @@ def forward_backward_no_pipelining(
 ) -> list[Any]:
     """Run all microbatches through a whole model, one after the other; gradients are synchronised in the last one.
 
-    No message is sent, so that the sizes are not looked at. Raises ConfigError for a communicator of several ranks.
+    No message is sent, so that the sizes are not used. Raises ConfigError for a communicator of several ranks.
     """
     _refuse_adjusting(adjust_tensor_shapes_fn)
     if p2p_communicator is not None and p2p_communicator.total_stages > 1:
@@ -137,16 +137,16 @@ def forward_backward_pipelining_with_interleaving(
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
-    """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is given, even as 1.
+    """The function for these sizes: no pipelining for one rank, interleaving wherever `vp_size` is a number, even 1.
 
-    Without `pp_size` what is returned chooses when it is called: from the size of the communicator or the world, and
-    from whether `model` is a list. Raises ConfigError for a size below 1.
+    Without `pp_size` the returned function chooses when it is called: by the size of the communicator or the world,
+    and by whether `model` is a list. Raises ConfigError for a size below 1.
     """
     for name, size in (("pp_size", pp_size), ("vp_size", vp_size)):
         if size is not None and whole_number(size, name) < 1:
             raise misuse(f"{name} is {size}, and is at least 1", f"{name}=1")
     if pp_size is None:
-        return _chosen_when_called
+        return _choose_and_call
     if pp_size == 1:
         return forward_backward_no_pipelining
     if vp_size is None:
@@ -154,8 +154,8 @@ def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = 
     return forward_backward_pipelining_with_interleaving
 
 
-def _chosen_when_called(**arguments: Any) -> list[Any]:
-    """The function that fits this call's model and pipeline."""
+def _choose_and_call(**arguments: Any) -> list[Any]:
+    """Call the function that fits the model and the pipeline of these arguments."""
     model = arguments.get("model")
     chunks = model if isinstance(model, list) else [model]
     if not chunks or chunks[0] is None:

@@ -1,4 +1,4 @@
-"""Which microbatch, and how many: Megatron's warm-up counts, and what a model is told about its microbatch.
+"""Which microbatch, and how many: Megatron's warm-up counts, and what a model learns about its microbatch.
 
 Must not know the engine.
 """
@@ -24,8 +24,8 @@ def get_pp_rank_microbatches(
 ) -> WarmupCounts:
     """How this rank's microbatches divide: (total, all_in_warmup, warmup, remaining), counted over all chunks.
 
-    Of the communicator it reads the group's size and rank and the virtual pipeline size, which makes the count that of
-    the interleaved schedule wherever it is given, even as 1. Without one the pipeline is the world, if there is one.
+    The communicator has the group's size and rank, and the virtual pipeline size: with one, even 1, the counts are
+    those of the interleaved schedule. Without a communicator the pipeline is the world, if there is one.
     """
     if p2p_communicator is None:
         pp, pp_rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -46,7 +46,7 @@ def get_pp_rank_microbatches(
 
 
 def check_first_val_step(first_val_step: bool | None, forward_only: bool, cond: bool) -> bool:
-    """Whether a forward is told that it is the first: `cond`, and in a counted validation in its first step."""
+    """The flag for the first microbatch: `cond`, and in a validation with `first_val_step` only in its first step."""
     return bool(first_val_step and cond) if forward_only and first_val_step is not None else cond
 
 

@@ -1,7 +1,7 @@
 """Several documents in one sequence, each as if it stood alone.
 
-Knows rows and the lengths of what lies in them. Must not know tokens, nor what is done with a document. Attention goes
-document by document: nothing of the size of a mask [s, s] is ever kept, and no score is computed to be thrown away.
+Knows rows and the lengths of their documents. Must not know tokens. Attention goes document by document: nothing of
+the size of a mask [s, s] is ever kept, and no score is computed to be masked.
 """
 
 from __future__ import annotations

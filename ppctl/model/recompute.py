@@ -1,8 +1,8 @@
-"""Activation recompute: layers that keep their input alone, modules that do, and outputs that are made a second time.
+"""Activation recompute: layers and modules that keep their inputs only, and outputs that are computed a second time.
 
-Knows torch's checkpoint, autograd's saved tensors, and what Megatron's names of modules stand for in a layer. Must not
-know which stages or layers are chosen (`geometry/recompute.py`) or the schedule. Recompute changes no bit: every
-operation is the same, on the same numbers, in the same order.
+Knows torch's checkpoint, autograd's saved tensors, and which methods of a layer Megatron's names of modules mean. Must
+not know which stages or layers are chosen (`geometry/`) or the schedule. Recompute changes no bit: every operation is
+the same, on the same numbers, in the same order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ CHECKPOINTED = {
     "mlp": (("feed_forward", "forward"),),
     "moe": (("moe", "forward"),),
 }
-"""Megatron's name -> (module of a layer, its method) that keeps its inputs alone."""
+"""Megatron's name -> (module of a layer, its method) that keeps its inputs only."""
 
 MADE_AGAIN = {
     "layernorm": (("attention_norm", "forward"), ("ffn_norm", "forward")),
     "mla_up_proj": (("attention", "expand"),),
     "moe_act": (("moe.experts", "activate"),),
 }
-"""Megatron's name -> (module of a layer, its method) whose outputs are not kept either, by those who save them."""
+"""Megatron's name -> (module of a layer, its method) whose outputs are not kept by the operations that save them."""
 
 
 class Switch:
@@ -75,7 +75,7 @@ def _in_order(layers: Sequence[nn.Module]) -> Function:
 
 
 def _checkpointed(function: Function, switch: Switch) -> Function:
-    """`function`, of whose forward only the inputs stay. No layer draws random numbers: none are restored."""
+    """`function`, whose forward keeps only its inputs. No layer draws random numbers, so that none are restored."""
 
     def call(*inputs: Any) -> Any:
         if not (switch.on and torch.is_grad_enabled()):
@@ -100,22 +100,22 @@ def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
 
 
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    """The part of a layer with this name; None in a layer of another kind."""
+    """The submodule of a layer with this name; None in a layer of another kind."""
     return dict(layer.named_modules()).get(path)
 
 
 class _Outputs:
-    """The outputs of one layer's functions that are made again in the backward, while its forward runs.
+    """The outputs of one layer's functions that are computed again in the backward, while its forward runs.
 
-    An operation that saves such an output for its own backward saves a promise of it in its place. Outputs are known by
-    their memory, and held until the layer's forward ends, so that no other tensor can come to lie there.
+    An operation that saves such an output for its backward saves a placeholder instead. Outputs are recognised by
+    their memory, and kept until the layer's forward ends, so that no other tensor can get that memory.
     """
 
     def __init__(self) -> None:
-        self._promises: dict[int, tuple[_Again, int, Tensor]] = {}
+        self._placeholders: dict[int, tuple[_Again, int, Tensor]] = {}
 
     def watching(self, forward: Function) -> Function:
-        """A layer's forward, under whose operations outputs are exchanged for promises."""
+        """A layer's forward, whose operations save placeholders for these outputs."""
 
         def call(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -124,12 +124,12 @@ class _Outputs:
                 with saved_tensors_hooks(self._pack, _unpack):
                     return forward(*inputs)
             finally:
-                self._promises.clear()
+                self._placeholders.clear()
 
         return call
 
     def not_kept(self, function: Function) -> Function:
-        """A function of tensors whose outputs those who save them do not keep."""
+        """A function of tensors whose outputs the operations that save them do not keep."""
 
         def call(*inputs: Tensor) -> Any:
             if not torch.is_grad_enabled():
@@ -137,13 +137,13 @@ class _Outputs:
             again = _Again(function, inputs)
             outputs = again.first_time(inputs)
             for index, tensor in enumerate(_as_tuple(outputs)):
-                self._promises[tensor.untyped_storage().data_ptr()] = (again, index, tensor)
+                self._placeholders[tensor.untyped_storage().data_ptr()] = (again, index, tensor)
             return outputs
 
         return call
 
     def _pack(self, tensor: Tensor) -> Any:
-        again, index, _ = self._promises.get(tensor.untyped_storage().data_ptr(), (None, 0, None))
+        again, index, _ = self._placeholders.get(tensor.untyped_storage().data_ptr(), (None, 0, None))
         if again is None:
             return tensor
         return again, index, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -157,17 +157,17 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class _Made(NamedTuple):
-    """What the second call of a function made, without a graph."""
+    """The results of the second call of a function, without a graph."""
 
     saved: list[Tensor]
     outputs: tuple[Tensor, ...]
 
 
 class _Again:
-    """A function of which only the inputs stay: it is called a second time, once, for whoever asks first.
+    """A function of which only the inputs are kept: it is called a second time when its results are first needed.
 
-    The graph is that of the first call, so that gradients add up in the same order; what its operations save are
-    numbers, which the second call's tensors answer to. It lives as long as someone may ask.
+    The graph is that of the first call, so that gradients add up in the same order; its operations save the numbers of
+    tensors, which the second call makes.
     """
 
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
@@ -183,7 +183,7 @@ class _Again:
             return self.function(*inputs)
 
     def made(self) -> _Made:
-        """What the second call made."""
+        """The results of the second call."""
         if self._made is None:
             saved: list[Tensor] = []
             with (
@@ -201,7 +201,7 @@ class _Again:
 
 
 def _casting(inputs: Sequence[Tensor]) -> torch.autocast:
-    """How a forward is cast at this moment, as a context for later."""
+    """The present autocast state, as a context for later."""
     kind = inputs[0].device.type
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 

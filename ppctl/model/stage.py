@@ -31,7 +31,7 @@ from ppctl.plan import StageSpec
 class StageModule(nn.Module):
     """What one stage computes. `layers` are in model order: embedding, decoder, mtp, loss.
 
-    The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm stands
+    The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm is
     before the output; in a model with MTP, which reads normalised states, after the last decoder layer. Of the routed
     experts only `experts` are kept (None: all). Its methods are described where `StageModel` has them.
     """

@@ -19,7 +19,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class ScatteredSums(NamedTuple):
-    """Sums on their way."""
+    """Sums that are being computed."""
 
     work: dist.Work | None
     flat: Tensor
@@ -67,8 +67,8 @@ def scatter_sums(
     return ScatteredSums(work, flat, own, None, list(widths))
 
 
-class Coming(NamedTuple):
-    """Wholes on their way."""
+class GatheredWholes(NamedTuple):
+    """Whole tensors that are being gathered."""
 
     work: dist.Work | None
     flat: Tensor
@@ -82,12 +82,12 @@ class Coming(NamedTuple):
             whole.copy_(rows.reshape(-1)[: whole.numel()].view_as(whole))
 
 
-def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Coming:
+def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> GatheredWholes:
     """Start making tensors whole from the parts that the ranks hold, rounded to `dtype` before they travel."""
     own = torch.cat([part.to(dtype) for part in parts])
     flat = own.new_empty(group.size(), own.numel())
     work = _all_gather(flat.view(-1), own, group=group, async_op=True)
-    return Coming(work, flat, [part.numel() for part in parts])
+    return GatheredWholes(work, flat, [part.numel() for part in parts])
 
 
 def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -96,13 +96,13 @@ def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.P
 
 
 def _rows(tensor: Tensor, size: int) -> Tensor:
-    """The parts of all ranks, [size, width], zeros behind the end."""
+    """The parts of all ranks, [size, width], padded with zeros."""
     padding = size * width(tensor, size) - tensor.numel()
     return torch.nn.functional.pad(tensor.reshape(-1), (0, padding)).view(size, -1)
 
 
 def _cut(tensor: Tensor, rows: Tensor) -> None:
-    """Write the parts of all ranks into `rows` [size, width], zeros behind the end."""
+    """Write the parts of all ranks into `rows` [size, width], padded with zeros."""
     flat, wide = tensor.reshape(-1), rows.shape[1]
     full, rest = divmod(flat.numel(), wide)
     rows[:full] = flat[: full * wide].view(full, wide)

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a checkpoint and back; each is written beside, verified and renamed.
+"""From a Hugging Face directory to a checkpoint and back: each is written under another name, verified and renamed.
 
 Knows the order of the steps. Must not know the command line, ranks or modules.
 """
@@ -137,7 +137,7 @@ def _verify(directory: Path, specs: list[Spec]) -> None:
     wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
-        message = f"what lies in {directory} is not what was written there; it is thrown away"
+        message = f"the files in {directory} differ from what was written there; they are deleted"
         raise CheckpointError(Problem("PP-E523", message, f"df -h '{directory.parent}'", "\n".join(wrong[:20])))
 
 

@@ -50,7 +50,7 @@ class StepFigures:
         report.stage_seconds = [0.0] * s.plan.sizes.vpp
         totals = s.recorder.totals()
         if totals is not None:
-            s.steps.add(totals)
+            s.steps.append(totals)
             report.start, report.end, report.busy = totals.first_start, totals.last_end, totals.busy
             report.stage_seconds = [
                 s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.stages

@@ -76,7 +76,7 @@ def in_precision(
 
 @torch.no_grad()
 def unscale(masters: Mapping[str, nn.Parameter], scale: LossScale | None) -> None:
-    """Divide the gradients by the loss scale."""
+    """Divide the gradients by the loss scale, if there is one."""
     for parameter in masters.values():
         if scale is not None and parameter.grad is not None:
             parameter.grad.div_(scale.scale)

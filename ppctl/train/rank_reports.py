@@ -1,7 +1,7 @@
-"""What every rank tells all others once a step, in one small gather, and what all conclude from it alike.
+"""The reports of all ranks on a step, exchanged in one small gather, and the checks that every rank makes on them.
 
-Knows the fields of that message and the rules that end a step or a run. Must not know how the numbers came about. The
-gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight; with thousands of
+Knows the fields of a report and the rules that end a step or a run. Must not know how the numbers are measured. The
+gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight. With thousands of
 ranks nothing here may take a Python statement for each of them.
 """
 
@@ -30,7 +30,7 @@ class RankReport:
     """One rank's numbers of one step. Times are seconds on the job's common clock."""
 
     stop: float = 0.0
-    """The signal that asked this rank to stop, or TIME_IS_OVER; 0 where nothing did."""
+    """The signal that asked this rank to stop, or TIME_IS_OVER; 0 to go on."""
     loss: float = 0.0
     """This rank's share of the loss (0 where it has no loss stage)."""
     bad_microbatch: float = NOTHING
@@ -102,29 +102,29 @@ def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGrou
 
 
 def check_reports(reports: Reports, step: int, last_stage: int) -> None:
-    """Raise TrainingError where ranks read different samples or a loss is not finite. All ranks raise alike."""
-    check_same_samples(step, _told(reports.column("checksum"), NOTHING))
+    """Raise TrainingError, on all ranks, where ranks read different samples or a loss is not finite."""
+    check_same_samples(step, _without(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
             "PP-E732",
             f"step {step}: the loss of microbatch {microbatch} is not finite on rank {rank} (stage {last_stage})",
             "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
         )
-        for rank, microbatch in _told(reports.column("bad_microbatch"), NOTHING).items()
+        for rank, microbatch in _without(reports.column("bad_microbatch"), NOTHING).items()
     ]
     if problems:
         raise TrainingError(problems)
 
 
-def _told(column: Numbers, nothing: float) -> dict[int, int]:
-    """The whole numbers of those ranks that have one to tell, by rank."""
+def _without(column: Numbers, nothing: float) -> dict[int, int]:
+    """By rank, the whole numbers of a column that are not `nothing`."""
     ranks = np.flatnonzero(column != nothing)
     return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
 
 
 def stop_reason(reports: Reports) -> str | None:
-    """Why the run has to stop, in words: what has asked which ranks. None where nothing has."""
-    asked = _told(reports.column("stop"), 0.0)
+    """Why the run has to stop, in words: which signal, on which ranks. None where it goes on."""
+    asked = _without(reports.column("stop"), 0.0)
     if not asked:
         return None
     if TIME_IS_OVER in asked.values():

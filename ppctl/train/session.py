@@ -1,10 +1,11 @@
-"""Everything one rank holds while it trains, built from the config and the plan.
+"""Everything that one rank holds while it trains, built from the config and the plan.
 
-Knows which parts a rank needs and in which order they are made (groups are collective). Must not know how a step goes.
+Knows what a rank needs and in which order it is made (groups are collective). Must not know the order of a step.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +22,7 @@ from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.load import NO_END, DocumentEnd, Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
-from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.parameters import Parameter
 from ppctl.model.compile import compile_stage
@@ -35,7 +36,7 @@ from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
-from ppctl.train.measured_costs import RecentSteps
+from ppctl.train.measured_costs import KEPT
 from ppctl.train.optimizer import AdamW, build_optimizer
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
@@ -50,16 +51,14 @@ class Heartbeat(EngineHeartbeat, Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's parts. Collections go by stage, in chunk order."""
+    """What one rank holds while it trains. Collections go by stage, in chunk order."""
 
     config: RunConfig
     plan: Plan
     own: RankPlan
     device: torch.device
-    pp_group: ProcessGroup
-    dp_group: ProcessGroup
     groups: Mapping[str, ProcessGroup]
-    """Every group of this rank by its axis, these two among them."""
+    """Every group of this rank by its axis."""
     communicator: Communicator | None
     """None where the pipeline has one rank."""
     stages: Mapping[int, StageModel]
@@ -74,13 +73,14 @@ class Session:
     ties: TiedGradients
     norm: GradientNorm
     corpus: Samples | None
-    """What is trained on, on ranks that read data (`reads_data`)."""
+    """The training data, on ranks that read data (`reads_data`)."""
     held_out: Samples | None
-    """What is evaluated on, where the config names any; on the same ranks."""
+    """The data of evaluations, if the config names any; on the same ranks."""
     document_end: DocumentEnd
     """What ends a document, and what follows from it; on the same ranks."""
     recorder: Recorder
-    steps: RecentSteps
+    steps: deque[StepTotals]
+    """This rank's last steps, for profile.json."""
     heartbeat: Heartbeat | None
 
     @property
@@ -100,8 +100,8 @@ class Session:
 
     @property
     def world_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """The groups along the axes that make up the world: what goes along both reaches every rank."""
-        return self.pp_group, self.dp_group
+        """The groups along the axes that make up the world: a gather over both reaches every rank."""
+        return self.groups["pp"], self.groups["dp"]
 
     def batches(
         self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
@@ -177,8 +177,6 @@ def build_session(
         plan=plan,
         own=own,
         device=device,
-        pp_group=pp_group,
-        dp_group=dp_group,
         groups=groups,
         communicator=communicator,
         stages=stages,
@@ -201,7 +199,7 @@ def build_session(
         held_out=None if data is None else data.held_out,
         document_end=NO_END if data is None else data.end,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
-        steps=RecentSteps(),
+        steps=deque(maxlen=KEPT),
         heartbeat=heartbeat,
     )
 
@@ -254,7 +252,6 @@ def _communicator(
     """The pipeline's messages, on a group of their own where they have a backend of their own."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
-    # A V has other neighbours than a loop.
-    # The warm-up connects them, with a limit.
+    # A V has other neighbours than a loop. The warm-up connects them, with a limit.
     modes = Modes.of(config.parallel)
     return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ppctl.cost.passing import BUCKET_ELEMENTS
 from ppctl.parallel.replicate import buckets
-from ppctl.parallel.shard import Coming, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
+from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
 from ppctl.train.precision import Weights, add_in_float32
 
 GroupOf = Callable[[str], dist.ProcessGroup]
@@ -102,7 +102,7 @@ class GatheredWeights(ShardedWeights):
     ) -> None:
         super().__init__(model, group_of)
         self.stages = {stage: list(names) for stage, names in stages.items()}
-        self._coming: dict[int, list[tuple[list[str], Coming]]] = {}
+        self._coming: dict[int, list[tuple[list[str], GatheredWholes]]] = {}
         self._held: set[int] = set()
         self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
         self.release_all()
@@ -149,7 +149,7 @@ class GatheredWeights(ShardedWeights):
         for stage in self.stages:
             self.release(stage)
 
-    def _start(self, names: Sequence[str]) -> Coming:
+    def _start(self, names: Sequence[str]) -> GatheredWholes:
         parts = [self.master[name].data for name in names]
         return start_gather(parts, self.model[names[0]].dtype, self.group_of(names[0]))
 

@@ -33,7 +33,7 @@ from ppctl.train.session import Session
 
 
 class Shard(NamedTuple):
-    """A tensor as this rank holds it, and the whole that stands for it in a checkpoint."""
+    """A tensor as this rank holds it, and the whole tensor of a checkpoint."""
 
     name: str
     own: Tensor
@@ -97,7 +97,7 @@ def save_checkpoint(
     writer = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
     try:
         return checkpoint.save(directory, step, tensors, state, writer=writer, keep=keep)
-    except CheckpointError as error:  # nothing is wrong with what there is: the training has failed to add to it
+    except CheckpointError as error:  # the existing checkpoints are good: it is training that failed
         raise TrainingError(error.problems) from error
 
 
@@ -189,7 +189,7 @@ def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
 
 
 def _with_sizes(problems: Sequence[Problem], path: Path, session: Session) -> list[Problem]:
-    """Where tensors do not fit: what makes the model as large again as the one that was saved."""
+    """The problems; where tensors do not fit, with the keys that give the model its saved sizes as remedy."""
     misfits = [problem for problem in problems if problem.code == "PP-E502"]
     if not misfits:
         return list(problems)

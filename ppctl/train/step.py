@@ -51,7 +51,7 @@ class Trainer:
             [router for module in session.stages.values() for router in module.routers()],
             session.config.model,
             weight=1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all,
-            group=session.dp_group if session.plan.sizes.dp > 1 else None,
+            group=session.groups["dp"] if session.plan.sizes.dp > 1 else None,
         )
 
     def step(self, step: int) -> StepResult:
@@ -95,10 +95,10 @@ class Trainer:
         self.balance.move_biases()
 
     def dry_pass(self, step: int) -> None:
-        """Run all kernels of a step's list once, without a message: what `engine.dry_pass` is for.
+        """Run all kernels of a step's list once, without a message (see `engine.dry_pass`).
 
-        A collective where stages have some of their own (experts on several ranks, gathered weights, sums of gradients
-        over replicas). Nothing that a step reads is different afterwards: weights, gradients, ledgers and every draw of
+        A collective where stages have collectives (experts on several ranks, gathered weights, sums of gradients over
+        replicas). Nothing that a step reads is different afterwards: weights, gradients, ledgers and every draw of
         random numbers.
         """
         s = self.session
@@ -106,7 +106,7 @@ class Trainer:
         self.stages.first = 0
         for program in self.programs:
             is_last = program.stage == len(s.plan.stages) - 1
-            for mb in self._different_ones(program.stage):
+            for mb in self._representatives(program.stage):
                 dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last)
             s.stages[program.stage].train(False)
             dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
@@ -117,7 +117,7 @@ class Trainer:
         if s.device.type == "cuda":
             torch.cuda.synchronize(s.device)
 
-    def _different_ones(self, stage: int) -> list[int]:
+    def _representatives(self, stage: int) -> list[int]:
         """Microbatches of a stage that together run all of its kernels: the second one adds to the first one's
         gradients, and of some the activations are recomputed, of others kept."""
         kinds = {(stage, mb) in self.stages.keeping: mb for mb in range(self.session.plan.num_microbatches)}
