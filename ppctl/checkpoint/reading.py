@@ -1,7 +1,6 @@
 """Loading: strict in both directions, verified before and after, in whatever cut the ranks are now.
 
-Knows torch's distributed checkpoint (DCP) and what must fit. Must not know models, optimizers or the cut that
-the checkpoint was saved in.
+Must not know models, optimizers or the cut that the checkpoint was saved in.
 """
 
 from __future__ import annotations

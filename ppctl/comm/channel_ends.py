@@ -1,7 +1,6 @@
 """How one rank's ends of a pipeline's channels are made: which channels there are, and what carries each.
 
-Knows the channels of a loop, gloo's tags and threads, and that on a GPU a channel has a connection of its own. Must not
-know what is sent.
+Must not know what is sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One rank's end of a channel: post a receive, start a send, wait for either.
 
-Knows how a message's tensors become sends and receives, and how many sends may be under way. Must not know schedules,
-stages or autograd.
+Must not know schedules, stages or autograd.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The messages of one pipeline as the engine uses them: channels, receive buffers and batches, from one rank's view.
 
-Knows process groups, channels and the modes in which messages travel. Must not know schedules, stages or Megatron's
-methods (`ppctl.megatron.p2p_communication` adds those).
+Must not know schedules, stages or Megatron's methods (`ppctl.megatron.p2p_communication` adds those).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Messages of one rank that start together and are waited for together.
 
-Knows two ways to start them: fused by batch_isend_irecv, or one by one on their channels. Must not know which messages
-are neighbours in a schedule: the caller says when the batch is complete.
+Must not know which messages are neighbours in a schedule: the caller says when the batch is complete.
 """
 
 from __future__ import annotations

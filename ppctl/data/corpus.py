@@ -1,7 +1,6 @@
 """The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it.
 
-Knows how tokens come from what a path names and how a sample is cut from them. Must not know steps, ranks, batches,
-weights or torch.
+Must not know steps, ranks, batches, weights or torch.
 """
 
 from __future__ import annotations

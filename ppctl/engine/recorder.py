@@ -1,7 +1,6 @@
 """When each action ran: stamps without allocation in the steady state, read as spans.
 
-Knows clocks: perf_counter on the CPU, CUDA events on a GPU (where Python's clock would measure launches). Must not know
-what the actions do. Messages have no spans: waiting for one is outside every span.
+Must not know what the actions do. Messages have no spans: waiting for one is outside every span.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which communicator a call uses, and whether all ranks of its pipeline make the same call.
-
-Knows process groups and P2PCommunicator. Must not know schedules.
-"""
+"""Which communicator a call uses, and whether all ranks of its pipeline make the same call. Must not know schedules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the forward-backward functions ask of a user's models, configs and iterators.
-
-Knows plain modules, wrappers around them (`.module`), and configs with ModelParallelConfig's fields.
-"""
+"""What the forward-backward functions ask of a user's models, configs and iterators."""
 
 from __future__ import annotations
 

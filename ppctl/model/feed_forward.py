@@ -1,8 +1,7 @@
 """Feed-forward blocks [b, s, h] -> [b, s, h]: a dense one, and a mixture of experts, which drops no token.
 
-Knows how tokens are sorted by expert and summed again, always in the same order: no sum here is left to atomics or to
-the order of threads. Must not know ranks: where several hold the experts, an `ExchangeRows` is put in (`parallel/`).
-Attribute names are canonical parameter names: renaming one renames a checkpoint key.
+Must not know ranks: where several hold the experts, an `ExchangeRows` is put in (`parallel/`). Attribute names are
+canonical parameter names: renaming one renames a checkpoint key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Activation recompute: layers and modules that keep their inputs only, and outputs that are computed a second time.
 
-Knows torch's checkpoint, autograd's saved tensors, and which methods of a layer Megatron's names of modules mean. Must
-not know which stages or layers are chosen (`geometry/`) or the schedule. Recompute changes no bit: every operation is
-the same, on the same numbers, in the same order.
+Must not know which stages or layers are chosen (`geometry/`) or the schedule. Recompute changes no bit: every operation
+is the same, on the same numbers, in the same order.
 """
 
 from __future__ import annotations

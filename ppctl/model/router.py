@@ -1,11 +1,10 @@
 """The router of a mixture of experts: which experts a token goes to, with which weights, and what keeps them balanced.
 
-Knows ModelConfig's routing rules and scores of shape [b, s, E] (E experts, K of them per token). Must not know the
-experts themselves, ranks or microbatches: what it reports beside its output is in its `Ledger`.
+Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `Ledger`.
 
-Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor
-E / (K T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3
-report (arXiv:2412.19437, 2.1.2); z-loss as in ST-MoE (arXiv:2202.08906).
+Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor E / (K
+T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3 report
+(arXiv:2412.19437, 2.1.2); z-loss as in ST-MoE (arXiv:2202.08906).
 """
 
 from __future__ import annotations

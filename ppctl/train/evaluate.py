@@ -1,7 +1,6 @@
 """The loss on held-out samples, through the forward-only schedule on the ranks that train.
 
-Knows which batches an evaluation has and how its losses become one number. Must not know how a step is computed, nor
-change anything that training sees: weights, gradients, position.
+Must not know how a step is computed, nor change anything that training sees: weights, gradients, position.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The global gradient norm and clipping, bitwise as `torch.nn.utils.clip_grad_norm_` has them on one process.
 
-Knows the canonical order of the model's parameters and the pp_rank of each. Must not know the schedule, nor
-data-parallel replicas: their gradients are equal by now.
+Must not know the schedule, nor data-parallel replicas: their gradients are equal by now.
 """
 
 from __future__ import annotations

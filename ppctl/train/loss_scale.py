@@ -1,7 +1,6 @@
 """The loss scale of float16: a factor that keeps small gradients above the smallest float16, and its adjustment.
 
-Knows the rule of growth and backoff. Must not know the optimizer, ranks or files: all ranks see the same norm, and so
-change their scale in the same way.
+Must not know the optimizer, ranks or files: all ranks see the same norm, and so change their scale in the same way.
 """
 
 from __future__ import annotations

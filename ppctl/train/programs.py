@@ -1,7 +1,6 @@
 """What the engine calls for each stage in a step: the module, given tokens where it reads them, closed by the loss.
 
-Knows a step's batch, its losses by microbatch, and which microbatches keep their activations. Must not know the order
-of a step, nor what becomes of gradients.
+Must not know the order of a step, nor what becomes of gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The reports of all ranks on a step, exchanged in one small gather, and the checks that every rank makes on them.
 
-Knows the fields of a report and the rules that end a step or a run. Must not know how the numbers are measured. The
-gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight. With thousands of
-ranks nothing here may take a Python statement for each of them.
+Must not know how the numbers are measured. The gather comes before the optimizer, so that wrong data or a non-finite
+loss never reaches a weight. With thousands of ranks nothing here may take a Python statement for each of them.
 """
 
 from __future__ import annotations

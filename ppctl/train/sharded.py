@@ -1,9 +1,8 @@
 """The weights of one rank where data-parallel ranks share what the optimizer needs (decisions 11 and 21).
 
-Knows which part of every parameter this rank steps. Must not know stages' modules, the schedule or the optimizer's
-rule. Gradients add up whole, in float32, until a stage's last backward; then every rank gets its part of the sum, and
-the rest is freed. Masters and moments exist in parts alone. The model's weights are whole, or (`GatheredWeights`) whole
-only while a stage computes. All by canonical name.
+Must not know stages' modules, the schedule or the optimizer's rule. Gradients add up whole, in float32, until a stage's
+last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments exist in parts
+alone. The model's weights are whole, or (`GatheredWeights`) whole only while a stage computes. All by canonical name.
 """
 
 from __future__ import annotations

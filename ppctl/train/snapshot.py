@@ -1,7 +1,6 @@
 """A session as a checkpoint sees it: every tensor under its canonical global name, and the position in the data.
 
-Knows which tensors make up the training state, and that first weights may come from a model directory or another
-checkpoint. Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read them.
+Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read them.
 """
 
 from __future__ import annotations

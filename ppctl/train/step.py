@@ -1,7 +1,4 @@
-"""One optimizer step on one rank: pipeline, sums, norm, clip, update.
-
-Knows the order of these and nothing of runs: no files, no screen, no checkpoints. Must not know which schedule it runs.
-"""
+"""One optimizer step on one rank: pipeline, sums, norm, clip, update. Must not know which schedule it runs."""
 
 from __future__ import annotations
 
