@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppctl.data.load import NO_END, DocumentEnd, Samples
+from ppctl.data.blend import Blend
+from ppctl.data.load import NO_END, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
 
@@ -55,7 +56,7 @@ class Batches:
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
 
-    corpus: Samples
+    corpus: Blend
     _: KW_ONLY
     seq_length: int
     global_batch_size: int

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ppctl.config.schema import RunConfig
-from ppctl.data.load import NO_END, Data, Samples, load_data, of_document_ends
+from ppctl.data.blend import Blend
+from ppctl.data.load import NO_END, Data, load_data, of_document_ends
 from ppctl.errors import PpctlError, Problem
 
 
@@ -40,7 +41,7 @@ def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
             yield Problem("PP-E416", message, " ".join(f"{key}=false" for key in asked), corpus.description)
 
 
-def _record(samples: Samples, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:
+def _record(samples: Blend, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:
     number = 0
     try:
         number = samples.num_samples(config.data.seq_length)

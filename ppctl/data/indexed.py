@@ -92,28 +92,16 @@ def open_indexed(prefix: str) -> Indexed:
         if not file.exists():
             message = f"{file} is missing, and {other.name} alone cannot be read"
             raise DataError(Problem("PP-E412", message, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
-    with _ProblemsOf(idx):
+    try:
         indexed = _read(prefix, idx, bin_)
-    problem = next(_damage(indexed, idx, bin_), None)
-    if problem is not None:
-        raise DataError(Problem("PP-E412", problem, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
+    except OSError as error:
+        file = error.filename or idx
+        problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
+        raise DataError(problem) from error
+    damage = next(_damage(indexed, idx, bin_), None)
+    if damage is not None:
+        raise DataError(Problem("PP-E412", damage, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
     return indexed
-
-
-class _ProblemsOf:
-    """Turns what the operating system refuses into a problem that names the file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            file = error.filename or self.file
-            problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
-            raise DataError(problem) from error
 
 
 def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple, TypeVar
 from ppctl.config.data_paths import quotas, read_sources
 from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
-from ppctl.data.corpus import Corpus, load_corpus
+from ppctl.data.corpus import load_corpus
 from ppctl.data.huggingface import HuggingFaceTokenizer
 from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, Problem
 
 Item = TypeVar("Item")
 Loaded = TypeVar("Loaded")
-
-Samples = Corpus | Blend
-"""What batches are drawn from."""
 
 
 class DocumentEnd(NamedTuple):
@@ -43,8 +40,8 @@ NO_END = DocumentEnd(-1)
 class Data(NamedTuple):
     """What a run reads."""
 
-    training: Samples
-    held_out: Samples | None
+    training: Blend
+    held_out: Blend | None
     """What evaluation reads, if the config names any. No sample of it is among those trained on."""
     end: DocumentEnd
     """What ends a document, and what follows from it."""
@@ -92,14 +89,14 @@ def of_document_ends(data: DataConfig) -> list[str]:
     return [f"data.{key}" for key in keys if getattr(data, key)]
 
 
-def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Samples:
-    """The corpus that a value of `data.path` names, or the blend."""
+def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Blend:
+    """The corpora that a value of `data.path` names, with their proportions."""
     sources = read_sources(path)
     if not sources:
-        return load_corpus(None, tokenizer)
+        return Blend((load_corpus(None, tokenizer),))
     corpora = _every(sources, lambda source: load_corpus(source.path, tokenizer))
     weights = [source.weight for source in sources if source.weight is not None]
-    return corpora[0] if len(corpora) == 1 else Blend(corpora, quotas(weights) if weights else None)
+    return Blend(corpora, quotas(weights) if weights and len(corpora) > 1 else None)
 
 
 def _every(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:

@@ -46,7 +46,9 @@ def width(tensor: Tensor, size: int) -> int:
 
 def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part [width], a copy."""
-    return _rows(tensor, group.size())[group.rank()].clone()
+    rows = tensor.new_empty(group.size(), width(tensor, group.size()))
+    _cut(tensor, rows)
+    return rows[group.rank()].clone()
 
 
 def scatter_sums(
@@ -93,12 +95,6 @@ def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.Proces
 def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Fill tensors of one dtype from the parts that the ranks hold."""
     start_gather(parts, wholes[0].dtype, group).into(wholes)
-
-
-def _rows(tensor: Tensor, size: int) -> Tensor:
-    """The parts of all ranks, [size, width], padded with zeros."""
-    padding = size * width(tensor, size) - tensor.numel()
-    return torch.nn.functional.pad(tensor.reshape(-1), (0, padding)).view(size, -1)
 
 
 def _cut(tensor: Tensor, rows: Tensor) -> None:

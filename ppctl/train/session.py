@@ -19,7 +19,8 @@ from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
-from ppctl.data.load import NO_END, DocumentEnd, Samples, load_data
+from ppctl.data.blend import Blend
+from ppctl.data.load import NO_END, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
@@ -72,9 +73,9 @@ class Session:
     reducer: GradientReducer | GradientScatter
     ties: TiedGradients
     norm: GradientNorm
-    corpus: Samples | None
+    corpus: Blend | None
     """The training data, on ranks that read data (`reads_data`)."""
-    held_out: Samples | None
+    held_out: Blend | None
     """The data of evaluations, if the config names any; on the same ranks."""
     document_end: DocumentEnd
     """What ends a document, and what follows from it; on the same ranks."""
@@ -117,7 +118,7 @@ class Session:
             return None
         return HeldOutBatches(self._batches(self.held_out, sample_order), self.config.train.eval_steps)
 
-    def _batches(self, samples: Samples, sample_order: int, first_step: int = 0, consumed_samples: int = 0) -> Batches:
+    def _batches(self, samples: Blend, sample_order: int, first_step: int = 0, consumed_samples: int = 0) -> Batches:
         return Batches(
             samples,
             seq_length=self.config.data.seq_length,
