@@ -25,15 +25,13 @@ from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, mtp_tables, open_directory, stored_names
 from ppctl.families.tensors import model_tensors
+from ppctl.geometry.names import parameter_of
 from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""
-
-_KEPT_FLOAT32 = "expert_bias"
-"""Balances experts in steps of a thousandth, which bfloat16 would lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,11 @@ def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dty
         message = f"the checkpoint at {path} lacks tensors of the model that its state.json describes"
         raise CheckpointError(Problem("PP-E502", message, f"ls '{path}'", "\n".join(ranges(wrong))))
     saved = {name: getattr(torch, record.dtype) for name, record in records.items() if record is not None}
-    return {name: found if dtype is None or name.endswith(_KEPT_FLOAT32) else dtype for name, found in saved.items()}
+    if dtype is None:
+        return saved
+    # What balances experts moves in steps of a thousandth, which bfloat16 would lose: it keeps its dtype.
+    kept = {name for name in saved if parameter_of(name, model).role == "correction"}
+    return {name: found if name in kept else dtype for name, found in saved.items()}
 
 
 def _verify(directory: Path, specs: list[Spec]) -> None:
