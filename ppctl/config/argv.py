@@ -11,50 +11,27 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppctl.config.flags import LISTS, MEGATRON, SEVERAL, SWITCHES, Foreign, flag_problem, flags_problem, foreign
-from ppctl.config.keys import as_typed, keys, sections
+from ppctl.config.flags import (
+    LISTS,
+    MEGATRON,
+    SWITCHES,
+    Foreign,
+    flag_problem,
+    flags_problem,
+    foreign,
+    takes_several,
+)
+from ppctl.config.keys import as_typed, keys, names_of_keys, sections
 from ppctl.config.quoting import quote, sweep_values, unquoted
 from ppctl.errors import Problem
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
 
-ALIASES = {
-    "steps": "train.steps",
-    "gbs": "train.global_batch_size",
-    "mbs": "train.micro_batch_size",
-    "seq": "data.seq_length",
-    "lr": "optim.lr",
-    "pp": "parallel.pipeline_model_parallel_size",
-    "vpp": "parallel.virtual_pipeline_model_parallel_size",
-    "tp": "parallel.tensor_model_parallel_size",
-    "cp": "parallel.context_parallel_size",
-    "ep": "parallel.expert_model_parallel_size",
-    "etp": "parallel.expert_tensor_parallel_size",
-    "dp": "parallel.data_parallel_size",
-    "layout": LAYOUT,
-    "recompute": "train.recompute_granularity",
-    "nodes": "launch.nodes",
-    "gpus_per_node": "launch.gpus_per_node",
-}
+ALIASES = {name: key for name, key in names_of_keys("names").items() if "-" not in name and "." not in name}
+"""Short name of a key -> key."""
 
-SYNONYMS = {
-    **{
-        f"model.{name}": f"parallel.{name}"
-        for name in (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-    },
-    "parallel.num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
-    "model.virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_model_parallel_size",
-    **{
-        f"model.recompute_{name}": f"train.recompute_{name}"
-        for name in ("granularity", "method", "num_layers", "modules")
-    },
-}
-"""Names that other systems have for a key, and for its section."""
+SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in name}
+"""Another system's name of a key, with its section -> key."""
 
 PLACE = "command line"
 
@@ -125,7 +102,7 @@ class _Sorter:
             self._add(name, SWITCHES[name], value if equals else "true", token)
         elif token.startswith("-") and len(token) > 1:
             if not equals:
-                words = self._words(None if name in SEVERAL else 1)
+                words = self._words(None if takes_several(name) else 1)
                 value = "".join(words) if len(words) < 2 else f"[{','.join(words)}]"
             self._foreign_flag(name, value)
         else:

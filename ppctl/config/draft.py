@@ -12,24 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.keys import sections, text_keys
+from ppctl.config.keys import keys_with, sections, text_keys
 from ppctl.errors import Problem
 from ppctl.files import is_file, read_text
-
-SETS_LAYOUT_ASIDE = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-    "model.num_layers",
-    "model.mtp_num_layers",
-    "parallel.num_layers_in_first_pipeline_stage",
-    "parallel.num_layers_in_last_pipeline_stage",
-    "parallel.account_for_embedding_in_pipeline_split",
-    "parallel.account_for_loss_in_pipeline_split",
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "pipeline.layers_per_stage",
-    "pipeline.module_fqns_per_model_part",
-)
-"""The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
 
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
@@ -74,7 +59,7 @@ class Draft:
 
     def sizes(self) -> dict[str, Any]:
         """The sizes that a layout depends on, as they stand."""
-        return {key: self.get(key) for key in SETS_LAYOUT_ASIDE}
+        return {key: self.get(key) for key in keys_with("layout")}
 
     def resolve(self) -> None:
         """Resolve `${...}`, one leaf at a time so that every failure is told."""
@@ -109,7 +94,7 @@ class Draft:
         `before` are the sizes that the layout was written for; `given` the keys of the command line.
         """
         layout = self.get(LAYOUT)
-        changed = [key for key in SETS_LAYOUT_ASIDE if self.get(key) != before[key]]
+        changed = [key for key in keys_with("layout") if self.get(key) != before[key]]
         if LAYOUT in given or layout in (None, "auto") or not changed:
             return
         short = {key: alias for alias, key in ALIASES.items()}

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ppctl.config.limits import limit_of
+from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.mapping import converted_value
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
@@ -21,22 +21,8 @@ from ppctl.families.table import FAMILIES, Family, Field
 from ppctl.geometry.layers import expert_width, head_dim, query_groups
 from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 
-TRAINING = frozenset(
-    {
-        "init_method_std",
-        "moe_router_bias_update_rate",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "mtp_loss_scaling_factor",
-        "attention_backend",
-        "attention_dropout",
-        "hidden_dropout",
-        "from_",
-    }
-)
+TRAINING = frozenset(key.attribute for key in keys_with("training").values())
 """Fields that say how a model is trained: weights do not depend on them."""
-
 
 _WRITTEN = frozenset({"model_type", "architectures", "dtype", "torch_dtype", *POSITIONS})
 _OF_FILES = frozenset({"quantization_config", "auto_map"})
@@ -85,16 +71,13 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
     return Recognised(family, canonical(ModelConfig(**values)))
 
 
-_OWN_FIELDS = {each.name: each for each in fields(ModelConfig)}
-
-
 def _read_field(field: Field, told: Mapping[str, Any]) -> dict[str, Any]:
     name = f"model.{field.ours}"
     try:
         value = converted_value(name, told[field.theirs])
     except ValueError as error:
         raise Unbuilt(field.theirs, str(error)) from None
-    limit = limit_of(_OWN_FIELDS[field.ours].metadata)
+    limit = text_keys()[name].limit
     if limit is not None and value is not None and not limit.allows(value):
         raise Unbuilt(field.theirs, f"must be {limit.words}, not {value}")
     return {field.ours: value}

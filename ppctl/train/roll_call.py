@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl.comm.contact import DeadEdge
 from ppctl.comm.reach import LIKELY, WAY_OUT, listen, unreached
-from ppctl.config.durations import seconds
 from ppctl.config.mapping import to_mapping
+from ppctl.config.quantities import seconds
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
 from ppctl.heartbeat import host_name
 

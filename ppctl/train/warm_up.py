@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ppctl.comm.contact import Contact, Made, Meeting
 from ppctl.comm.edges import channel_contacts, group_contacts
-from ppctl.config.durations import seconds
+from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.heartbeat import host_name
 from ppctl.train.session import Session
