@@ -427,10 +427,7 @@ DEVICES = ("a100", "h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "cp
 class CostConfig:
     """What a plan is priced with. Changes what is predicted, never what is run."""
 
-    device: str | None = key(
-        None,
-        one_of(*DEVICES, any_case=True),
-    )
+    device: str | None = key(None, one_of(*DEVICES, any_case=True))
     """A device preset: a100, h100, h800, h200, b200, b300, gb200, gb300, cpu; none takes h100, or cpu on the CPU."""
     profile: str | None = key(None, NOT_EMPTY)
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
