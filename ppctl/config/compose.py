@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RefusedError(ConfigError):
-    """Problems, with the config as far as it was understood: what else is wrong with it can be told as well."""
+    """Problems, with the config as far as it could be composed, so that a plan of it can find more problems."""
 
     def __init__(self, problems: Sequence[Problem], composed: Composed) -> None:
         super().__init__(problems)
@@ -51,7 +51,7 @@ class Composed:
     """Config group -> chosen option, of those that the command line chose."""
     recipe_path: Path | None = None
     notes: tuple[str, ...] = ()
-    """What was decided for the user and should be said."""
+    """What was decided for the user, to be printed."""
 
 
 _TOKENIZER = "data.tokenizer"
@@ -108,14 +108,10 @@ def override(
 def _arguments(overrides: Sequence[str]) -> Arguments:
     found = normalise(overrides)
     for token in found.rest:
-        found.problems.append(Problem("PP-E105", f"{token} is no override: KEY=VALUE", _meant(token), PLACE))
+        close = nearest(token, recipes())
+        remedy = f"+recipe={close[0]}" if close else "ppctl explain"
+        found.problems.append(Problem("PP-E105", f"{token} is no override: KEY=VALUE", remedy, PLACE))
     return found
-
-
-def _meant(token: str) -> str:
-    """What somebody may have meant who typed a word where an override belongs."""
-    close = nearest(token, recipes())
-    return f"+recipe={close[0]}" if close else "ppctl explain"
 
 
 def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -164,12 +160,12 @@ def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
 
 
 def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
-    """Cover what makes the run large, unless the command line gave it, and tell it as a table."""
+    """Replace what makes the run large, except values of the command line, and note the changes as a table."""
     rows = []
     for key, value in _miniature(draft).items():
         before = draft.get(key)
         if key in draft.covered:
-            draft.covered[key] = value  # a remedy goes back to what stands there without the command line
+            draft.covered[key] = value  # a remedy goes back to the value without the command line
         if key not in given and value != before:
             draft.put(key, value)
             draft.provenance[key] = f"scale={scale}"
@@ -181,8 +177,8 @@ def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
 
 
 def _miniature(draft: Draft) -> dict[str, Any]:
-    """The values that make the run small. The model's are in proportion to what files say: what the command line gives
-    is meant for the miniature."""
+    """The values that make the run small. The model's are in proportion to those of files: values on the command line
+    are meant for the miniature."""
     config, _ = convert(draft.tree, draft.place)
     sound = within_limits(config, list(beyond_limits(config)), draft.covered)
     full = Draft(deepcopy(draft.tree), draft.provenance)
@@ -237,12 +233,12 @@ def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled:
     except PpctlError as error:
         draft.problems += error.problems
         return
-    said = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
+    is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
     for name, value in values.items():
-        if name not in given and not (name == _TOKENIZER and said):
+        if name not in given and not (name == _TOKENIZER and is_set):
             draft.put(name, value)
             draft.provenance[name] = f"model.from={source}"
-    if for_training and not said and _TOKENIZER not in values:
+    if for_training and not is_set and _TOKENIZER not in values:
         message = (
             f"{source} has no tokenizer, and {_TOKENIZER} names none (a directory, or byte where bytes are meant): "
             "bytes would be read as tokens of its vocabulary"
@@ -296,7 +292,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     config, wrong = convert(draft.tree, draft.place)
     named = {_key_of(p): p for p in wrong}
     problems = [_with_remedy(p, draft) for p in draft.problems]
-    # A value that was derived from a wrong one is wrong too, and told once.
+    # A value that was derived from a wrong one is wrong too: one problem is enough.
     problems += [_with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place]
     problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
     notes = (*draft.notes, *ignored(config, draft.provenance))

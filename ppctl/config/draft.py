@@ -1,7 +1,7 @@
-"""A configuration on its way: a tree of values, where each came from, and what was found wrong so far.
+"""A configuration while it is composed: a tree of values, the source of each, and the problems found so far.
 
-Knows how stronger values cover weaker ones, and the three adjustments that are made once all are there: interpolations
-resolved, a layout that the command line has outdated set aside, two names of one value made equal. Must not know Hydra.
+Knows how stronger values replace weaker ones, and the adjustments once all values are there: interpolations are
+resolved, a layout made for other sizes is set aside, two names of one value become equal. Must not know Hydra.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     covered: dict[str, Any] = field(default_factory=dict)
-    """What the command line has covered, by key: the values that stood before, which remedies propose."""
+    """Key -> the value that the command line has replaced: remedies go back to it."""
 
     def place(self, key: str) -> str:
         """Where `key` got its value, for a problem."""
@@ -47,7 +47,7 @@ class Draft:
         return value
 
     def put(self, key: str, value: Any) -> None:
-        """Cover what was there; a mapping is added to a mapping."""
+        """Replace the value of a dotted key; a mapping is added to a mapping."""
         *path, last = key.split(".")
         branch = self.tree
         for part in path:
@@ -58,11 +58,11 @@ class Draft:
         branch[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes that a layout depends on, as they stand."""
+        """The present sizes that a layout depends on."""
         return {key: self.get(key) for key in keys_with("layout")}
 
     def resolve(self) -> None:
-        """Resolve `${...}`, one leaf at a time so that every failure is told."""
+        """Resolve `${...}`, one leaf at a time so that every failure is reported."""
         leaves = [name for name, value in flat(self.tree, "") if "${" in str(value)]
         if not leaves:
             return
@@ -85,13 +85,13 @@ class Draft:
     def _unresolved(self, name: str, error: Exception) -> None:
         message = f"{name}: {str(error).splitlines()[0]}"
         self.problems.append(Problem("PP-E114", message, place=self.place(name)))
-        self.put(name, None)  # first, since a mapping would be added to the one that is wrong
+        self.put(name, None)  # first, since a mapping would be added to the wrong one
         self.put(name, text_keys()[name].default if name in text_keys() else None)
 
     def set_layout_aside(self, before: Mapping[str, Any], given: set[str]) -> None:
-        """The command line is stronger than a recipe: a layout made for other sizes gives way, unless typed as well.
+        """Drop a layout of a file where the command line changes the sizes that it was made for.
 
-        `before` are the sizes that the layout was written for; `given` the keys of the command line.
+        `before` are those sizes; `given` the keys of the command line, which may have a layout of its own.
         """
         layout = self.get(LAYOUT)
         changed = [key for key in keys_with("layout") if self.get(key) != before[key]]
@@ -128,9 +128,9 @@ class Draft:
             self.put(SCHEDULE_FILE, str(Path(value).expanduser().resolve()))
 
     def unite_micro_batch(self) -> None:
-        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: the stronger one's.
+        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: that of the stronger source.
 
-        Given with equal strength, they stay as they are, and `checks.py` tells where they differ.
+        With equally strong sources both stay, and `checks.py` reports a difference.
         """
         ranks = [_strength(self.provenance.get(key, DEFAULT)) for key in MICRO_BATCH]
         if ranks[0] == ranks[1]:

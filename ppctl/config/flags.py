@@ -1,7 +1,7 @@
-"""Flags in Megatron's spelling: which of them ppctl takes, and what the error about any other one says.
+"""Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
 Sizes, layout, batch and sequence are taken as flags; everything else is written `KEY=VALUE`. The flags of a key are
-metadata of its field (`names`, `known_as`); here are those that do not stand for one key.
+metadata of its field (`names`, `known_as`); here are those that do not mean one key.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _ATTENTION = "attention is torch's scaled_dot_product_attention, which chooses i
 MEANINGLESS = {
     "--use-mcore-models": "ppctl has one implementation of its model",
     "--transformer-impl": "ppctl has one implementation of its model",
-    "--group-query-attention": "model.num_query_groups alone says it",
+    "--group-query-attention": "model.num_query_groups alone decides it",
     "--use-flash-attn": _ATTENTION,
     "--attention-softmax-in-fp32": _ATTENTION,
     "--no-masked-softmax-fusion": _ATTENTION,
     "--lr-decay-style": "the learning rate warms up linearly and decays as a cosine",
-    "--tokenizer-type": "data.tokenizer alone says it",
+    "--tokenizer-type": "data.tokenizer alone decides it",
     "--distributed-backend": "the device decides: nccl on cuda, gloo on cpu",
     "--log-interval": "every step is logged",
     "--save": "checkpoints are in the run directory: log.dir",
-    "--node-rank": "ranks started by others say so in their environment",
-    "--rdzv-backend": "ranks started by others say so in their environment",
-    "--rdzv-endpoint": "ranks started by others say so in their environment",
+    "--node-rank": "ranks that ppctl does not start find it in their environment",
+    "--rdzv-backend": "ranks that ppctl does not start find it in their environment",
+    "--rdzv-endpoint": "ranks that ppctl does not start find it in their environment",
 }
 """Flags that have no meaning here, and why."""
 
 
 def _keys_of(flag: str) -> list[Key]:
-    """The keys that a flag of Megatron's stands for: by its meaning, else by its name."""
+    """The keys that a flag of Megatron's means, else those of its name."""
     key = names_of_keys("known_as").get(flag) or FIXED.get(flag, "").partition("=")[0]
     field = flag.lstrip("-").replace("-", "_")
     return [text_keys()[key]] if key else [key for key in text_keys().values() if field in (key.field, key.name)]

@@ -37,7 +37,7 @@ class Key:
     owner: type
     """The dataclass that declares the field."""
     facts: Facts
-    """What its field's metadata says, and its section's."""
+    """From the metadata of its field and of its section."""
 
     @property
     def limit(self) -> Limit | None:
@@ -144,7 +144,7 @@ def text_keys() -> dict[str, Key]:
 
 @cache
 def keys_with(fact: str) -> Mapping[str, Key]:
-    """The keys whose `Facts` say something under this name (`limit`, `verbatim`, `names`, ...), in order."""
+    """The keys that have a fact (the name of a field of `Facts`: `limit`, `verbatim`, ...), in order."""
     return {name: key for name, key in text_keys().items() if getattr(key.facts, fact)}
 
 
@@ -183,7 +183,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def docstring(key: Key) -> str:
-    """What the field means; empty where its name says it all."""
+    """What the field means; empty where the class does not say."""
     return _docstrings(key.owner).get(key.attribute, "")
 
 
@@ -224,7 +224,7 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     known = list(known)
     last = word.rpartition(".")[2]
     exact = [name for name in known if name.rpartition(".")[2] == last]
-    # Names of one section are alike for their first part alone, which says nothing of what was meant.
+    # Names of one section are similar by their first part alone: the last part has to be similar too.
     close = [
         name
         for name in difflib.get_close_matches(word, known, n=2 * limit, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""What a dataclass field says of its configuration key beside type and default: written by `key`, read by `keys.py`.
+"""What is known of a configuration key beside type and default: metadata of its field, written here, read by `keys.py`.
 
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
 
@@ -19,13 +19,13 @@ WORKS, PLANS, LATER, NEEDS, IGNORED, PYTHON = "works", "plans", "later", "needs"
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """How far this release does what a key says."""
+    """How far this release supports a key."""
 
     state: str = WORKS
     note: str = ""
     """What is missing, or why the key has no effect."""
     aside: str = ""
-    """What else there is to know; no part of a refusal."""
+    """What `ppctl explain` adds; not in the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Facts:
     mathematics: bool = False
     """Whether another value changes what is computed: `resume` refuses it without --allow."""
     training: bool = False
-    """Of a key of `model`: whether it says how the model is trained only, so that weights do not depend on it."""
+    """Of a key of `model`: whether it changes only how the model is trained, not what its weights are."""
     layout: bool = False
     """Whether a layout is written for one value of it: another value sets a recipe's layout aside."""
     slurm: bool = False

@@ -46,7 +46,7 @@ class ModelParallelConfigError(ConfigError, ValueError):
 
 
 def dtype_name(value: Any) -> str | None:
-    """The canonical name of a dtype given as `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
+    """The canonical name of a dtype: of `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
 
     Raises ValueError for anything else, naming what is accepted.
     """
@@ -138,9 +138,9 @@ class ModelParallelConfig:
     no_sync_func: Callable[..., Any] | None = key(None, support=_OBJECT)
     """Makes a context in which the data-parallel wrapper does not communicate. Python only."""
     grad_sync_func: Callable[..., Any] | None = key(None, support=_OBJECT)
-    """Starts the reduction of the gradients of the parameters that it is given. Python only."""
+    """Called with parameters: starts the reduction of their gradients. Python only."""
     param_sync_func: Callable[..., Any] | None = key(None, support=_OBJECT)
-    """Starts the gathering of the parameters that it is given. Python only."""
+    """Called with parameters: starts gathering them. Python only."""
     deterministic_mode: bool = False
     """Choose deterministic kernels only."""
     enable_autocast: bool = False

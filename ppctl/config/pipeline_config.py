@@ -32,11 +32,11 @@ class PipelineConfig:
     pp_schedule: str | None = "1f1b"
     """Name of the schedule: 1f1b, interleaved1f1b or gpipe, in any case."""
     pp_schedule_csv: str | None = key(None, verbatim=True)
-    """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
+    """File that holds a schedule in torch's CSV form; replaces pp_schedule."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))
     """Sequences per microbatch: the micro batch size."""
     pp_batch_size: int = key(1, positive(MOST_SAMPLES))
-    """Sequences of one schedule call on a data-parallel rank; given, a step takes as many calls as its batch needs."""
+    """Sequences of one schedule call on a data-parallel rank; set, it gives a step as many calls as its batch needs."""
     layers_per_stage: int | None = key(None, positive(MOST_STAGES), layout=True)
     """Decoder layers per stage; none gives one stage per rank (two under a schedule that needs several)."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
@@ -86,24 +86,24 @@ def calculate_virtual_stages(
     if layers_per_stage < 1:
         raise _bad(f"layers_per_stage is {layers_per_stage}: a stage holds at least one layer")
     stages = -(-num_layers // layers_per_stage)
-    given = f"{num_layers} layers in stages of {layers_per_stage} make {stages} stages for {pp_size} pipeline ranks"
+    count = f"{num_layers} layers in stages of {layers_per_stage} make {stages} stages for {pp_size} pipeline ranks"
     if stages % pp_size:
-        stages = _rounded(stages, pp_size, round_to_pp_multiple, given)
+        stages = _rounded(stages, pp_size, round_to_pp_multiple, count)
     per_rank = stages // pp_size
     if is_single_stage_schedule and per_rank != 1:
-        raise _bad(f"a single-stage schedule runs 1 stage per rank, not {per_rank}: {given}")
+        raise _bad(f"a single-stage schedule runs 1 stage per rank, not {per_rank}: {count}")
     if not is_single_stage_schedule and per_rank < 2:
-        raise _bad(f"a multi-stage schedule runs at least 2 stages per rank, not {per_rank}: {given}")
+        raise _bad(f"a multi-stage schedule runs at least 2 stages per rank, not {per_rank}: {count}")
     return stages, per_rank
 
 
-def _rounded(stages: int, pp_size: int, how: str | None, given: str) -> int:
+def _rounded(stages: int, pp_size: int, how: str | None, count: str) -> int:
     if how == "up":
         return stages + pp_size - stages % pp_size
     if how == "down":
         return stages - stages % pp_size
     if how is None:
-        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {given}")
+        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {count}")
     raise _bad(f"round_to_pp_multiple is {how!r}: 'up', 'down' or nothing")
 
 

@@ -75,20 +75,19 @@ class ModelConfig:
     rotary_base: float = key(10000.0, positive())
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = key(1.0, positive(1))
-    """Share of every head that is turned, from its first dimension on (not of MLA's heads)."""
+    """Share of every head that is rotated, from its first dimension on (not of MLA's heads)."""
     rotary_interleaved: bool = False
-    """Pairs that turn together are neighbours (DeepSeek) instead of half a head apart (Llama)."""
+    """A rotated pair is two neighbours (DeepSeek) instead of half a head apart (Llama)."""
     rotary_scaling_factor: float | None = key(None, positive())
     """How many times longer the context is made; none leaves RoPE unscaled."""
     rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
-    """How it is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
+    """How the context is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
     original_max_position_embeddings: int = key(4096, positive(MOST_TOKENS))
     """Longest sequence before the extension."""
     beta_fast: float = key(32.0, positive())
-    """Frequencies that turn more often than this within the original length are kept (llama3: high_freq_factor)."""
+    """Frequencies with more turns than this within the original length are kept (llama3: high_freq_factor)."""
     beta_slow: float = key(1.0, positive())
-    """Those that turn less often than this are divided by the factor, and those between in part (llama3:
-    low_freq_factor)."""
+    """Frequencies with fewer turns are divided by the factor, those between interpolated (llama3: low_freq_factor)."""
     mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = key(0.0, not_negative())
@@ -228,7 +227,7 @@ class DataConfig:
     """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
     rows of {path, weight}; none reads the running interpreter's standard library sources."""
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
-    """`byte`: every byte is a token; else a directory with a tokenizer.json. Unsaid, it is that of model.from."""
+    """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
     validation_path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--valid-data-path", verbatim=True)
     """What evaluation reads, written as data.path; none holds out a share of data.path."""
     validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
@@ -236,7 +235,7 @@ class DataConfig:
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len")
     """Tokens per sample."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
-    """Count positions anew in every document of a sample; `data.tokenizer` says which token ends one."""
+    """Count positions from 0 in every document of a sample; data.tokenizer defines which token ends one."""
     reset_attention_mask: bool = key(False, names="--reset-attention-mask")
     """Let no token attend to another document of its sample, nor multi-token prediction look into one."""
     eod_mask_loss: bool = key(False, names="--eod-mask-loss")
@@ -335,7 +334,7 @@ class LaunchConfig:
     """Where the ranks run."""
 
     target: str = key("local", one_of("local", "slurm", "env"))
-    """`local`, `slurm` or `env` (ranks started by others)."""
+    """`local`, `slurm` or `env` (ranks that ppctl does not start)."""
     device: str = key("cuda", one_of("cuda", "cpu", "any"))
     """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
     nodes: int | None = key(None, positive(MOST_RANKS), names="nodes", known_as="--nnodes", options="-N --nodes")
@@ -349,7 +348,7 @@ class LaunchConfig:
     )
     """Ranks on each machine; none means as many as the layout needs."""
     device_memory: str | None = key(None, MEMORY)
-    """Memory of one device, as "80GiB"; none means that the plan is not held against a limit."""
+    """Memory of one device, as "80GiB"; none means that the plan is not compared with a limit."""
     env: dict[str, str] = key(dict)
     """Environment variables set for every rank."""
     start_limit: str = key("30m", TIME)
@@ -398,7 +397,7 @@ class LaunchConfig:
     code: str = key("pinned", one_of("pinned", "live"), slurm=True)
     """SLURM: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
     signal_lead: int = key(300, positive(10**7), options="--signal", slurm=True)
-    """SLURM: seconds before the time limit at which the ranks are told to save and leave."""
+    """SLURM: how many seconds before the time limit the ranks save and end."""
     max_requeues: int = key(10, not_negative(), options="--requeue --no-requeue --open-mode", slurm=True)
     """SLURM: how often the job may requeue itself."""
 
@@ -444,7 +443,7 @@ class CostConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """One run: everything that the user says. Derived values are the plan's."""
+    """One run: everything that the user sets. Derived values are the plan's."""
 
     recipe: str | None = None
     """The recipe that the config started from."""
