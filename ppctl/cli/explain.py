@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, full_name
-from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
+from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text, value_text
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON
 from ppctl.config.model_parallel_config import DTYPES
 from ppctl.config.support import MEANING, SHOWN_BY
@@ -140,7 +140,7 @@ def _key(key: Key) -> str:
 
 def _value(key: Key) -> str:
     configured = _configured() if key.name.startswith("parallel.") else {}
-    return _text(configured.get(key.name, key.default))
+    return value_text(configured.get(key.name, key.default))
 
 
 @cache
@@ -151,9 +151,3 @@ def _configured() -> dict[str, Any]:
 
     values = YamlFile(conf_directory() / "parallel" / "default.yaml", "conf/parallel/default.yaml").values
     return {f"parallel.{name}": value for name, value in values.items()}
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
