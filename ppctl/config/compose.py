@@ -9,8 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
@@ -45,11 +44,6 @@ class Composed:
     config: RunConfig
     provenance: dict[str, str]
     """Dotted key -> where its value came from: `default`, a file and line, `command line`, `derived: ...`."""
-    overrides: tuple[str, ...] = ()
-    """The command line's overrides, normalised."""
-    choices: dict[str, str] = field(default_factory=dict)
-    """Config group -> chosen option, of those that the command line chose."""
-    recipe_path: Path | None = None
     notes: tuple[str, ...] = ()
     """What was decided for the user, to be printed."""
 
@@ -82,9 +76,7 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
     if scale is not None:
         _scale_down(draft, scale, given)
-    composed = _finish(draft, arguments.overrides, for_training)
-    found = find_recipe(recipe) if recipe else None
-    return replace(composed, choices=choices, recipe_path=found.path if found else None)
+    return _finish(draft, arguments.overrides, for_training)
 
 
 def override(
@@ -296,7 +288,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     problems += [_with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place]
     problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
     notes = (*draft.notes, *ignored(config, draft.provenance))
-    composed = Composed(config, draft.provenance, tuple(overrides), notes=notes)
+    composed = Composed(config, draft.provenance, notes)
     if problems:
         same = typed_again("plan", overrides)
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]
