@@ -68,14 +68,14 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     recipe = choices.get("recipe")
     # A recipe's layout was written for the recipe's own model, not for one that the command line chose.
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
-    given = _apply(draft, values)
+    typed = _apply(draft, values)
     if read_model is not None:
-        _take_model(draft, given, read_model, scaled=scale is not None, for_training=for_training)
-    draft.set_layout_aside(before, given)
+        _take_model(draft, typed, read_model, scaled=scale is not None, for_training=for_training)
+    draft.set_layout_aside(before, typed)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
     if scale is not None:
-        _scale_down(draft, scale, given)
+        _scale_down(draft, scale, typed)
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -151,14 +151,14 @@ def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
     return draft
 
 
-def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
+def _scale_down(draft: Draft, scale: str, typed: Collection[str]) -> None:
     """Replace what makes the run large, except values of the command line, and note the changes as a table."""
     rows = []
     for key, value in _miniature(draft).items():
         before = draft.get(key)
         if key in draft.covered:
             draft.covered[key] = value  # a remedy goes back to the value without the command line
-        if key not in given and value != before:
+        if key not in typed and value != before:
             draft.put(key, value)
             draft.provenance[key] = f"scale={scale}"
             rows.append((key, value_text(before), value_text(value)))
@@ -190,10 +190,10 @@ def _apply_layer(draft: Draft, layer: Layer) -> None:
 
 
 def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
-    """Put the command line on top; returns the keys that it gave."""
+    """Put the command line on top; returns its keys."""
     from ppctl.config.hydra_source import parse
 
-    given = set()
+    typed = set()
     for key, text in values:
         known = _known(key)
         if known is None:
@@ -207,11 +207,11 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
             draft.problems += [_with_remedy(replace(p, place=f"{known} ({PLACE})"), draft) for p in error.problems]
             continue
         draft.provenance[known] = PLACE
-        given.add(known)
-    return given
+        typed.add(known)
+    return typed
 
 
-def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
+def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
     """Put the sizes of `model.from` over those of files."""
     source = draft.get("model.from")
     if not isinstance(source, str) or not source:
@@ -227,7 +227,7 @@ def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled:
         return
     is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
     for name, value in values.items():
-        if name not in given and not (name == _TOKENIZER and is_set):
+        if name not in typed and not (name == _TOKENIZER and is_set):
             draft.put(name, value)
             draft.provenance[name] = f"model.from={source}"
     if for_training and not is_set and _TOKENIZER not in values:

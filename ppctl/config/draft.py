@@ -88,14 +88,14 @@ class Draft:
         self.put(name, None)  # first, since a mapping would be added to the wrong one
         self.put(name, text_keys()[name].default if name in text_keys() else None)
 
-    def set_layout_aside(self, before: Mapping[str, Any], given: set[str]) -> None:
+    def set_layout_aside(self, before: Mapping[str, Any], typed: set[str]) -> None:
         """Drop a layout of a file where the command line changes the sizes that it was made for.
 
-        `before` are those sizes; `given` the keys of the command line, which may have a layout of its own.
+        `before` are those sizes; `typed` the keys of the command line, which may set a layout itself.
         """
         layout = self.get(LAYOUT)
         changed = [key for key in keys_with("layout") if self.get(key) != before[key]]
-        if LAYOUT in given or layout in (None, "auto") or not changed:
+        if LAYOUT in typed or layout in (None, "auto") or not changed:
             return
         short = {key: alias for alias, key in ALIASES.items()}
         names = " and ".join(short.get(key, key) for key in changed)

@@ -53,7 +53,7 @@ _SHOWN_BY = {
         ),
     },
     "tests/torch/test_precision.py": {
-        "test_bfloat16_training_follows_float32_training": "parallel.bf16 parallel.params_dtype",
+        "test_bfloat16_training_follows_float32_training": "parallel.bf16 parallel.params_dtype"
     },
     "tests/dist/test_precision_ranks.py": {
         "test_float16_follows_float32_under_any_scale_until_one_overflows": "parallel.fp16",
@@ -80,28 +80,20 @@ _SHOWN_BY = {
             "parallel.pipeline_dtype pipeline.pp_seq_len pipeline.dtype"
         ),
     },
-    "tests/dist/test_p2p.py": {
-        "test_activations_go_down_and_gradients_come_back": "parallel.batch_p2p_sync",
-    },
+    "tests/dist/test_p2p.py": {"test_activations_go_down_and_gradients_come_back": "parallel.batch_p2p_sync"},
     "tests/dist/test_sharded.py": {
-        "test_every_way_of_sharding_agrees_with_replicas": "parallel.data_parallel_sharding",
+        "test_every_way_of_sharding_agrees_with_replicas": "parallel.data_parallel_sharding"
     },
-    "tests/dist/test_engine.py": {
-        "test_capacity_changes_nothing_but_time": "pipeline.p2p_capacity",
-    },
-    "tests/torch/test_compile.py": {
-        "test_a_compiled_stage_agrees_to_a_millionth": "train.compile",
-    },
+    "tests/dist/test_engine.py": {"test_capacity_changes_nothing_but_time": "pipeline.p2p_capacity"},
+    "tests/torch/test_compile.py": {"test_a_compiled_stage_agrees_to_a_millionth": "train.compile"},
     "tests/dist/test_evaluation.py": {
         "test_training_does_not_notice": "train.eval_interval",
         "test_there_is_one_at_the_end_and_a_sample_counts_once": "train.eval_steps",
         "test_a_held_out_sample_is_never_trained_on": "data.validation_split",
     },
-    "tests/dist/test_own_data.py": {
-        "test_what_follows_a_documents_end_does_not_count": "data.eod_mask_loss",
-    },
+    "tests/dist/test_own_data.py": {"test_what_follows_a_documents_end_does_not_count": "data.eod_mask_loss"},
     "tests/dist/test_packed_documents.py": {
-        "test_any_cut_of_packed_documents_gives_the_same_bits": "data.reset_position_ids data.reset_attention_mask",
+        "test_any_cut_of_packed_documents_gives_the_same_bits": "data.reset_position_ids data.reset_attention_mask"
     },
     "tests/unit/launch/test_script.py": {
         "test_the_script_with_every_option_is_as_recorded": (
@@ -114,11 +106,9 @@ _SHOWN_BY = {
         "test_an_exception_anywhere_leaves_no_sync_and_names_the_action": "parallel.no_sync_func",
     },
     "tests/torch/test_schedule_steps.py": {
-        "test_auxiliary_losses_are_scaled_as_the_loss_is": "parallel.grad_scale_func",
+        "test_auxiliary_losses_are_scaled_as_the_loss_is": "parallel.grad_scale_func"
     },
-    "tests/dist/test_trace.py": {
-        "test_a_sample_of_the_traces": "parallel.grad_sync_func parallel.param_sync_func",
-    },
+    "tests/dist/test_trace.py": {"test_a_sample_of_the_traces": "parallel.grad_sync_func parallel.param_sync_func"},
 }
 """Test file -> test -> the keys that it shows to work: of `parallel` and `pipeline` all, of other sections some."""
 
