@@ -14,10 +14,8 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.text import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.amounts import amount, unit_for
-from ppctl.plan.fit import parts
-from ppctl.plan.prices import simulation_costs
-from ppctl.plan.timing import predicted
+from ppctl.plan.memory_limit import amount, parts, unit_for
+from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.timeline import timeline_text
 
 _LONGEST_TIMELINE = 16

@@ -1,7 +1,7 @@
 """Rules on activation recompute: which of its keys belong together, and which modules a model has to recompute.
 
 Knows Megatron's names of granularities, methods and modules. Must not know stages or torch: what a stage recomputes is
-`geometry/recompute.py`, how is `model/recompute.py`.
+`geometry/layers.py`, how is `model/recompute.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ppctl.accelerators import DEVICES
 from ppctl.config.limits import (
     MOST_CAPACITY,
     MOST_HEADS,
@@ -369,18 +370,11 @@ class LogConfig:
     """Write the measured costs of every stage."""
 
 
-DEVICES = ("a100", "h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "cpu")
-"""The device presets; those who price hold the same names: a test compares."""
-
-
 @dataclass(kw_only=True, slots=True)
 class CostConfig:
     """What a plan is priced with. Changes what is predicted, never what is run."""
 
-    device: str | None = field(
-        default=None,
-        metadata=one_of(*DEVICES, any_case=True),
-    )
+    device: str | None = field(default=None, metadata=one_of(*DEVICES, any_case=True))
     """A device preset: a100, h100, h800, h200, b200, b300, gb200, gb300, cpu; none takes h100, or cpu on the CPU."""
     profile: str | None = field(default=None, metadata=not_empty())
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""

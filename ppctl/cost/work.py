@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.activations import Shares
-from ppctl.cost.flops import attention_flops, feed_forward_flops
-from ppctl.cost.parameters import Count, attention
-from ppctl.geometry.layers import KindName, expert_width, head_dim, query_groups
+from ppctl.cost.activations import Setting
+from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
+from ppctl.cost.parameters import ways
+from ppctl.geometry.layers import Kind
+from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
+from ppctl.topology import ParallelSizes
 
 
 class Work(NamedTuple):
@@ -39,79 +41,78 @@ class Work(NamedTuple):
     """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
 
 
-def layer_work(model: ModelConfig, kind: KindName, moe: bool, shares: Shares, element: int, ep: int = 1) -> list[Work]:
-    """All parts of one layer; `element` are the bytes of an activation."""
-    h, tokens = model.hidden_size, shares.tokens
-    if kind == "embedding":
-        rows = model.vocab_size / shares.tp
+def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
+    """All parts of one layer."""
+    h, tokens, element, tp = model.hidden_size, setting.tokens, setting.element, setting.sizes.tp
+    if kind.name == "embedding":
+        rows = model.vocab_size / tp
         return [Work("embedding", traffic=tokens * 3 * h * element, weights=rows * h, kernels=4)]
-    if kind == "loss":
-        columns = model.vocab_size / shares.tp
+    if kind.name == "loss":
+        columns = model.vocab_size / tp
         logits = tokens * columns * (1 + (model.mtp_num_layers or 0))
         # Logits are written, widened, and read twice for a log-softmax.
         return [
-            Work("layernorm", traffic=2 * tokens * h * element / shares.sp, kernels=2),
+            Work("layernorm", traffic=2 * tokens * h * element / setting.sp, kernels=2),
             Work("loss", matmul=2 * logits * h, inputs=tokens * h, weights=columns * h),
             Work("loss", traffic=12 * logits, kernels=10),
         ]
-    works = [*_attention(model, shares, element), *_feed_forward(model, moe, shares, element, ep)]
-    works.append(Work("layernorm", traffic=10 * tokens * h * element / shares.sp, kernels=4))
-    if shares.tp > 1:
+    works = [*_attention(model, setting), *_feed_forward(model, kind.moe, setting)]
+    works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
+    if tp > 1:
         # Before and after each of the two blocks: a gather and a scatter of the residual stream.
-        works.append(Work("tensor", tensor=4 * tokens * h * element * (shares.tp - 1) / shares.tp))
-    if kind == "mtp":
+        works.append(Work("tensor", tensor=4 * tokens * h * element * (tp - 1) / tp))
+    if kind.name == "mtp":
         works.append(
             Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6)
         )
     return works
 
 
-def _attention(model: ModelConfig, shares: Shares, element: int) -> Iterator[Work]:
-    h, heads, tokens, tp = model.hidden_size, model.num_attention_heads, shares.tokens, shares.tp
-    over = tp * shares.cp
-    flops = attention_flops(model, shares.micro_batch_size, shares.seq_length) / over
-    weights = _on_device(attention(model), tp)
-    if model.multi_latent_attention:
-        q_width = model.qk_head_dim + model.qk_pos_emb_head_dim
-        scores = shares.micro_batch_size * shares.seq_length**2 * heads * (q_width + model.v_head_dim) / over
-        up = 2 * tokens * heads * (model.kv_lora_rank * (model.qk_head_dim + model.v_head_dim)) / tp
-        up += 2 * tokens * heads * (model.q_lora_rank or 0) * q_width / tp
-        moved = 2 * heads * (2 * q_width + model.v_head_dim) / tp
-        latent = tokens * ((model.q_lora_rank or 0) + model.kv_lora_rank)
+def _attention(model: ModelConfig, setting: Setting) -> Iterator[Work]:
+    sizes, tokens, element = Sizes.of(model), setting.tokens, setting.element
+    h, heads, tp, over = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
+    flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / over
+    scores = score_flops(sizes, setting.micro_batch_size, setting.seq_length) / over
+    rows = _rows(sizes, "attention", moe=False)
+    up = 2 * tokens * _held([row for row in rows if row.recomputed and row.is_matrix], setting.sizes)
+    if sizes.latent:
+        moved = 2 * heads * (2 * sizes.query_head + sizes.v_head) / tp
+        latent = tokens * ((sizes.q_rank or 0) + sizes.kv_rank)
         yield Work("mla_up_proj", matmul=up, inputs=latent, traffic=tokens * moved * element, kernels=10)
-        keys, result = heads * (q_width + model.v_head_dim) / tp, heads * model.v_head_dim / tp
+        keys = heads * (sizes.query_head + sizes.v_head) / tp
     else:
-        d, groups = head_dim(model), query_groups(model)
-        scores = shares.micro_batch_size * shares.seq_length**2 * heads * 2 * d / over
-        up = 0.0
-        yield Work("attention", traffic=2 * tokens * (heads + groups) * d / tp * element, kernels=6)
-        keys, result = 2 * groups * d / tp, heads * d / tp
-    ring = tokens * keys * element * (shares.cp - 1)
-    yield Work("attention", matmul=flops - scores - up, inputs=tokens * (h + result), weights=weights, kernels=4)
-    yield Work("core_attn", scores=scores, context=ring, kernels=2)
+        yield Work("attention", traffic=2 * tokens * (heads + sizes.groups) * sizes.head / tp * element, kernels=6)
+        keys = 2 * sizes.groups * sizes.head / tp
+    inputs, weights = tokens * (h + heads * sizes.value_head / tp), _held(rows, setting.sizes)
+    yield Work("attention", matmul=flops - scores - up, inputs=inputs, weights=weights, kernels=4)
+    yield Work("core_attn", scores=scores, context=tokens * keys * element * (setting.sizes.cp - 1), kernels=2)
 
 
-def _feed_forward(model: ModelConfig, moe: bool, shares: Shares, element: int, ep: int) -> Iterator[Work]:
-    h, tokens, tp = model.hidden_size, shares.tokens, shares.tp
-    flops = feed_forward_flops(model, moe, shares.micro_batch_size, shares.seq_length) / (tp * shares.cp)
-    matrices = 3 if model.gated_linear_unit else 2
+def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Work]:
+    sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
+    h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
+    flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)
+    block = "moe" if moe else "feed_forward"
+    weights = _held([row for row in _rows(sizes, block, moe) if row.role in ("matrix", "expert")], over)
     if not moe:
-        width = model.ffn_hidden_size / tp
-        yield Work("mlp", matmul=flops, inputs=tokens * (h + width), weights=matrices * h * width, kernels=3)
+        width = sizes.ffn / tp
+        yield Work("mlp", matmul=flops, inputs=tokens * (h + width), weights=weights, kernels=3)
         yield Work("mlp", traffic=matrices * tokens * width * element, kernels=2)
         return
-    chosen, experts = model.moe_router_topk, model.num_moe_experts or 0
-    inner = chosen * expert_width(model) / tp
-    copies = chosen * h * shares.etp / tp
-    shared = (model.moe_shared_expert_intermediate_size or 0) / tp
-    held = (experts * expert_width(model) / (ep * shares.etp) + shared) * matrices * h
-    yield Work("moe", matmul=flops, inputs=tokens * (copies + inner), weights=held, kernels=12)
+    inner = model.moe_router_topk * sizes.expert / tp
+    copies = model.moe_router_topk * h * over.etp / tp
+    yield Work("moe", matmul=flops, inputs=tokens * (copies + inner), weights=weights, kernels=12)
     moved = 2 * copies + copies + h / tp
-    yield Work("moe", traffic=tokens * (moved * element + 16 * experts / tp), kernels=30)
-    yield Work("moe_act", traffic=matrices * tokens * (inner + shared) * element, kernels=3)
-    if ep * shares.etp > 1:
-        yield Work("moe", experts=tokens * h * 2 * shares.etp / tp, kernels=8)
+    yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
+    yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
+    if over.ep * over.etp > 1:
+        yield Work("moe", experts=tokens * h * 2 * over.etp / tp, kernels=8)
 
 
-def _on_device(count: Count, tp: int) -> float:
-    return count.tensor / tp + count.whole
+def _rows(sizes: Sizes, block: str, moe: bool) -> list[Parameter]:
+    return [row for row in kind_parameters(sizes, Kind("decoder", moe)) if row.inside(block)]
+
+
+def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
+    """Elements on one device."""
+    return sum(row.elements / ways(row.axes, sizes) for row in rows)

@@ -43,9 +43,14 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     return replace(interleaved_zero_bubble(pp, 1, num_microbatches, group), name="zb_h1")
 
 
+def fills_zbv(pp: int) -> int:
+    """The fewest microbatches that fill ZBV's V."""
+    return 2 * pp - 1
+
+
 def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZBV: down and up a V with as many activations in flight as 1F1B, every backward split."""
-    full = max(num_microbatches, 2 * pp - 1)
+    full = max(num_microbatches, fills_zbv(pp))
     """Fewer cannot fill the V: the list for this many is made, and what does not exist left out."""
 
     def row(pp_rank: int, words: _Words) -> None:

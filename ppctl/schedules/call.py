@@ -17,7 +17,7 @@ from ppctl.comm.buffers import Message
 from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.engine.stage import StageProgram
 from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
-from ppctl.schedule.sync import SyncPlan
+from ppctl.schedule.sync_events import SyncPlan
 from ppctl.schedules.microbatches import check_first_val_step
 from ppctl.schedules.models import misuse, setting
 from ppctl.schedules.run import run_schedule

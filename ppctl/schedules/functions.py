@@ -34,7 +34,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync_events import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
 from ppctl.schedules.agreement import agree
 from ppctl.schedules.call import Call, Order, execute

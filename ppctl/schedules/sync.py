@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ppctl.schedule.action import Action
-from ppctl.schedule.sync import Sync, SyncKind, SyncPlan
+from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
 from ppctl.schedules.models import per_chunk, setting
 
 

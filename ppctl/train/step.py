@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppctl.accelerators import device_called, preset
 from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
-from ppctl.cost.devices import device_called, preset
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.errors import Problem, TrainingError
@@ -28,7 +28,7 @@ from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
-from ppctl.schedule.sync import gathers_ahead
+from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.schedules import StageProgram, run_schedule
 from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.topology import RankGrid

@@ -8,8 +8,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from ppctl.cost.balance import balance
 from ppctl.cost.candidates import Candidate
+from ppctl.cost.layout_search import balance
 from ppctl.cost.scores import Price, StagePrice, worst_moments
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.policies import make_schedule

@@ -1,6 +1,6 @@
 """Plan -> Picture: the step as it is predicted, what every stage is, and what every device holds while it runs.
 
-Knows what is worth telling of a stage. Must not know how pictures are drawn (`ppctl.schedule`).
+Knows what is worth showing of a stage. Must not know how pictures are drawn (`ppctl.schedule`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory import held_bytes
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import simulation_costs
-from ppctl.plan.timing import predicted
+from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.plan.types import StageSpec
 from ppctl.schedule.picture import Held, Picture, StageNote
 

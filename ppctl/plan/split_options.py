@@ -16,9 +16,9 @@ from ppctl.config.schedules import schedule_policy
 from ppctl.errors import LayoutError
 from ppctl.layout import even_layout
 from ppctl.layout.text import MAX_ITEMS, canonical_text
-from ppctl.plan.findings import Finding, Findings
-from ppctl.plan.said import Override, Said
+from ppctl.plan.config_values import ConfigValues, Override
 from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.policies import POLICIES
 
 FIRST = "parallel.num_layers_in_first_pipeline_stage"
@@ -33,7 +33,7 @@ NAMES = "pipeline.module_fqns_per_model_part"
 OPTIONS = (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, PER_STAGE, ROUND, NAMES)
 
 _TOGETHER = ({FIRST, LAST}, {EMBEDDING, LOSS, PER_CHUNK}, {PER_STAGE, ROUND}, {NAMES})
-"""What may be said together."""
+"""What may be values together."""
 
 _MODULE = re.compile(
     r"(?:model\.)?(?:(?P<embedding>embed_tokens|tok_embeddings)|layers\.(?P<layer>[0-9]+)|(?P<norm>norm)"
@@ -59,58 +59,58 @@ class _Unfit(Exception):
         self.code = code
 
 
-def options_said(said: Said) -> list[str]:
+def options_said(values: ConfigValues) -> list[str]:
     """The split options that say something."""
-    return [key for key in OPTIONS if said[key] is not None and said[key] is not False]
+    return [key for key in OPTIONS if values[key] is not None and values[key] is not False]
 
 
-def compile_split(said: Said, findings: Findings) -> Split | None:
-    """The layout that the split options ask for; None where there are none or (with a finding) they do not fit."""
-    used = options_said(said)
+def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
+    """The layout that the split options ask for; None where there are none or (with a violation) they do not fit."""
+    used = options_said(values)
     if not used:
         return None
     try:
-        layout, why = _compiled(said, used)
+        layout, why = _compiled(values, used)
     except (_Unfit, StageCountError, LayoutError) as error:
         code = error.code if isinstance(error, _Unfit) else "PP-E222"
         message = str(error) if isinstance(error, _Unfit) else error.problems[0].message
         candidates = error.candidates if isinstance(error, _Unfit) else ()
-        place = said.told(*used, "layout", "pp", "vpp", "model.num_layers")
+        place = values.cite(*used, "layout", "pp", "vpp", "model.num_layers")
         off: tuple[Override, ...] = tuple((key, False if key in (EMBEDDING, LOSS) else None) for key in used)
         both = (*off, ("layout", None), ("vpp", None))
-        findings.append(Finding(code, "split", message, place, *candidates, off, both))
+        violations.append(Violation(code, "split", message, place, *candidates, off, both))
         return None
     return Split(layout, Derived("layout", layout, f"layout {layout}: {why}"))
 
 
-def _compiled(said: Said, used: list[str]) -> tuple[str, str]:
-    if said["layout"] is not None:
-        names = ", ".join(f"{key}={_text(said[key])}" for key in used)
+def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
+    if values["layout"] is not None:
+        names = ", ".join(f"{key}={_text(values[key])}" for key in used)
         raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", (("layout", None),))
     if not any(set(used) <= together for together in _TOGETHER):
-        names = " and ".join(f"{key}={_text(said[key])}" for key in used)
+        names = " and ".join(f"{key}={_text(values[key])}" for key in used)
         raise _Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
     if NAMES in used:
-        return _by_names(said), f"{NAMES} names the modules of every stage"
+        return _by_names(values), f"{NAMES} names the modules of every stage"
     if PER_STAGE in used or ROUND in used:
-        return _by_layers_per_stage(said)
-    counts, why = _ends(said) if {FIRST, LAST} & set(used) else _accounted(said)
-    return _layout(counts, said), why
+        return _by_layers_per_stage(values)
+    counts, why = _ends(values) if {FIRST, LAST} & set(used) else _accounted(values)
+    return _layout(counts, values), why
 
 
-def _layout(counts: list[int], said: Said) -> str:
+def _layout(counts: list[int], values: ConfigValues) -> str:
     if sum(counts) + len(counts) > MAX_ITEMS:
-        raise _Unfit(f"{said['model.num_layers']:,} layers in {len(counts):,} stages are more than a layout holds")
+        raise _Unfit(f"{values['model.num_layers']:,} layers in {len(counts):,} stages are more than a layout holds")
     stages = ["t" * count for count in counts]
     stages[0] = "E" + stages[0]
-    stages[-1] += "m" * (said["model.mtp_num_layers"] or 0) + "L"
+    stages[-1] += "m" * (values["model.mtp_num_layers"] or 0) + "L"
     return canonical_text(tuple(stages))
 
 
-def _ends(said: Said) -> tuple[list[int], str]:
+def _ends(values: ConfigValues) -> tuple[list[int], str]:
     """First and last pp_rank as given, the others even; every pp_rank's layers evenly over its chunks."""
-    layers, pp, vpp = said["model.num_layers"], said["pp"], said["vpp"] or 1
-    ends = {key: said[key] for key in (FIRST, LAST) if said[key] is not None}
+    layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or 1
+    ends = {key: values[key] for key in (FIRST, LAST) if values[key] is not None}
     for key, count in ends.items():
         if count % vpp:
             raise _Unfit(f"{key}={count} is no multiple of vpp {vpp}", ((key, max(1, count // vpp) * vpp),))
@@ -132,30 +132,30 @@ def _ends(said: Said) -> tuple[list[int], str]:
     return [count // vpp for count in per_rank] * vpp, why + (f", in {vpp} chunks" if vpp > 1 else "")
 
 
-def _accounted(said: Said) -> tuple[list[int], str]:
+def _accounted(values: ConfigValues) -> tuple[list[int], str]:
     """An even split in which the embedding and the loss count as a layer where that is asked for."""
-    layers, pp = said["model.num_layers"], said["pp"]
-    extra = [name for key, name in ((EMBEDDING, "the embedding"), (LOSS, "the loss")) if said[key]]
+    layers, pp = values["model.num_layers"], values["pp"]
+    extra = [name for key, name in ((EMBEDDING, "the embedding"), (LOSS, "the loss")) if values[key]]
     total = layers + len(extra)
-    per_chunk = said[PER_CHUNK]
+    per_chunk = values[PER_CHUNK]
     what = f"{layers} layers{''.join(f' and {name}' for name in extra)}"
     if total % pp or (per_chunk and total // pp % per_chunk):
-        unit = pp * (per_chunk or said["vpp"] or 1)
+        unit = pp * (per_chunk or values["vpp"] or 1)
         each = f" in pieces of {per_chunk}" if per_chunk else ""
         fitted = (("model.num_layers", max(1, round(total / unit)) * unit - len(extra)),)
         raise _Unfit(f"{what} cannot be shared evenly by {pp} pp_ranks{each}", fitted)
-    vpp = total // pp // per_chunk if per_chunk else said["vpp"] or 1
-    if said["vpp"] is not None and said["vpp"] != vpp:
+    vpp = total // pp // per_chunk if per_chunk else values["vpp"] or 1
+    if values["vpp"] is not None and values["vpp"] != vpp:
         message = (
-            f"{PER_CHUNK}={per_chunk} makes {vpp} chunks of {total // pp} layers per pp_rank, not vpp {said['vpp']}"
+            f"{PER_CHUNK}={per_chunk} makes {vpp} chunks of {total // pp} layers per pp_rank, not vpp {values['vpp']}"
         )
         raise _Unfit(message, (("vpp", vpp),), (("vpp", None),))
     if total // pp % vpp:
         fitted = (("model.num_layers", max(1, round(total / pp / vpp)) * pp * vpp - len(extra)),)
         raise _Unfit(f"{what} make {total // pp} on each pp_rank, which vpp {vpp} chunks cannot share evenly", fitted)
     counts = [total // (pp * vpp)] * (pp * vpp)
-    counts[0] -= bool(said[EMBEDDING])
-    counts[-1] -= bool(said[LOSS])
+    counts[0] -= bool(values[EMBEDDING])
+    counts[-1] -= bool(values[LOSS])
     if min(counts) < 0:
         raise _Unfit(
             f"{what} are one stage, which cannot give up a layer for each", ((EMBEDDING, False), (LOSS, False))
@@ -163,27 +163,27 @@ def _accounted(said: Said) -> tuple[list[int], str]:
     return counts, f"even split of {what} over {pp * vpp} stages (pp {pp} x vpp {vpp})"
 
 
-def _by_layers_per_stage(said: Said) -> tuple[str, str]:
+def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
     """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, the layers then split evenly anew."""
-    layers, pp, size, how = said["model.num_layers"], said["pp"], said[PER_STAGE], said[ROUND]
+    layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
         raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", ((ROUND, None),))
-    given = schedule_policy(said["pipeline.pp_schedule"]) if said.given("pipeline.pp_schedule") else None
+    given = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
     single = POLICIES[given].chunks == 1 if given else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
     if stages > layers:
         raise _Unfit(f"{stages} stages are more than the {layers} layers", ((PER_STAGE, None), (ROUND, None)))
-    if said["vpp"] not in (None, vpp):
-        message = f"{PER_STAGE}={size} makes {vpp} stages per pp_rank, not vpp {said['vpp']}"
+    if values["vpp"] not in (None, vpp):
+        message = f"{PER_STAGE}={size} makes {vpp} stages per pp_rank, not vpp {values['vpp']}"
         raise _Unfit(message, (("vpp", vpp),), (("vpp", None),))
-    text = even_layout(layers, stages, said["model.mtp_num_layers"] or 0)
+    text = even_layout(layers, stages, values["model.mtp_num_layers"] or 0)
     rounded = f", rounded {how}" if how and stages != -(-layers // size) else ""
     return text, f"{layers} layers in stages of {size} make {stages} stages{rounded}, split evenly"
 
 
-def _by_names(said: Said) -> str:
+def _by_names(values: ConfigValues) -> str:
     """The modules of each stage by name, as a Hugging Face decoder names them; the final norm goes with the head."""
-    parts: Any = said[NAMES]
+    parts: Any = values[NAMES]
     stages, order = [], []
     for number, part in enumerate(parts):
         found = list(_modules(number, part))
@@ -192,14 +192,14 @@ def _by_names(said: Said) -> str:
         if len(head) == 1:
             raise _Unfit(f"stage {number} names {_said_of(head)} alone: the final norm and the output are one unit, L")
         stages.append("E" * ("embedding" in found) + "t" * sum(isinstance(m, int) for m in found) + "L" * bool(head))
-    if order != list(range(said["model.num_layers"])):
+    if order != list(range(values["model.num_layers"])):
         message = (
-            f"{NAMES} must name the {said['model.num_layers']} layers in order, each once; it names {_runs(order)}"
+            f"{NAMES} must name the {values['model.num_layers']} layers in order, each once; it names {_runs(order)}"
         )
         raise _Unfit(message)
-    if len(stages) % said["pp"] or (said["vpp"] is not None and len(stages) != said["pp"] * said["vpp"]):
-        vpp = "" if said["vpp"] is None else f" x vpp {said['vpp']}"
-        raise _Unfit(f"{NAMES} has {len(stages)} parts, which pp {said['pp']}{vpp} cannot share", (("vpp", None),))
+    if len(stages) % values["pp"] or (values["vpp"] is not None and len(stages) != values["pp"] * values["vpp"]):
+        vpp = "" if values["vpp"] is None else f" x vpp {values['vpp']}"
+        raise _Unfit(f"{NAMES} has {len(stages)} parts, which pp {values['pp']}{vpp} cannot share", (("vpp", None),))
     return canonical_text(tuple(stages))
 
 

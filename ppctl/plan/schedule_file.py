@@ -13,13 +13,13 @@ from ppctl.config.schedules import schedule_policy
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, ScheduleError
 from ppctl.files import read_text
-from ppctl.plan.cut import Cut
-from ppctl.plan.findings import Finding, Findings
+from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.layout_choice import Cut
 from ppctl.plan.plan import Plan
-from ppctl.plan.said import Said
+from ppctl.plan.schedule_choice import CSV, GIVEN, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, Batch
-from ppctl.plan.timing import CSV, GIVEN, SCHEDULE, Choice
 from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import MESSAGES, Op, Schedule
 from ppctl.schedule.policies import POLICIES
 
@@ -29,71 +29,73 @@ _MOST_READ = 2**22
 _WITHOUT = ((CSV, None),)
 
 
-def read_given(said: Said, findings: Findings) -> Schedule | None:
-    """The schedule in the file; None where none is given or, with findings, where it cannot be used."""
-    if said[CSV] is None:
+def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule | None:
+    """The schedule in the file; None where none is given or, with violations, where it cannot be used."""
+    if values[CSV] is None:
         return None
     try:
-        text = read_text(said[CSV], _MOST_READ)
+        text = read_text(values[CSV], _MOST_READ)
         schedule = Schedule.from_csv(text, name=GIVEN)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        message = f"the schedule file {said[CSV]} cannot be read: {reason}"
-        findings.append(Finding(CODE, CSV, message, said.told(CSV), _WITHOUT))
+        message = f"the schedule file {values[CSV]} cannot be read: {reason}"
+        violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
         return None
     except ScheduleError as error:
         for problem in error.problems:
-            place = f"{said[CSV]}, {problem.place}" if problem.place else said.told(CSV)
-            findings.append(Finding(problem.code, f"{CSV} {problem.place}", problem.message, place, _WITHOUT))
+            place = f"{values[CSV]}, {problem.place}" if problem.place else values.cite(CSV)
+            violations.append(Violation(problem.code, f"{CSV} {problem.place}", problem.message, place, _WITHOUT))
         return None
     if any(action.op in MESSAGES for row in schedule.actions for action in row):
-        message = f"{said[CSV]} holds messages; ppctl places its own: give the forwards and backwards alone"
-        findings.append(Finding(CODE, CSV, message, said.told(CSV), _WITHOUT))
+        message = f"{values[CSV]} holds messages; ppctl places its own: give the forwards and backwards alone"
+        violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
         return None
     rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)
     return replace(schedule, actions=rows)
 
 
-def chunks_wanted(said: Said, given: Schedule | None) -> tuple[int, str] | None:
+def chunks_wanted(values: ConfigValues, given: Schedule | None) -> tuple[int, str] | None:
     """How many chunks per rank the schedule asks for, where it does; and why."""
     if given is not None:
         stages, pp = given.placement.num_stages, given.placement.pp
-        return max(1, stages // pp), f"{said[CSV]} has {stages} stages on {pp} rows"
-    policy = POLICIES.get(schedule_policy(said[SCHEDULE]) or "")
-    if said[CSV] is None and policy is not None and policy.placement == "v":
-        return policy.chunks, f"schedule {said[SCHEDULE]} goes down a V and back up"
+        return max(1, stages // pp), f"{values[CSV]} has {stages} stages on {pp} rows"
+    policy = POLICIES.get(schedule_policy(values[SCHEDULE]) or "")
+    if values[CSV] is None and policy is not None and policy.placement == "v":
+        return policy.chunks, f"schedule {values[SCHEDULE]} goes down a V and back up"
     return None
 
 
-def take_given(said: Said, given: Schedule, cut: Cut | None, batch: Batch | None, findings: Findings) -> Choice | None:
+def choose_file(
+    values: ConfigValues, given: Schedule, cut: Cut | None, batch: Batch | None, violations: Violations
+) -> Choice | None:
     """The given schedule, if its rows, stages and microbatches are those of the run."""
-    wrong = list(_disagreements(said, given, cut, batch))
-    findings += wrong
+    wrong = list(_disagreements(values, given, cut, batch))
+    violations += wrong
     if wrong:
         return None
     kind = "V" if given.placement.kind == "v" else "loop"
     stages, pp = given.placement.num_stages, given.placement.pp
-    equation = f"schedule {said[CSV]}: {stages} stages placed as a {kind} over pp {pp}"
+    equation = f"schedule {values[CSV]}: {stages} stages placed as a {kind} over pp {pp}"
     return Choice(GIVEN, (Derived("schedule", GIVEN, equation),), given)
 
 
-def _disagreements(said: Said, given: Schedule, cut: Cut | None, batch: Batch | None) -> Iterator[Finding]:
-    place, path = given.placement, said[CSV]
-    if place.pp != said["pp"]:
-        message = f"{path} has {place.pp} rows, one for each pp_rank, and pp is {said['pp']}"
-        yield Finding(CODE, "pp", message, said.told(CSV, "pp"), (("pp", place.pp),), _WITHOUT)
+def _disagreements(values: ConfigValues, given: Schedule, cut: Cut | None, batch: Batch | None) -> Iterator[Violation]:
+    place, path = given.placement, values[CSV]
+    if place.pp != values["pp"]:
+        message = f"{path} has {place.pp} rows, one for each pp_rank, and pp is {values['pp']}"
+        yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), (("pp", place.pp),), _WITHOUT)
         return
     if cut is not None and place.num_stages != cut.vpp * place.pp:
         message = f"{path} runs {place.num_stages} stages, and pp {place.pp} x vpp {cut.vpp} = {place.pp * cut.vpp}"
         ways = ((("vpp", place.num_stages // place.pp),), (("vpp", None), ("layout", None)), _WITHOUT)
-        yield Finding(CODE, "vpp", message, said.told(CSV, "vpp", "layout"), *ways)
+        yield Violation(CODE, "vpp", message, values.cite(CSV, "vpp", "layout"), *ways)
     count = given.num_microbatches
     if batch is not None and count != batch.num_microbatches:
         message = f"{path} runs {count} microbatches, and the batch has {batch.num_microbatches}"
-        gbs = said["gbs"] // batch.num_microbatches * count
-        told = said.told(CSV, "gbs", "mbs", "dp", *[CALL] * said.given(CALL))
+        gbs = values["gbs"] // batch.num_microbatches * count
+        told = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
         part = ((CALL, batch.micro_batch_size * count),)
-        yield Finding(CODE, "gbs", message, told, part, (("gbs", gbs),), _WITHOUT)
+        yield Violation(CODE, "gbs", message, told, part, (("gbs", gbs),), _WITHOUT)
 
 
 def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""What the user said: values of the config, each with its source; and what it would be if one more thing were typed.
+"""The config with the source of each value, and what it would be with more overrides on the command line.
 
 Knows dotted keys, aliases and provenance texts. Must not know what values mean.
 """
@@ -20,7 +20,7 @@ Override = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ConfigValues:
     """A config and where its values came from. Keys may be aliases (`pp`, `gbs`) or dotted names."""
 
     config: RunConfig
@@ -35,20 +35,20 @@ class Said:
         """Where the value came from: "default", a file and line, "command line", "derived: ..."."""
         return self.provenance.get(ALIASES.get(key, key), "default")
 
-    def given(self, key: str) -> bool:
-        """Whether somebody gave a value, even one that equals the default."""
+    def is_set(self, key: str) -> bool:
+        """Whether the user set it, even to the default; false for what is null, a default or derived."""
         source = self.source(key)
         return self[key] is not None and source != "default" and not source.startswith("derived")
 
-    def told(self, *keys: str) -> str:
+    def cite(self, *keys: str) -> str:
         """One line per key that has a value: name, value and source."""
         shown = [key for key in keys if self[key] is not None]
         return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
 
-    def typed(self, overrides: tuple[Override, ...]) -> Said:
-        """What would be said if `overrides` were typed at the end of the command line.
+    def overridden(self, overrides: tuple[Override, ...]) -> ConfigValues:
+        """The values if `overrides` stood at the end of the command line.
 
-        As when composing, a layout that was not typed gives way to typed sizes.
+        As when composing, a layout that is not on the command line gives way to sizes that are.
         """
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides}
@@ -61,10 +61,10 @@ class Said:
             setattr(part, field, value)
             setattr(config, section, part)
             provenance[name] = PLACE
-        return Said(config, provenance)
+        return ConfigValues(config, provenance)
 
 
-def command(overrides: tuple[Override, ...]) -> str:
+def overrides_text(overrides: tuple[Override, ...]) -> str:
     """Overrides as a shell takes them."""
     return " ".join(shlex.quote(f"{key}={_text(value)}") for key, value in overrides)
 
@@ -73,8 +73,8 @@ def _text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def typed(text: str) -> tuple[Override, ...]:
-    """The inverse of `command` for numbers, text and null; nothing for what is no list of overrides."""
+def parse_overrides(text: str) -> tuple[Override, ...]:
+    """The inverse of `overrides_text` for numbers, text and null; empty for a text that is no list of overrides."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:

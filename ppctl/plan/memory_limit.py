@@ -1,17 +1,17 @@
-"""Does the plan fit the device's memory, and what would make it fit.
+"""Whether the plan fits the device's memory, what would make it fit, and amounts of memory as text.
 
-Knows peaks and the device's size. Must not know how a peak comes about.
+Knows peaks and the device's size. Must not know how a peak comes about. Data (`--json`, plan.json) keeps bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from ppctl.config.checks import memory_bytes
-from ppctl.plan.amounts import GIB, amount, unit_for
-from ppctl.plan.findings import Finding
-from ppctl.plan.said import Override, Said
+from ppctl.plan.config_values import ConfigValues, Override
 from ppctl.plan.types import RankCost
+from ppctl.plan.violations import Violation
 
 LIMIT = "launch.device_memory"
 SHARDING = "parallel.data_parallel_sharding"
@@ -21,15 +21,42 @@ _DOUBLINGS = 6
 """How many times expert parallelism is doubled in search of a size that fits."""
 
 
-def memory_findings(said: Said, ranks: Callable[[], Sequence[RankCost]]) -> list[Finding]:
+class Unit(NamedTuple):
+    """A unit of memory."""
+
+    name: str
+    size: int
+
+    def of(self, size: int) -> str:
+        """How many of this unit `size` bytes are."""
+        return f"{size / self.size:.2f}"
+
+
+MIB = 2**20
+GIB = Unit("GiB", 2**30)
+_SMALLER = (Unit("MiB", MIB), Unit("KiB", 2**10))
+
+
+def unit_for(largest: int) -> Unit:
+    """The unit of a sum or a column: the largest one of which its largest number is at least one."""
+    return next((unit for unit in (GIB, *_SMALLER) if largest >= unit.size), _SMALLER[-1])
+
+
+def amount(size: int) -> str:
+    """One number with its unit."""
+    unit = unit_for(size)
+    return f"{unit.of(size)} {unit.name}"
+
+
+def memory_violations(values: ConfigValues, ranks: Callable[[], Sequence[RankCost]]) -> list[Violation]:
     """The pp_rank with the highest peak, if that is more than the device has. `ranks` is asked where there is a limit.
 
     Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
     """
-    if said[LIMIT] is None:
+    if values[LIMIT] is None:
         return []
     try:
-        available = memory_bytes(said[LIMIT])
+        available = memory_bytes(values[LIMIT])
     except ValueError:
         return []  # told by `config.checks`
     costs = ranks()
@@ -43,7 +70,9 @@ def memory_findings(said: Said, ranks: Callable[[], Sequence[RankCost]]) -> list
     )
     held = f"{parts(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
     larger = ((LIMIT, f"{-(-worst.peak_bytes // GIB.size)}GiB"),)
-    return [Finding("PP-E801", LIMIT, message, f"{held}\n{said.told(LIMIT, 'pp', 'mbs')}", *_smaller(said), larger)]
+    return [
+        Violation("PP-E801", LIMIT, message, f"{held}\n{values.cite(LIMIT, 'pp', 'mbs')}", *_smaller(values), larger)
+    ]
 
 
 def parts(cost: RankCost) -> str:
@@ -64,20 +93,20 @@ def parts(cost: RankCost) -> str:
     return together.join(f"{name} {unit.of(size)}" for name, size in sizes.items())
 
 
-def _smaller(said: Said) -> Iterator[tuple[Override, ...]]:
-    pp, mbs, ep = said["pp"], said["mbs"], said["ep"]
-    if said["pipeline.extra_warmup"] not in (0, "auto"):
+def _smaller(values: ConfigValues) -> Iterator[tuple[Override, ...]]:
+    pp, mbs, ep = values["pp"], values["mbs"], values["ep"]
+    if values["pipeline.extra_warmup"] not in (0, "auto"):
         yield (("pipeline.extra_warmup", "auto"),)
     if mbs > 1:
         yield (("mbs", mbs // 2),)
         yield (("mbs", 1),)
-    again = [("train.recompute_granularity", "full")] if said["train.recompute_granularity"] is None else []
-    weaker = _SHARDINGS[_SHARDINGS.index(said[SHARDING]) + 1 :]
+    again = [("train.recompute_granularity", "full")] if values["train.recompute_granularity"] is None else []
+    weaker = _SHARDINGS[_SHARDINGS.index(values[SHARDING]) + 1 :]
     if again:
         yield (again[0],)
     for sharding in weaker:
         yield ((SHARDING, sharding),)
-    if said["model.num_moe_experts"]:
+    if values["model.num_moe_experts"]:
         for doubling in range(1, _DOUBLINGS + 1):
             yield (("ep", ep << doubling),)
     for sharding in weaker if again else ():

@@ -13,15 +13,13 @@ from ppctl.config.limits import MOST_STAGES
 from ppctl.config.messages import in_batches
 from ppctl.config.schedules import schedule_policy
 from ppctl.errors import Problem, ScheduleError
-from ppctl.plan.findings import Finding, Findings
-from ppctl.plan.said import Said
+from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
 from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule
-from ppctl.schedule.simulate import Costs, simulate
-from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
 
 MOST_ACTIONS = 200_000
@@ -56,52 +54,59 @@ class Choice(NamedTuple):
         return POLICIES[self.name].placement if self.given is None else self.given.placement.kind
 
 
-def choose_schedule(said: Said, vpp: int, findings: Findings) -> Choice | None:
+def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> Choice | None:
     """1F1B for one chunk per rank, interleaved 1F1B for more, unless a schedule was given."""
-    asked = said[SCHEDULE]
+    asked = values[SCHEDULE]
     name = schedule_policy(asked)
     if name is None:
         return None  # told by `config.checks`
     policy = POLICIES[name]
     if not policy.runs(vpp):
-        if not said.given(SCHEDULE):
+        if not values.is_set(SCHEDULE):
             return Choice(fitting_policy(vpp), (_chosen(vpp, "no schedule was given"),))
         message = f"schedule {asked} runs {policy.chunks_in_words}, and vpp is {vpp}"
         chunks = ("vpp", policy.chunks)
-        ways = [(chunks,) if said["layout"] is None else (chunks, ("layout", None)), ((SCHEDULE, fitting_policy(vpp)),)]
+        ways = [
+            (chunks,) if values["layout"] is None else (chunks, ("layout", None)),
+            ((SCHEDULE, fitting_policy(vpp)),),
+        ]
         ways = ways[::-1] if policy.for_more_chunks else ways
-        findings.append(Finding("PP-E213", SCHEDULE, message, said.told(SCHEDULE, "vpp", "layout"), *ways))
+        violations.append(Violation("PP-E213", SCHEDULE, message, values.cite(SCHEDULE, "vpp", "layout"), *ways))
         return None
-    if name == "interleaved_1f1b" and vpp == 1 and said.source("vpp") == PLACE != said.source(SCHEDULE):
-        return Choice("1f1b", (_chosen(vpp, f"{asked} ({said.source(SCHEDULE)}) was given for more chunks"),))
+    source = values.source(SCHEDULE)
+    if name == fitting_policy(2) and vpp == 1 and values.source("vpp") == PLACE != source:
+        return Choice(fitting_policy(1), (_chosen(vpp, f"{asked} ({source}) was given for more chunks"),))
     return Choice(name)
 
 
-def settled(said: Said, choice: Choice, num_microbatches: int) -> int:
+def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
     """So few microbatches that ranks hold as much as with all of them: 1F1B, plain or interleaved, repeats itself."""
-    if choice.policy is None or not choice.policy.settles or said["pipeline.extra_warmup"] == "auto":
+    if choice.policy is None or not choice.policy.settles or values["pipeline.extra_warmup"] == "auto":
         return num_microbatches
-    pp: int = said["pp"]
-    unit: int = said[GROUP] if said.given(GROUP) else pp
+    pp: int = values["pp"]
+    unit: int = values[GROUP] if values.is_set(GROUP) else pp
     return min(num_microbatches, num_microbatches % unit + unit * _SETTLED * -(-pp // unit))
 
 
-def check_length(said: Said, num_stages: int, num_microbatches: int, findings: Findings) -> None:
+def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, violations: Violations) -> None:
     """Refuse a step with more actions than anyone can plan: some size is not what was meant."""
     if num_stages > MOST_STAGES:
         message = f"the layout has {num_stages:,} stages; a plan holds at most {MOST_STAGES:,}"
         ways = ((("layout", None),), (("layout", None), ("vpp", 1)))
-        findings.append(Finding(TOO_MUCH, "stages", message, said.told("pp", "vpp"), *ways))
+        violations.append(Violation(TOO_MUCH, "stages", message, values.cite("pp", "vpp"), *ways))
         return
-    least = 2 * said["pp"] - 1
-    if schedule_policy(said[SCHEDULE]) == "zbv_zero_bubble" and 2 * num_stages * least > MOST_ACTIONS:
+    policy = POLICIES.get(schedule_policy(values[SCHEDULE]) or "")
+    least = policy.least_microbatches(values["pp"]) if policy is not None else 1
+    if least > 1 and 2 * num_stages * least > MOST_ACTIONS:
         message = (
-            f"{said[SCHEDULE]} is made for at least {least:,} microbatches (2 x pp - 1), through {num_stages:,} stages "
-            f"{2 * num_stages * least:,} forwards and backwards; a plan holds at most {MOST_ACTIONS:,}"
+            f"{values[SCHEDULE]} is made for at least {least:,} microbatches at pp {values['pp']}, through "
+            f"{num_stages:,} stages {2 * num_stages * least:,} forwards and backwards; a plan holds at most "
+            f"{MOST_ACTIONS:,}"
         )
-        interleaved = (SCHEDULE, fitting_policy(2))
-        place = said.told(SCHEDULE, "pp")
-        findings.append(Finding(TOO_MUCH, SCHEDULE, message, place, (interleaved,), (interleaved, ("layout", None))))
+        interleaved, place = (SCHEDULE, fitting_policy(2)), values.cite(SCHEDULE, "pp")
+        violations.append(
+            Violation(TOO_MUCH, SCHEDULE, message, place, (interleaved,), (interleaved, ("layout", None)))
+        )
         return
     if 2 * num_stages * num_microbatches <= MOST_ACTIONS:
         return
@@ -110,7 +115,7 @@ def check_length(said: Said, num_stages: int, num_microbatches: int, findings: F
         f"{num_microbatches:,} microbatches through {num_stages:,} stages are {2 * num_stages * num_microbatches:,} "
         f"forwards and backwards in a step; a plan holds at most {MOST_ACTIONS:,}"
     )
-    gbs, mbs = said["gbs"], said["mbs"]
+    gbs, mbs = values["gbs"], values["mbs"]
     parts = [size for size in nearest_divisors(num_microbatches, most) if size <= most]
     calls = [((CALL, mbs * size),) for size in parts[:1]]
     fewer = (("gbs", gbs // num_microbatches * most),)
@@ -118,8 +123,8 @@ def check_length(said: Said, num_stages: int, num_microbatches: int, findings: F
         ("mbs", mbs * -(-num_microbatches // most)),
         ("gbs", gbs // num_microbatches * -(-num_microbatches // most)),
     )
-    findings.append(
-        Finding(TOO_MUCH, "gbs", message, said.told("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
+    violations.append(
+        Violation(TOO_MUCH, "gbs", message, values.cite("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
     )
 
 
@@ -128,16 +133,18 @@ def _chosen(vpp: int, why: str) -> Derived:
     return Derived("schedule", fitting_policy(vpp), f"schedule {fitting_policy(vpp)}: {chunks} per rank, and {why}")
 
 
-def compute_only(said: Said, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0) -> Schedule:
+def compute_only(
+    values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
+) -> Schedule:
     """The chosen policy's schedule, or the given one. A group size counts only where it was given: else it is pp."""
     if choice.given is not None:
         return choice.given
     return make_schedule(
         choice.name,
-        pp=said["pp"],
+        pp=values["pp"],
         vpp=vpp,
         num_microbatches=num_microbatches,
-        microbatch_group_size=said[GROUP] if said.given(GROUP) else None,
+        microbatch_group_size=values[GROUP] if values.is_set(GROUP) else None,
         extra_warmup=extra_warmup,
     )
 
@@ -150,11 +157,11 @@ class Proof(NamedTuple):
     wrong: list[Problem]
 
 
-def proved(said: Said, plain: Schedule) -> Proof:
+def proved(values: ConfigValues, plain: Schedule) -> Proof:
     """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity was given."""
-    capacity, batched = said[CAPACITY], in_batches(said.config.parallel)
+    capacity, batched = values[CAPACITY], in_batches(values.config.parallel)
     if plain.name == GIVEN and (wrong := verify(plain)):
-        return Proof(plain, plain, [replace(each, place=f"{each.place}\n{said.told(CSV)}".strip()) for each in wrong])
+        return Proof(plain, plain, [replace(each, place=f"{each.place}\n{values.cite(CSV)}".strip()) for each in wrong])
     try:
         free = lower(plain, batched=batched)
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
@@ -167,14 +174,6 @@ def proved(said: Said, plain: Schedule) -> Proof:
     wrong = wrong or verify(lower(twin, capacity=capacity))
     enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
-    place = said.told(CAPACITY)
+    place = values.cite(CAPACITY)
     told = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
     return Proof(plain, schedule, told)
-
-
-def predicted(schedule: Schedule, costs: Costs) -> Trace:
-    """The step as it would run at these costs. Empty for a schedule that hangs."""
-    try:
-        return simulate(schedule, costs)
-    except ScheduleError:
-        return Trace(schedule.placement.pp, ())
