@@ -12,11 +12,11 @@ from ppctl.cli.pipeline import Chunk, Row, header, span, table_rows
 from ppctl.cli.table import aligned
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.layout.text import LETTERS, LayerType
+from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
 from ppctl.plan.memory_limit import amount, parts, unit_for
 from ppctl.plan.prices import predicted, simulation_costs
-from ppctl.schedule.timeline import timeline_text
+from ppctl.schedule.text_timeline import timeline_text
 
 _LONGEST_TIMELINE = 16
 """Most stages that a timeline shows."""

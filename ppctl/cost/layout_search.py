@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ppctl.cost.candidates import Candidate, Space
-from ppctl.cost.scores import Price, Scores, StagePrice
+from ppctl.cost.layout_scores import Candidate, Price, Scores, Space, StagePrice
 from ppctl.layout.rules import even_counts
 from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.executor import execute

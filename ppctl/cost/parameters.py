@@ -12,9 +12,9 @@ from functools import cache
 from math import prod
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.canonical_names import stage_rows
 from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds, mtp_is_moe
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
-from ppctl.geometry.names import stage_rows
 from ppctl.geometry.parameters import (
     Parameter,
     Sizes,

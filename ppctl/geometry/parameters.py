@@ -5,7 +5,7 @@ tensor-parallel ranks, how it starts, whether it decays and with which module it
 ranks, modules of torch or files. A parameter of `ppctl/model` without a row here is refused when a stage is built.
 
 Rows are made per kind of layer, once for each set of sizes; a layer's experts are one row with their number. Rows by
-stage and by canonical name: `names.py`.
+stage and by canonical name: `canonical_names.py`.
 
 Sources: Llama and Mixtral as published (GQA, SwiGLU, RMSNorm); DeepSeek-V2/V3 technical reports for multi-head latent
 attention, shared experts and the MTP module (two norms, a projection 2h -> h, one decoder layer, a final norm); GPT-3

@@ -15,7 +15,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from ppctl.layout.text import MAX_ITEMS, ascii_digits, describe_unknown, lookalike
+from ppctl.layout.letters import MAX_ITEMS, ascii_digits, describe_unknown, lookalike
 
 _ATOMS = "EtmL|"
 _SEPARATORS = ", \t\n\r\v\f"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ppctl.errors import LayoutError, Problem
+from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
 from ppctl.layout.parser import Mistake, Parsed, parse_text
 from ppctl.layout.rules import mend
-from ppctl.layout.text import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
 
 _MOST_SHOWN = 20
 _CASES = ("e", "T", "M", "l")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import expert_name, parameter_of
+from ppctl.geometry.canonical_names import expert_name, parameter_of
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:

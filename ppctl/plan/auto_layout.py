@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from ppctl.cost.candidates import Candidate
+from ppctl.cost.layout_scores import Candidate, StagePrice
 from ppctl.cost.layout_search import Balance, Found, balance
-from ppctl.cost.scores import StagePrice
 from ppctl.geometry.layers import Layer
 from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
-from ppctl.layout.text import canonical_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.extra_warmup import device_limit
 from ppctl.plan.layout_choice import Cut

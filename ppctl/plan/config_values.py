@@ -66,10 +66,11 @@ class ConfigValues:
 
 def overrides_text(overrides: tuple[Override, ...]) -> str:
     """Overrides as a shell takes them."""
-    return " ".join(shlex.quote(f"{key}={_text(value)}") for key, value in overrides)
+    return " ".join(shlex.quote(f"{key}={value_text(value)}") for key, value in overrides)
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value as the command line takes it, without quotes."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

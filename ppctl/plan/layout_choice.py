@@ -14,7 +14,7 @@ from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.plan.config_values import ConfigValues, Override, parse_overrides
 from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
-from ppctl.plan.split_options import Split, compile_split, options_said
+from ppctl.plan.split_options import Split, compile_split, used_options
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 
@@ -49,10 +49,10 @@ def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, 
     split = compile_split(values, violations)
     if split is not None:
         return _split_cut(values, split, violations)
-    if options_said(values):
-        return None  # they do not fit, and it has been told
+    if used_options(values):
+        return None  # they do not fit, and `compile_split` added why
     given = values["layout"]
-    # For `auto` the even split stands until the schedule is known: `auto.balanced_cut` takes its place.
+    # For `auto` the even split stands until the schedule is known: `auto_layout.balanced_cut` replaces it.
     return _even_cut(values, violations, chunks) if given in (None, AUTO) else _given_cut(values, given, violations)
 
 

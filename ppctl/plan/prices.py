@@ -17,12 +17,12 @@ from ppctl.cost.times import (
     Machine,
     PartSeconds,
     layer_seconds,
+    layer_work,
     machine_of,
     message_seconds,
     optimizer_seconds,
     reduce_seconds,
 )
-from ppctl.cost.work import layer_work
 from ppctl.errors import ScheduleError
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of

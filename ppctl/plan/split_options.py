@@ -15,8 +15,8 @@ from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stag
 from ppctl.config.schedules import schedule_policy
 from ppctl.errors import LayoutError
 from ppctl.layout import even_layout
-from ppctl.layout.text import MAX_ITEMS, canonical_text
-from ppctl.plan.config_values import ConfigValues, Override
+from ppctl.layout.letters import MAX_ITEMS, canonical_text
+from ppctl.plan.config_values import ConfigValues, Override, value_text
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.policies import POLICIES
@@ -33,7 +33,7 @@ NAMES = "pipeline.module_fqns_per_model_part"
 OPTIONS = (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, PER_STAGE, ROUND, NAMES)
 
 _TOGETHER = ({FIRST, LAST}, {EMBEDDING, LOSS, PER_CHUNK}, {PER_STAGE, ROUND}, {NAMES})
-"""What may be values together."""
+"""Options that may be set at the same time."""
 
 _MODULE = re.compile(
     r"(?:model\.)?(?:(?P<embedding>embed_tokens|tok_embeddings)|layers\.(?P<layer>[0-9]+)|(?P<norm>norm)"
@@ -59,14 +59,14 @@ class _Unfit(Exception):
         self.code = code
 
 
-def options_said(values: ConfigValues) -> list[str]:
-    """The split options that say something."""
+def used_options(values: ConfigValues) -> list[str]:
+    """The split options that are set."""
     return [key for key in OPTIONS if values[key] is not None and values[key] is not False]
 
 
 def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
     """The layout that the split options ask for; None where there are none or (with a violation) they do not fit."""
-    used = options_said(values)
+    used = used_options(values)
     if not used:
         return None
     try:
@@ -85,10 +85,10 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
 
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
     if values["layout"] is not None:
-        names = ", ".join(f"{key}={_text(values[key])}" for key in used)
+        names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
         raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", (("layout", None),))
     if not any(set(used) <= together for together in _TOGETHER):
-        names = " and ".join(f"{key}={_text(values[key])}" for key in used)
+        names = " and ".join(f"{key}={value_text(values[key])}" for key in used)
         raise _Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
     if NAMES in used:
         return _by_names(values), f"{NAMES} names the modules of every stage"
@@ -190,7 +190,9 @@ def _by_names(values: ConfigValues) -> str:
         order += [layer for layer in found if isinstance(layer, int)]
         head = {"norm", "head"} & set(map(str, found))
         if len(head) == 1:
-            raise _Unfit(f"stage {number} names {_said_of(head)} alone: the final norm and the output are one unit, L")
+            raise _Unfit(
+                f"stage {number} names {_head_name(head)} alone: the final norm and the output are one unit, L"
+            )
         stages.append("E" * ("embedding" in found) + "t" * sum(isinstance(m, int) for m in found) + "L" * bool(head))
     if order != list(range(values["model.num_layers"])):
         message = (
@@ -215,14 +217,10 @@ def _modules(number: int, part: Any) -> Iterator[str | int]:
             yield match.lastgroup
 
 
-def _said_of(head: set[str]) -> str:
+def _head_name(head: set[str]) -> str:
     return "norm" if "norm" in head else "lm_head"
 
 
 def _runs(order: list[int]) -> str:
     shown = ", ".join(map(str, order[:12]))
     return (shown + (f" and {len(order) - 12} more" if len(order) > 12 else "")) or "none"
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

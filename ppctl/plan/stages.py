@@ -12,8 +12,8 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.cost.state import PRECISIONS, Precision
+from ppctl.geometry.canonical_names import EMBEDDING_USES, embedding_uses
 from ppctl.geometry.layers import count_of, parse_layers
-from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
 from ppctl.geometry.parameters import EMBEDDING
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec

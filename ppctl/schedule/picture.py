@@ -1,6 +1,6 @@
 """What a picture of a step shows: its trace, what its stages are, and what every rank holds while it runs.
 
-Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `timeline`) or how costs come about.
+Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `text_timeline`) or how costs come about.
 Standard library only.
 """
 

@@ -1,7 +1,7 @@
 """The schedules as pure functions: sizes in, compute-only Schedule out.
 
 Those with whole backwards are one shape: some forwards to warm up, then forward and backward in turn, then the
-backwards that are left; they differ in the order of a rank's forwards (`table`) and in how many warm up. Those that
+backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those that
 split backwards are `zero_bubble`'s. `POLICIES` has a row for each, with all that anybody asks about a policy. Must not
 know messages, time or capacities. Standard library only.
 """
@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
-from ppctl.schedule.table import get_schedule_table, in_turn, warmup_counts
+from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
 from ppctl.schedule.zero_bubble import dualpipev, fills_zbv, interleaved_zero_bubble, zb_h1, zbv_zero_bubble
 
 

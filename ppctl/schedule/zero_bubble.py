@@ -15,7 +15,7 @@ from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Placement, Schedule
-from ppctl.schedule.table import get_schedule_table
+from ppctl.schedule.schedule_table import get_schedule_table
 
 
 def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:

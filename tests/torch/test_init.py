@@ -10,8 +10,8 @@ from cuts import cut, tiny
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import stage_count
+from ppctl.geometry.canonical_names import canonical_names
 from ppctl.geometry.layers import parse_layers
-from ppctl.geometry.names import canonical_names
 from ppctl.model.initialize import initial_value, normal
 from ppctl.model.stage import build_stage, meta_stage
 

@@ -8,9 +8,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from ppctl.cost.candidates import Candidate
+from ppctl.cost.layout_scores import Candidate, Price, StagePrice, worst_moments
 from ppctl.cost.layout_search import balance
-from ppctl.cost.scores import Price, StagePrice, worst_moments
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
