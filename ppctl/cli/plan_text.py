@@ -14,7 +14,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.memory_limit import amount, parts, unit_for
+from ppctl.plan.memory_limit import amount, peak_terms, unit_for
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.text_timeline import timeline_text
 
@@ -121,9 +121,9 @@ def table(plan: Plan, width: int) -> str:
 def memory_line(plan: Plan) -> str:
     """Where memory peaks."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
-    told = parts(worst)
-    made = " =" if "+" in told else "; at most"
-    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{made} {told}"
+    terms = peak_terms(worst)
+    made = " =" if "+" in terms else "; at most"
+    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{made} {terms}"
 
 
 def times(plan: Plan) -> list[str]:

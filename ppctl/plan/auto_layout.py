@@ -35,7 +35,7 @@ def balanced_cut(
     sizes: ParallelSizes,
     measured: Measured | None = None,
 ) -> Cut:
-    """The best layout of as many stages as `cut` has, with what it was held against."""
+    """The best layout of as many stages as `cut` has, with what it was compared with."""
     config, model = values.config, values.config.model
     mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
 
@@ -65,8 +65,8 @@ def balanced_cut(
         limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
     found = balance(model.num_layers, mtp > 0, schedule, price, message=pricing(0, (), False).message_s, limit=limit)
     layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
-    told = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
-    return replace(cut, layout=layout, derived=(told, *(each for each in cut.derived if each.key != "layout")))
+    derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
+    return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
 
 
 def _text(candidate: Candidate, mtp: int) -> str:
@@ -74,11 +74,11 @@ def _text(candidate: Candidate, mtp: int) -> str:
 
 
 def _equation(found: Balance, mtp: int, batch: Batch) -> str:
-    def told(other: Found) -> str:
+    def timed(other: Found) -> str:
         return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
 
-    beside = [f"even split {told(found.even)}"]
+    beside = [f"even split {timed(found.even)}"]
     if found.runner_up is not None:
-        beside.insert(0, f"next best {told(found.runner_up)}")
+        beside.insert(0, f"next best {timed(found.runner_up)}")
     count = f"{found.simulated} layouts simulated" if found.simulated > 1 else "the only one"
-    return f"layout {told(found.best)} a step: {count}; {'; '.join(beside)}"
+    return f"layout {timed(found.best)} a step: {count}; {'; '.join(beside)}"

@@ -46,7 +46,7 @@ from ppctl.topology import ParallelSizes
 def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *, title: str | None = None) -> Plan:
     """Everything that follows from `config`, checked and priced.
 
-    `provenance` maps dotted keys to where their values came from; whether a value was given is read there. What is
+    `provenance` maps dotted keys to where their values came from; whether the user set a value is read there. What is
     wrong but leaves a plan to look at (a schedule that would hang, memory that does not fit) is in `Plan.problems`.
     Raises ConfigError with all problems where sizes or layout allow no plan.
     """
@@ -145,8 +145,8 @@ def derive(values: ConfigValues, violations: Violations, *, search: bool = True)
     world = derive_world(values, violations)
     divide_model(values, violations)
     measured = read_profile(values, violations)
-    given = read_schedule_file(values, violations)
-    cut = derive_cut(values, violations, chunks_wanted(values, given))
+    schedule = read_schedule_file(values, violations)
+    cut = derive_cut(values, violations, chunks_wanted(values, schedule))
     batch = derive_batch(values, world.dp, violations) if world is not None else None
     choice = None
     if cut is not None:
@@ -154,8 +154,8 @@ def derive(values: ConfigValues, violations: Violations, *, search: bool = True)
         check_recompute(values, num_stages, violations)
         if values[CSV] is None:
             choice = choose_schedule(values, cut.vpp, violations)
-        elif given is not None:
-            choice = choose_file(values, given, cut, batch, violations)
+        elif schedule is not None:
+            choice = choose_file(values, schedule, cut, batch, violations)
         if batch is not None:
             check_length(values, num_stages, batch.num_microbatches, violations)
         if choice is not None:

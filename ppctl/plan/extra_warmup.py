@@ -1,4 +1,4 @@
-"""How far the forwards run ahead: `pipeline.extra_warmup` as given, or chosen by simulating the step.
+"""How far the forwards run ahead: `pipeline.extra_warmup` as set, or chosen by simulating the step.
 
 Knows message times on the devices that plans assume, and the memory that a longer warm-up takes. Must not know how
 schedules are made or run.
@@ -27,19 +27,19 @@ CLOSE = 1.005
 
 def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -> None:
     """Refuse what cannot take effect: no number, more than a rank can use, or a schedule without a warm-up."""
-    given, pp = values[EXTRA], values["pp"]
-    if given == AUTO or (given == 0 and not isinstance(given, bool)):
+    extra, pp = values[EXTRA], values["pp"]
+    if extra == AUTO or (extra == 0 and not isinstance(extra, bool)):
         return
-    told = values.cite(EXTRA, "pp", "pipeline.pp_schedule")
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        message = f"{EXTRA}={given} is neither a number of forwards (0 to pp - 1) nor auto"
-        violations.append(Violation("PP-E215", EXTRA, message, told, ((EXTRA, AUTO),), ((EXTRA, 0),)))
+    place = values.cite(EXTRA, "pp", "pipeline.pp_schedule")
+    if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
+        message = f"{EXTRA}={extra} is neither a number of forwards (0 to pp - 1) nor auto"
+        violations.append(Violation("PP-E215", EXTRA, message, place, ((EXTRA, AUTO),), ((EXTRA, 0),)))
     elif choice.policy is None or not choice.policy.extra_warmup:
-        message = f"schedule {choice.name} has no warm-up that {EXTRA}={given} could lengthen"
-        violations.append(Violation("PP-E215", EXTRA, message, told, ((EXTRA, 0),)))
-    elif given > pp - 1:
-        message = f"{EXTRA}={given}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
-        violations.append(Violation("PP-E215", EXTRA, message, told, ((EXTRA, pp - 1),), ((EXTRA, AUTO),)))
+        message = f"schedule {choice.name} has no warm-up that {EXTRA}={extra} could lengthen"
+        violations.append(Violation("PP-E215", EXTRA, message, place, ((EXTRA, 0),)))
+    elif extra > pp - 1:
+        message = f"{EXTRA}={extra}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
+        violations.append(Violation("PP-E215", EXTRA, message, place, ((EXTRA, pp - 1),), ((EXTRA, AUTO),)))
 
 
 def decide_warmup(
@@ -102,7 +102,7 @@ def device_limit(values: ConfigValues) -> int | None:
     try:
         return None if values[LIMIT] is None else memory_bytes(values[LIMIT])
     except ValueError:
-        return None  # told where memory is checked
+        return None  # `config.checks` reports it
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:

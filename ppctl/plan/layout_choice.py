@@ -1,6 +1,6 @@
-"""The layout that is used: the one that was given, held against pp, vpp and the model, or the even split.
+"""The layout that is used: the one in the config, compared with pp, vpp and the model, or the even split.
 
-Knows how stages, pp and vpp hang together. Must not know the layout language (`ppctl.layout`), the world or costs.
+Knows how stages, pp and vpp depend on each other. Must not know the layout language, the world or costs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECOMPUTED = "train.recompute_stages"
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A layout that fits, and what was derived on the way."""
+    """The layout that a run is cut by, and the equations of what was derived for it."""
 
     layout: PipelineParallelLayerLayout
     derived: tuple[Derived, ...]
@@ -44,16 +44,16 @@ class Cut:
 def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> Cut | None:
     """The layout. None if there is none that fits; then `violations` say why.
 
-    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none was given.
+    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none is set.
     """
     split = compile_split(values, violations)
     if split is not None:
         return _split_cut(values, split, violations)
     if used_options(values):
         return None  # they do not fit, and `compile_split` added why
-    given = values["layout"]
+    text = values["layout"]
     # For `auto` the even split stands until the schedule is known: `auto_layout.balanced_cut` replaces it.
-    return _even_cut(values, violations, chunks) if given in (None, AUTO) else _given_cut(values, given, violations)
+    return _even_cut(values, violations, chunks) if text in (None, AUTO) else _configured_cut(values, text, violations)
 
 
 def check_search(values: ConfigValues, num_stages: int, violations: Violations) -> None:
@@ -84,7 +84,7 @@ def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cu
 
 
 def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None) -> Cut | None:
-    """The even split; vpp is 1 unless it was given, or the schedule asks for more."""
+    """The even split; vpp is 1 unless it is set, or the schedule asks for more."""
     wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
     # What no layout can hold is a typing error in one of these.
@@ -109,16 +109,16 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
     return Cut(layout, tuple(derived))
 
 
-def _given_cut(values: ConfigValues, given: Any, violations: Violations) -> Cut | None:
+def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> Cut | None:
     pp, vpp = values["pp"], values["vpp"]
     try:
-        count = len(PipelineParallelLayerLayout(given, 1).stages)
+        count = len(PipelineParallelLayerLayout(text, 1).stages)
     except LayoutError as error:
         _adopt(violations, error, values)
         return None
     if count != pp * vpp if vpp is not None else count % pp:
         violations.append(_disagreement(values, count))
-    layout = PipelineParallelLayerLayout(given, pp if count % pp == 0 else 1)
+    layout = PipelineParallelLayerLayout(text, pp if count % pp == 0 else 1)
     problems = layout.problems(values["model.num_layers"], values["model.mtp_num_layers"])
     # Where the stages do not fit pp, the rule that MTP belongs in a rank's last chunk has no meaning yet.
     wrong = [problem for problem in problems if count % pp == 0 or problem.code != "PP-E018"]
@@ -170,7 +170,7 @@ def _agreements(values: ConfigValues, count: int) -> Iterator[tuple[Override, ..
 
 
 def _text(values: ConfigValues) -> str:
-    """The given layout as a string, whatever it was given as."""
+    """The config's layout as a string, even if it is a list."""
     return PipelineParallelLayerLayout(values["layout"], 1).canonical()
 
 

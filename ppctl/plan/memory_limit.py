@@ -58,7 +58,7 @@ def memory_violations(values: ConfigValues, ranks: Callable[[], Sequence[RankCos
     try:
         available = memory_bytes(values[LIMIT])
     except ValueError:
-        return []  # told by `config.checks`
+        return []  # `config.checks` reports it
     costs = ranks()
     worst = max(costs, key=lambda cost: cost.peak_bytes)
     if worst.peak_bytes <= available:
@@ -68,14 +68,14 @@ def memory_violations(values: ConfigValues, ranks: Callable[[], Sequence[RankCos
         f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak, and a device has "
         f"{amount(available)} ({over} of {len(costs)} pp_ranks are over)"
     )
-    held = f"{parts(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
+    held = f"{peak_terms(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
     larger = ((LIMIT, f"{-(-worst.peak_bytes // GIB.size)}GiB"),)
     return [
         Violation("PP-E801", LIMIT, message, f"{held}\n{values.cite(LIMIT, 'pp', 'mbs')}", *_smaller(values), larger)
     ]
 
 
-def parts(cost: RankCost) -> str:
+def peak_terms(cost: RankCost) -> str:
     """What the peak of a pp_rank is made of, in the unit of the peak.
 
     Listed and not added up where they are not there at the same time: with `full` sharding weights and gradients are
@@ -89,8 +89,8 @@ def parts(cost: RankCost) -> str:
         "activations": cost.activation_bytes,
         "buffers": cost.buffer_bytes + cost.message_bytes,
     }
-    together = " + " if sum(sizes.values()) == cost.peak_bytes else ", "
-    return together.join(f"{name} {unit.of(size)}" for name, size in sizes.items())
+    joint = " + " if sum(sizes.values()) == cost.peak_bytes else ", "
+    return joint.join(f"{name} {unit.of(size)}" for name, size in sizes.items())
 
 
 def _smaller(values: ConfigValues) -> Iterator[tuple[Override, ...]]:

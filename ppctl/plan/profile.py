@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 def read_profile(values: ConfigValues, violations: Violations) -> Measured | None:
-    """The measured costs; None where none are given or, with a violation, where they are of no use here."""
+    """The measured costs; None if no profile is set or, with a violation, if it is of no use here."""
     if values[KEY] is None:
         return None
     path = str(values[KEY]).removeprefix("@")

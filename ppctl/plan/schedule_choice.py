@@ -32,34 +32,34 @@ SCHEDULE = "pipeline.pp_schedule"
 GROUP = "parallel.microbatch_group_size_per_vp_stage"
 CAPACITY = "pipeline.p2p_capacity"
 CSV = "pipeline.pp_schedule_csv"
-GIVEN = "csv"
-"""The name of a schedule that was given as a file."""
+FROM_FILE = "csv"
+"""The name of a schedule from a file."""
 
 
 class Choice(NamedTuple):
-    """A policy's name, and the equation where ppctl chose it; or a schedule that was given as a file."""
+    """A policy's name, and the equation where ppctl chose it; or a schedule from a file."""
 
     name: str
     derived: tuple[Derived, ...] = ()
-    given: Schedule | None = None
+    schedule: Schedule | None = None
 
     @property
     def policy(self) -> Policy | None:
-        """What is known about the policy; None for a schedule that was given as a file."""
-        return POLICIES[self.name] if self.given is None else None
+        """What is known about the policy; None for a schedule from a file."""
+        return POLICIES[self.name] if self.schedule is None else None
 
     @property
     def placement(self) -> str:
         """How stages are placed: `loop` or `v`."""
-        return POLICIES[self.name].placement if self.given is None else self.given.placement.kind
+        return POLICIES[self.name].placement if self.schedule is None else self.schedule.placement.kind
 
 
 def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> Choice | None:
-    """1F1B for one chunk per rank, interleaved 1F1B for more, unless a schedule was given."""
+    """1F1B for one chunk per rank, interleaved 1F1B for more, unless the config names a schedule."""
     asked = values[SCHEDULE]
     name = schedule_policy(asked)
     if name is None:
-        return None  # told by `config.checks`
+        return None  # `config.checks` reports it
     policy = POLICIES[name]
     if not policy.runs(vpp):
         if not values.is_set(SCHEDULE):
@@ -136,9 +136,9 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the given one. A group size counts only where it was given: else it is pp."""
-    if choice.given is not None:
-        return choice.given
+    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp."""
+    if choice.schedule is not None:
+        return choice.schedule
     return make_schedule(
         choice.name,
         pp=values["pp"],
@@ -158,9 +158,9 @@ class Proof(NamedTuple):
 
 
 def proved(values: ConfigValues, plain: Schedule) -> Proof:
-    """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity was given."""
+    """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity is set."""
     capacity, batched = values[CAPACITY], in_batches(values.config.parallel)
-    if plain.name == GIVEN and (wrong := verify(plain)):
+    if plain.name == FROM_FILE and (wrong := verify(plain)):
         return Proof(plain, plain, [replace(each, place=f"{each.place}\n{values.cite(CSV)}".strip()) for each in wrong])
     try:
         free = lower(plain, batched=batched)
@@ -175,5 +175,5 @@ def proved(values: ConfigValues, plain: Schedule) -> Proof:
     enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
     remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
     place = values.cite(CAPACITY)
-    told = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
-    return Proof(plain, schedule, told)
+    wrong = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
+    return Proof(plain, schedule, wrong)

@@ -1,6 +1,6 @@
-"""A schedule that the user gives as a file (`pipeline.pp_schedule_csv`), and what it says of the sizes.
+"""The schedule from a CSV file (`pipeline.pp_schedule_csv`), and how it may disagree with the sizes.
 
-The one file that planning reads. Knows that rows are pp_ranks, and how a file may disagree with the config. Must not
+The one file that planning reads. Knows that rows are pp_ranks. Must not
 know the text form (`ppctl.schedule.action`) or what makes a schedule sound (`verify`).
 """
 
@@ -16,7 +16,7 @@ from ppctl.files import read_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import Cut
 from ppctl.plan.plan import Plan
-from ppctl.plan.schedule_choice import CSV, GIVEN, SCHEDULE, Choice
+from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, Batch
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
@@ -30,12 +30,12 @@ _WITHOUT = ((CSV, None),)
 
 
 def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule | None:
-    """The schedule in the file; None where none is given or, with violations, where it cannot be used."""
+    """The schedule in the file; None if no file is set or, with violations, if it cannot be used."""
     if values[CSV] is None:
         return None
     try:
         text = read_text(values[CSV], _MOST_READ)
-        schedule = Schedule.from_csv(text, name=GIVEN)
+        schedule = Schedule.from_csv(text, name=FROM_FILE)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the schedule file {values[CSV]} cannot be read: {reason}"
@@ -54,10 +54,10 @@ def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule
     return replace(schedule, actions=rows)
 
 
-def chunks_wanted(values: ConfigValues, given: Schedule | None) -> tuple[int, str] | None:
+def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int, str] | None:
     """How many chunks per rank the schedule asks for, where it does; and why."""
-    if given is not None:
-        stages, pp = given.placement.num_stages, given.placement.pp
+    if schedule is not None:
+        stages, pp = schedule.placement.num_stages, schedule.placement.pp
         return max(1, stages // pp), f"{values[CSV]} has {stages} stages on {pp} rows"
     policy = POLICIES.get(schedule_policy(values[SCHEDULE]) or "")
     if values[CSV] is None and policy is not None and policy.placement == "v":
@@ -66,40 +66,42 @@ def chunks_wanted(values: ConfigValues, given: Schedule | None) -> tuple[int, st
 
 
 def choose_file(
-    values: ConfigValues, given: Schedule, cut: Cut | None, batch: Batch | None, violations: Violations
+    values: ConfigValues, schedule: Schedule, cut: Cut | None, batch: Batch | None, violations: Violations
 ) -> Choice | None:
-    """The given schedule, if its rows, stages and microbatches are those of the run."""
-    wrong = list(_disagreements(values, given, cut, batch))
+    """The schedule of the file, if its rows, stages and microbatches are those of the run."""
+    wrong = list(_disagreements(values, schedule, cut, batch))
     violations += wrong
     if wrong:
         return None
-    kind = "V" if given.placement.kind == "v" else "loop"
-    stages, pp = given.placement.num_stages, given.placement.pp
+    kind = "V" if schedule.placement.kind == "v" else "loop"
+    stages, pp = schedule.placement.num_stages, schedule.placement.pp
     equation = f"schedule {values[CSV]}: {stages} stages placed as a {kind} over pp {pp}"
-    return Choice(GIVEN, (Derived("schedule", GIVEN, equation),), given)
+    return Choice(FROM_FILE, (Derived("schedule", FROM_FILE, equation),), schedule)
 
 
-def _disagreements(values: ConfigValues, given: Schedule, cut: Cut | None, batch: Batch | None) -> Iterator[Violation]:
-    place, path = given.placement, values[CSV]
-    if place.pp != values["pp"]:
-        message = f"{path} has {place.pp} rows, one for each pp_rank, and pp is {values['pp']}"
-        yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), (("pp", place.pp),), _WITHOUT)
+def _disagreements(
+    values: ConfigValues, schedule: Schedule, cut: Cut | None, batch: Batch | None
+) -> Iterator[Violation]:
+    path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
+    if rows != values["pp"]:
+        message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"
+        yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), (("pp", rows),), _WITHOUT)
         return
-    if cut is not None and place.num_stages != cut.vpp * place.pp:
-        message = f"{path} runs {place.num_stages} stages, and pp {place.pp} x vpp {cut.vpp} = {place.pp * cut.vpp}"
-        ways = ((("vpp", place.num_stages // place.pp),), (("vpp", None), ("layout", None)), _WITHOUT)
+    if cut is not None and stages != cut.vpp * rows:
+        message = f"{path} runs {stages} stages, and pp {rows} x vpp {cut.vpp} = {rows * cut.vpp}"
+        ways = ((("vpp", stages // rows),), (("vpp", None), ("layout", None)), _WITHOUT)
         yield Violation(CODE, "vpp", message, values.cite(CSV, "vpp", "layout"), *ways)
-    count = given.num_microbatches
+    count = schedule.num_microbatches
     if batch is not None and count != batch.num_microbatches:
         message = f"{path} runs {count} microbatches, and the batch has {batch.num_microbatches}"
         gbs = values["gbs"] // batch.num_microbatches * count
-        told = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
+        place = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
         part = ((CALL, batch.micro_batch_size * count),)
-        yield Violation(CODE, "gbs", message, told, part, (("gbs", gbs),), _WITHOUT)
+        yield Violation(CODE, "gbs", message, place, part, (("gbs", gbs),), _WITHOUT)
 
 
 def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:
-    """What keeps a given schedule that can be planned from being trained: split backwards, and overlapped pairs."""
+    """What keeps a schedule file that can be planned from being trained: split backwards, and overlapped pairs."""
     path = config.pipeline.pp_schedule_csv
     if path is None:
         return []

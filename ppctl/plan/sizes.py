@@ -19,7 +19,7 @@ AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
 
 CALL = "pipeline.pp_batch_size"
-"""Samples of one schedule call on a dp rank. It counts where it was given: else a step is one call."""
+"""Samples of one schedule call on a dp rank. It counts where the user set it: else a step is one call."""
 
 TOO_MUCH = "PP-E214"
 """The code of a product of sizes that no plan can bear."""
@@ -204,7 +204,7 @@ def divide_model(values: ConfigValues, violations: Violations) -> None:
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch | None:
     """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
 
-    Where pp_batch_size was given, a schedule call takes so many samples on every dp rank, and the calls of a step,
+    Where pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
     gradient_accumulation_steps, are a factor more.
     """
     key = "pipeline.pp_microbatch_size"

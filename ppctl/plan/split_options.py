@@ -1,4 +1,4 @@
-"""Other ways to say how layers are cut, each compiled to a layout: Megatron's options and NeMo's.
+"""Megatron's and NeMo's options for splitting the layers, each compiled to a layout.
 
 Knows what each option means in its own system (source: Megatron-core's and NeMo Automodel's documented behaviour), and
 is stricter where they lose layers. Must not know what is done with a layout. One source of truth: the layout string.
@@ -32,7 +32,7 @@ NAMES = "pipeline.module_fqns_per_model_part"
 
 OPTIONS = (FIRST, LAST, EMBEDDING, LOSS, PER_CHUNK, PER_STAGE, ROUND, NAMES)
 
-_TOGETHER = ({FIRST, LAST}, {EMBEDDING, LOSS, PER_CHUNK}, {PER_STAGE, ROUND}, {NAMES})
+_COMPATIBLE = ({FIRST, LAST}, {EMBEDDING, LOSS, PER_CHUNK}, {PER_STAGE, ROUND}, {NAMES})
 """Options that may be set at the same time."""
 
 _MODULE = re.compile(
@@ -87,7 +87,7 @@ def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
         raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", (("layout", None),))
-    if not any(set(used) <= together for together in _TOGETHER):
+    if not any(set(used) <= compatible for compatible in _COMPATIBLE):
         names = " and ".join(f"{key}={value_text(values[key])}" for key in used)
         raise _Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
     if NAMES in used:
@@ -108,7 +108,7 @@ def _layout(counts: list[int], values: ConfigValues) -> str:
 
 
 def _ends(values: ConfigValues) -> tuple[list[int], str]:
-    """First and last pp_rank as given, the others even; every pp_rank's layers evenly over its chunks."""
+    """First and last pp_rank as set, the rest even; every pp_rank's layers evenly over its chunks."""
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or 1
     ends = {key: values[key] for key in (FIRST, LAST) if values[key] is not None}
     for key, count in ends.items():
@@ -117,8 +117,8 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
     ranks, rest = pp - len(ends), layers - sum(ends.values())
     if ranks < 0 or rest < 0 or (ranks == 0) != (rest == 0) or (ranks and rest % (ranks * vpp)):
         unit = f"{ranks} ranks x vpp {vpp}"
-        told = " and ".join(f"{key}={count}" for key, count in ends.items())
-        message = f"{told} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which is not even"
+        chosen = " and ".join(f"{key}={count}" for key, count in ends.items())
+        message = f"{chosen} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which is not even"
         fitted = layers - rest + max(1, round(rest / max(1, ranks * vpp))) * ranks * vpp
         raise _Unfit(message, *(((("model.num_layers", fitted)),),) if ranks > 0 else ())
     middle = rest // ranks if ranks else 0
@@ -127,8 +127,8 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
         per_rank[0] = ends[FIRST]
     if LAST in ends:
         per_rank[-1] = ends[LAST]
-    told = " and ".join(f"{count} layers on the {'first' if key == FIRST else 'last'}" for key, count in ends.items())
-    why = f"{told} of {pp} pp_ranks{f', {middle} on each other' if ranks else ''}"
+    fixed = " and ".join(f"{count} layers on the {'first' if key == FIRST else 'last'}" for key, count in ends.items())
+    why = f"{fixed} of {pp} pp_ranks{f', {middle} on each other' if ranks else ''}"
     return [count // vpp for count in per_rank] * vpp, why + (f", in {vpp} chunks" if vpp > 1 else "")
 
 
@@ -164,12 +164,12 @@ def _accounted(values: ConfigValues) -> tuple[list[int], str]:
 
 
 def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
-    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, the layers then split evenly anew."""
+    """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, then split evenly."""
     layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
         raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", ((ROUND, None),))
-    given = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
-    single = POLICIES[given].chunks == 1 if given else -(-layers // max(size, 1)) <= pp
+    policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
+    single = POLICIES[policy].chunks == 1 if policy else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
     if stages > layers:
         raise _Unfit(f"{stages} stages are more than the {layers} layers", ((PER_STAGE, None), (ROUND, None)))
@@ -190,9 +190,8 @@ def _by_names(values: ConfigValues) -> str:
         order += [layer for layer in found if isinstance(layer, int)]
         head = {"norm", "head"} & set(map(str, found))
         if len(head) == 1:
-            raise _Unfit(
-                f"stage {number} names {_head_name(head)} alone: the final norm and the output are one unit, L"
-            )
+            alone = "norm" if "norm" in head else "lm_head"
+            raise _Unfit(f"stage {number} names {alone} alone: the final norm and the output are one unit, L")
         stages.append("E" * ("embedding" in found) + "t" * sum(isinstance(m, int) for m in found) + "L" * bool(head))
     if order != list(range(values["model.num_layers"])):
         message = (
@@ -215,10 +214,6 @@ def _modules(number: int, part: Any) -> Iterator[str | int]:
             yield int(match["layer"])
         elif match.lastgroup is not None:
             yield match.lastgroup
-
-
-def _head_name(head: set[str]) -> str:
-    return "norm" if "norm" in head else "lm_head"
 
 
 def _runs(order: list[int]) -> str:

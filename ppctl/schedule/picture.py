@@ -1,7 +1,7 @@
 """What a picture of a step shows: its trace, what its stages are, and what every rank holds while it runs.
 
-Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `text_timeline`) or how costs come about.
-Standard library only.
+Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `text_timeline`) or how costs come
+about. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class StageNote:
-    """What is told of a stage."""
+    """What a picture shows of a stage."""
 
     stage: int
     pp_rank: int

@@ -1,9 +1,9 @@
 """The schedules as pure functions: sizes in, compute-only Schedule out.
 
-Those with whole backwards are one shape: some forwards to warm up, then forward and backward in turn, then the
-backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those that
-split backwards are `zero_bubble`'s. `POLICIES` has a row for each, with all that anybody asks about a policy. Must not
-know messages, time or capacities. Standard library only.
+Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
+backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
+that split backwards are in `zero_bubble`. `POLICIES` has a row for each, with all that is asked about a policy. Must
+not know messages, time or capacities. Standard library only.
 """
 
 from __future__ import annotations

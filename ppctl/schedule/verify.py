@@ -105,8 +105,8 @@ def _disordered(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]
     for pp_rank, own in enumerate(lanes):
         if early := sorted(_early(schedule, own, mixed)):
             index, _, need = early[0]
-            told = [f"{action} before {other}" for _, action, other in early]
-            message = f"rank {pp_rank} has things before what they need: {_some(told)}"
+            pairs = [f"{action} before {other}" for _, action, other in early]
+            message = f"rank {pp_rank} has things before what they need: {_some(pairs)}"
             yield Problem("PP-E313", message, place=_rows_around(schedule, pp_rank, index, f"before {need}"))
 
 
@@ -165,8 +165,8 @@ def _crossed(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
         posted = _in_order(lanes[queue.target][edge.receive] for edge in edges)
         if sent != posted:
             number = next(n for n, pair in enumerate(zip(sent, posted, strict=True)) if pair[0] != pair[1])
-            told = [divmod(order[number], schedule.num_microbatches) for order in (sent, posted)]
-            sent_for, received_by = (Action(*edges[edge].receive, mb) for edge, mb in told)
+            differing = [divmod(order[number], schedule.num_microbatches) for order in (sent, posted)]
+            sent_for, received_by = (Action(*edges[edge].receive, mb) for edge, mb in differing)
             message = f"channel {queue}: message {number + 1} is sent for {sent_for} but received by {received_by}"
             yield Problem("PP-E314", message)
 

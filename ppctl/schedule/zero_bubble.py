@@ -2,8 +2,8 @@
 
 ZB-H1 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (the same for several
 chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank.
-Each list is told as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages, time
-or capacities. Standard library only.
+Each list is written as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages,
+time or capacities. Standard library only.
 """
 
 from __future__ import annotations
