@@ -29,7 +29,8 @@ class PipelineConfig:
     """Schedule, split and run-time options of a pipeline. Checks nothing itself."""
 
     pp_schedule: str | None = "1f1b"
-    """Name of the schedule: 1f1b, interleaved1f1b or gpipe, in any case."""
+    """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe. Planned, but not trained with yet: zb_h1,
+    interleaved_zero_bubble, zbv_zero_bubble, dualpipev."""
     pp_schedule_csv: str | None = None
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
     pp_microbatch_size: int = field(default=1, metadata=positive(MOST_IN_A_MICROBATCH))
