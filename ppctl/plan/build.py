@@ -185,7 +185,7 @@ def _layer_kinds(values: ConfigValues) -> Iterable[Violation]:
         for problem in error.problems:
             key = "model.moe_layer_freq"
             place = values.cite(key, "model.num_layers")
-            ways = (((key, fitted_moe_layer_freq(values.config.model)),), ((key, 1),))
+            ways = ({key: fitted_moe_layer_freq(values.config.model)}, {key: 1})
             yield Violation(problem.code, key, problem.message, place, *ways)
 
 

@@ -15,8 +15,8 @@ from ppctl.config.argv import ALIASES, LAYOUT, PLACE
 from ppctl.config.draft import SETS_LAYOUT_ASIDE
 from ppctl.config.schema import RunConfig
 
-Override = tuple[str, Any]
-"""(alias or dotted key, value), as typed on the command line."""
+Overrides = Mapping[str, Any]
+"""Alias or dotted key -> value, as on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class ConfigValues:
         shown = [key for key in keys if self[key] is not None]
         return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
 
-    def overridden(self, overrides: tuple[Override, ...]) -> ConfigValues:
+    def overridden(self, overrides: Overrides) -> ConfigValues:
         """The values if `overrides` stood at the end of the command line.
 
         As when composing, a layout that is not on the command line gives way to sizes that are.
         """
         config, provenance = copy.copy(self.config), dict(self.provenance)
-        names = {ALIASES.get(key, key): value for key, value in overrides}
+        names = {ALIASES.get(key, key): value for key, value in overrides.items()}
         changed = any(name in names and names[name] != self[name] for name in SETS_LAYOUT_ASIDE)
         if changed and LAYOUT not in names and not self.source(LAYOUT).startswith(PLACE):
             names[LAYOUT] = None
@@ -64,9 +64,9 @@ class ConfigValues:
         return ConfigValues(config, provenance)
 
 
-def overrides_text(overrides: tuple[Override, ...]) -> str:
+def overrides_text(overrides: Overrides) -> str:
     """Overrides as a shell takes them."""
-    return " ".join(shlex.quote(f"{key}={value_text(value)}") for key, value in overrides)
+    return " ".join(shlex.quote(f"{key}={value_text(value)}") for key, value in overrides.items())
 
 
 def value_text(value: Any) -> str:
@@ -74,15 +74,15 @@ def value_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_overrides(text: str) -> tuple[Override, ...]:
+def parse_overrides(text: str) -> Overrides:
     """The inverse of `overrides_text` for numbers, text and null; empty for a text that is no list of overrides."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:
-        return ()
+        return {}
     if not all(equals for _, equals, _ in pairs):
-        return ()
-    return tuple((key, _value(value)) for key, _, value in pairs)
+        return {}
+    return {key: _value(value) for key, _, value in pairs}
 
 
 def _value(text: str) -> Any:

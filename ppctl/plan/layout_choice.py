@@ -12,7 +12,7 @@ from typing import Any
 from ppctl.config.argv import PLACE
 from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout, even_layout
-from ppctl.plan.config_values import ConfigValues, Override, parse_overrides
+from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
 from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
 from ppctl.plan.split_options import Split, compile_split, used_options
 from ppctl.plan.types import Derived
@@ -67,7 +67,7 @@ def check_search(values: ConfigValues, num_stages: int, violations: Violations) 
             f"stages x pp; here {layers} layers on {num_stages} stages and pp {values['pp']}"
         )
         place = values.cite("layout", *LAYERS, "pp", "vpp")
-        violations.append(Violation(TOO_MUCH, "search", message, place, (("layout", None),)))
+        violations.append(Violation(TOO_MUCH, "search", message, place, {"layout": None}))
 
 
 def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cut | None:
@@ -88,7 +88,7 @@ def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, s
     wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
     layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
     # What no layout can hold is a typing error in one of these.
-    fewer = ((("pp", min(pp, layers)), ("vpp", 1)), (("model.num_layers", pp * vpp),))
+    fewer = ({"pp": min(pp, layers), "vpp": 1}, {"model.num_layers": pp * vpp})
     try:
         text = even_layout(layers, pp * vpp, values["model.mtp_num_layers"] or 0)
         layout = PipelineParallelLayerLayout(text, pp)
@@ -132,7 +132,7 @@ def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> 
     return Cut(layout, derived)
 
 
-def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *more: tuple[Override, ...]) -> None:
+def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *more: Overrides) -> None:
     """The layout's own problems, with the source of the layout; their own remedies come first, then `more`."""
     for problem in error.problems:
         place = "\n".join(filter(None, [problem.place, f"layout from: {values.source('layout')}"]))
@@ -155,18 +155,18 @@ def _disagreement(values: ConfigValues, count: int) -> Violation:
     return Violation("PP-E220", "layout", message, values.cite("layout", "pp", "vpp"), *_agreements(values, count))
 
 
-def _agreements(values: ConfigValues, count: int) -> Iterator[tuple[Override, ...]]:
+def _agreements(values: ConfigValues, count: int) -> Iterator[Overrides]:
     """Ways to make layout, pp and vpp agree: another vpp, the even split, another pp."""
     pp, vpp = values["pp"], values["vpp"]
     if count % pp == 0:
-        yield (("vpp", count // pp),)
+        yield {"vpp": count // pp}
     yield from _even(values)
     # A layout that was typed stays; another one would give way to the new sizes unless it is typed as well.
-    keep = () if values.source("layout").startswith(PLACE) else (("layout", _text(values)),)
+    keep: Overrides = {} if values.source("layout").startswith(PLACE) else {"layout": _text(values)}
     if vpp is not None and count % vpp == 0:
-        yield (("pp", count // vpp), *keep)
+        yield {"pp": count // vpp, **keep}
     for size in nearest_divisors(count, pp):
-        yield (("pp", size), ("vpp", count // size), *keep)
+        yield {"pp": size, "vpp": count // size, **keep}
 
 
 def _text(values: ConfigValues) -> str:
@@ -174,11 +174,11 @@ def _text(values: ConfigValues) -> str:
     return PipelineParallelLayerLayout(values["layout"], 1).canonical()
 
 
-def _even(values: ConfigValues) -> Iterator[tuple[Override, ...]]:
+def _even(values: ConfigValues) -> Iterator[Overrides]:
     """The even split, typed."""
     try:
         stages = values["pp"] * (values["vpp"] or 1)
-        yield (("layout", even_layout(values["model.num_layers"], stages, values["model.mtp_num_layers"] or 0)),)
+        yield {"layout": even_layout(values["model.num_layers"], stages, values["model.mtp_num_layers"] or 0)}
     except LayoutError:
         return
 
@@ -193,4 +193,4 @@ def check_recompute(values: ConfigValues, stages: int, violations: Violations) -
         what = f"stage {missing[0]} is not there" if missing else "no stage is named"
         message = f"{RECOMPUTED}={chosen}: {what}; stages are 0 to {stages - 1}, pp x vpp of them"
         place = values.cite(RECOMPUTED, "pp", "vpp")
-        violations.append(Violation("PP-E217", RECOMPUTED, message, place, ((RECOMPUTED, None),)))
+        violations.append(Violation("PP-E217", RECOMPUTED, message, place, {RECOMPUTED: None}))

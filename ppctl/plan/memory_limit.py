@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.config.checks import memory_bytes
-from ppctl.plan.config_values import ConfigValues, Override
+from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import RankCost
 from ppctl.plan.violations import Violation
 
@@ -69,7 +69,7 @@ def memory_violations(values: ConfigValues, ranks: Callable[[], Sequence[RankCos
         f"{amount(available)} ({over} of {len(costs)} pp_ranks are over)"
     )
     held = f"{peak_terms(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
-    larger = ((LIMIT, f"{-(-worst.peak_bytes // GIB.size)}GiB"),)
+    larger = {LIMIT: f"{-(-worst.peak_bytes // GIB.size)}GiB"}
     return [
         Violation("PP-E801", LIMIT, message, f"{held}\n{values.cite(LIMIT, 'pp', 'mbs')}", *_smaller(values), larger)
     ]
@@ -93,23 +93,23 @@ def peak_terms(cost: RankCost) -> str:
     return joint.join(f"{name} {unit.of(size)}" for name, size in sizes.items())
 
 
-def _smaller(values: ConfigValues) -> Iterator[tuple[Override, ...]]:
+def _smaller(values: ConfigValues) -> Iterator[Overrides]:
     pp, mbs, ep = values["pp"], values["mbs"], values["ep"]
     if values["pipeline.extra_warmup"] not in (0, "auto"):
-        yield (("pipeline.extra_warmup", "auto"),)
+        yield {"pipeline.extra_warmup": "auto"}
     if mbs > 1:
-        yield (("mbs", mbs // 2),)
-        yield (("mbs", 1),)
-    again = [("train.recompute_granularity", "full")] if values["train.recompute_granularity"] is None else []
+        yield {"mbs": mbs // 2}
+        yield {"mbs": 1}
+    recompute = {"train.recompute_granularity": "full"} if values["train.recompute_granularity"] is None else {}
     weaker = _SHARDINGS[_SHARDINGS.index(values[SHARDING]) + 1 :]
-    if again:
-        yield (again[0],)
+    if recompute:
+        yield recompute
     for sharding in weaker:
-        yield ((SHARDING, sharding),)
+        yield {SHARDING: sharding}
     if values["model.num_moe_experts"]:
         for doubling in range(1, _DOUBLINGS + 1):
-            yield (("ep", ep << doubling),)
-    for sharding in weaker if again else ():
-        yield (again[0], (SHARDING, sharding))
-    yield (("pp", 2 * pp), ("layout", None))
-    yield (("pp", 4 * pp), ("layout", None))
+            yield {"ep": ep << doubling}
+    for sharding in weaker if recompute else ():
+        yield {**recompute, SHARDING: sharding}
+    yield {"pp": 2 * pp, "layout": None}
+    yield {"pp": 4 * pp, "layout": None}

@@ -21,7 +21,7 @@ from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 
 KEY = "cost.profile"
-_WITHOUT = ((KEY, None),)
+_WITHOUT = {KEY: None}
 
 ROUNDS = 500
 """Passes of the fit; it settles in a few dozen."""

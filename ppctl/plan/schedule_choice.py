@@ -13,7 +13,7 @@ from ppctl.config.limits import MOST_STAGES
 from ppctl.config.messages import in_batches
 from ppctl.config.schedules import schedule_policy
 from ppctl.errors import Problem, ScheduleError
-from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
@@ -65,11 +65,8 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
         if not values.is_set(SCHEDULE):
             return Choice(fitting_policy(vpp), (_chosen(vpp, "no schedule was given"),))
         message = f"schedule {asked} runs {policy.chunks_in_words}, and vpp is {vpp}"
-        chunks = ("vpp", policy.chunks)
-        ways = [
-            (chunks,) if values["layout"] is None else (chunks, ("layout", None)),
-            ((SCHEDULE, fitting_policy(vpp)),),
-        ]
+        chunks: Overrides = {"vpp": policy.chunks, **({} if values["layout"] is None else {"layout": None})}
+        ways: list[Overrides] = [chunks, {SCHEDULE: fitting_policy(vpp)}]
         ways = ways[::-1] if policy.for_more_chunks else ways
         violations.append(Violation("PP-E213", SCHEDULE, message, values.cite(SCHEDULE, "vpp", "layout"), *ways))
         return None
@@ -92,7 +89,7 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
     """Refuse a step with more actions than anyone can plan: some size is not what was meant."""
     if num_stages > MOST_STAGES:
         message = f"the layout has {num_stages:,} stages; a plan holds at most {MOST_STAGES:,}"
-        ways = ((("layout", None),), (("layout", None), ("vpp", 1)))
+        ways: tuple[Overrides, ...] = ({"layout": None}, {"layout": None, "vpp": 1})
         violations.append(Violation(TOO_MUCH, "stages", message, values.cite("pp", "vpp"), *ways))
         return
     policy = POLICIES.get(schedule_policy(values[SCHEDULE]) or "")
@@ -103,10 +100,8 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
             f"{num_stages:,} stages {2 * num_stages * least:,} forwards and backwards; a plan holds at most "
             f"{MOST_ACTIONS:,}"
         )
-        interleaved, place = (SCHEDULE, fitting_policy(2)), values.cite(SCHEDULE, "pp")
-        violations.append(
-            Violation(TOO_MUCH, SCHEDULE, message, place, (interleaved,), (interleaved, ("layout", None)))
-        )
+        ways = ({SCHEDULE: fitting_policy(2)}, {SCHEDULE: fitting_policy(2), "layout": None})
+        violations.append(Violation(TOO_MUCH, SCHEDULE, message, values.cite(SCHEDULE, "pp"), *ways))
         return
     if 2 * num_stages * num_microbatches <= MOST_ACTIONS:
         return
@@ -117,12 +112,9 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
     )
     gbs, mbs = values["gbs"], values["mbs"]
     parts = [size for size in nearest_divisors(num_microbatches, most) if size <= most]
-    calls = [((CALL, mbs * size),) for size in parts[:1]]
-    fewer = (("gbs", gbs // num_microbatches * most),)
-    larger = (
-        ("mbs", mbs * -(-num_microbatches // most)),
-        ("gbs", gbs // num_microbatches * -(-num_microbatches // most)),
-    )
+    calls = [{CALL: mbs * size} for size in parts[:1]]
+    fewer = {"gbs": gbs // num_microbatches * most}
+    larger = {"mbs": mbs * -(-num_microbatches // most), "gbs": gbs // num_microbatches * -(-num_microbatches // most)}
     violations.append(
         Violation(TOO_MUCH, "gbs", message, values.cite("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
     )

@@ -26,7 +26,7 @@ from ppctl.schedule.policies import POLICIES
 CODE = "PP-E216"
 _MOST_READ = 2**22
 """Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
-_WITHOUT = ((CSV, None),)
+_WITHOUT = {CSV: None}
 
 
 def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule | None:
@@ -85,19 +85,19 @@ def _disagreements(
     path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
     if rows != values["pp"]:
         message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"
-        yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), (("pp", rows),), _WITHOUT)
+        yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), {"pp": rows}, _WITHOUT)
         return
     if cut is not None and stages != cut.vpp * rows:
         message = f"{path} runs {stages} stages, and pp {rows} x vpp {cut.vpp} = {rows * cut.vpp}"
-        ways = ((("vpp", stages // rows),), (("vpp", None), ("layout", None)), _WITHOUT)
+        ways = ({"vpp": stages // rows}, {"vpp": None, "layout": None}, _WITHOUT)
         yield Violation(CODE, "vpp", message, values.cite(CSV, "vpp", "layout"), *ways)
     count = schedule.num_microbatches
     if batch is not None and count != batch.num_microbatches:
         message = f"{path} runs {count} microbatches, and the batch has {batch.num_microbatches}"
         gbs = values["gbs"] // batch.num_microbatches * count
         place = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
-        part = ((CALL, batch.micro_batch_size * count),)
-        yield Violation(CODE, "gbs", message, place, part, (("gbs", gbs),), _WITHOUT)
+        part = {CALL: batch.micro_batch_size * count}
+        yield Violation(CODE, "gbs", message, place, part, {"gbs": gbs}, _WITHOUT)
 
 
 def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:

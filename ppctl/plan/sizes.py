@@ -11,7 +11,7 @@ from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
 from ppctl.config.limits import MOST_RANKS, MOST_STAGES
-from ppctl.plan.config_values import ConfigValues, Override
+from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 
@@ -95,16 +95,16 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
 
 def _too_many_ranks(values: ConfigValues, world: int, equation: str) -> Violation:
     replica = prod(values[axis] for axis in AXES)
-    unset: tuple[Override, ...] = (("nodes", None), ("gpus_per_node", None))
-    one = tuple((axis, 1) for axis in ("tp", "cp", "ep") if values[axis] > 1)
+    unset: Overrides = {"nodes": None, "gpus_per_node": None}
+    one = {axis: 1 for axis in ("tp", "cp", "ep") if values[axis] > 1}
     return Violation(
         TOO_MUCH,
         "ranks",
         f"{equation}; a job has at most {MOST_RANKS} ranks",
         values.cite("nodes", "gpus_per_node", *AXES, "dp"),
-        (("dp", max(1, MOST_RANKS // replica)), *unset),
-        (("dp", None), *unset),
-        (*one, ("dp", None), ("etp", None), *unset),
+        {"dp": max(1, MOST_RANKS // replica), **unset},
+        {"dp": None, **unset},
+        {**one, "dp": None, "etp": None, **unset},
     )
 
 
@@ -113,10 +113,8 @@ def check_stages(values: ConfigValues, violations: Violations) -> None:
     pp, vpp = values["pp"], values["vpp"] or 1
     if pp * vpp > MOST_STAGES:
         message = f"pp {pp} x vpp {vpp} = {pp * vpp} stages; a plan holds at most {MOST_STAGES}"
-        ways = ((("vpp", MOST_STAGES // pp),), (("vpp", 1),), (("vpp", None),), (("pp", MOST_STAGES // vpp),))
-        violations.append(
-            Violation(TOO_MUCH, "stages", message, values.cite("pp", "vpp"), *ways, (("pp", 1), ("vpp", 1)))
-        )
+        ways = ({"vpp": MOST_STAGES // pp}, {"vpp": 1}, {"vpp": None}, {"pp": MOST_STAGES // vpp})
+        violations.append(Violation(TOO_MUCH, "stages", message, values.cite("pp", "vpp"), *ways, {"pp": 1, "vpp": 1}))
 
 
 def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Violation:
@@ -133,21 +131,21 @@ def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nod
     )
 
 
-def _worlds(values: ConfigValues, world: int, nodes: int, gpus: int) -> Iterator[tuple[Override, ...]]:
+def _worlds(values: ConfigValues, world: int, nodes: int, gpus: int) -> Iterator[Overrides]:
     """Ways to make the world fit: dp, the machines, or one axis."""
     replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     if dp and world % replica == 0:
-        yield (("dp", world // replica),)
+        yield {"dp": world // replica}
     needed = replica * (dp or max(1, world // replica))
     if values["nodes"] is not None or needed % gpus == 0:
-        yield (("nodes", max(1, round(needed / gpus))),)
-    yield (("gpus_per_node", max(1, needed // nodes)),)
-    yield (("nodes", 1), ("gpus_per_node", needed))
+        yield {"nodes": max(1, round(needed / gpus))}
+    yield {"gpus_per_node": max(1, needed // nodes)}
+    yield {"nodes": 1, "gpus_per_node": needed}
     for axis in reversed(AXES):
         rest = replica // values[axis] * (dp or 1)
         if world % rest == 0:
             for size in nearest_divisors(world // rest, values[axis]):
-                yield ((axis, size),)
+                yield {axis: size}
 
 
 def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[int, int, int] | None:
@@ -156,11 +154,11 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
     etp = values["etp"] if values.is_set("etp") else values["tp"]
     if ep > 1 and experts == 0:
         message = f"expert parallelism of {ep} has no experts to spread: model.num_moe_experts is not set"
-        violations.append(Violation("PP-E206", "ep", message, values.cite("ep", "model.num_moe_experts"), (("ep", 1),)))
+        violations.append(Violation("PP-E206", "ep", message, values.cite("ep", "model.num_moe_experts"), {"ep": 1}))
         return None
     if ep > 1 and experts % ep:
         message = f"{experts} experts cannot be spread evenly over ep {ep}"
-        remedies = [(("ep", size),) for size in nearest_divisors(experts, ep)]
+        remedies = [{"ep": size} for size in nearest_divisors(experts, ep)]
         violations.append(Violation("PP-E206", "ep", message, values.cite("ep", "model.num_moe_experts"), *remedies))
         return None
     if dense % (etp * ep):
@@ -172,15 +170,15 @@ def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[
     return ep, etp, dense // etp // ep
 
 
-def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[tuple[Override, ...]]:
+def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
     for size in nearest_divisors(dense, ep):
-        yield (("ep", size),)
-    yield (("ep", 1), ("etp", 1))
+        yield {"ep": size}
+    yield {"ep": 1, "etp": 1}
     dp = -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])
     world = dp * prod(values[axis] for axis in AXES)
     if values["nodes"] and values["gpus_per_node"] and values["dp"] is None and world % values["gpus_per_node"] == 0:
-        yield (("nodes", world // values["gpus_per_node"]),)
-    yield (("dp", dp), ("nodes", None), ("gpus_per_node", None))
+        yield {"nodes": world // values["gpus_per_node"]}
+    yield {"dp": dp, "nodes": None, "gpus_per_node": None}
 
 
 def divide_model(values: ConfigValues, violations: Violations) -> None:
@@ -192,13 +190,13 @@ def divide_model(values: ConfigValues, violations: Violations) -> None:
     common = gcd(*(values[key] for key in split if values[key]))
     for key in split:
         if values[key] and values[key] % tp:
-            remedies = [(("tp", size),) for size in (*nearest_divisors(values[key], tp), *nearest_divisors(common, tp))]
+            remedies = [{"tp": size} for size in (*nearest_divisors(values[key], tp), *nearest_divisors(common, tp))]
             message = f"tp {tp} does not divide {key} {values[key]}"
-            violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *remedies, (("tp", 1),)))
+            violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *remedies, {"tp": 1}))
     if cp > 1 and values["seq"] % (2 * cp):
         message = f"seq {values['seq']} is not a multiple of 2 x cp {cp} (each rank takes an early and a late piece)"
-        remedies = [(("seq", size),) for size in nearest_multiples(2 * cp, values["seq"])]
-        violations.append(Violation("PP-E208", "seq", message, values.cite("seq", "cp"), *remedies, (("cp", 1),)))
+        remedies = [{"seq": size} for size in nearest_multiples(2 * cp, values["seq"])]
+        violations.append(Violation("PP-E208", "seq", message, values.cite("seq", "cp"), *remedies, {"cp": 1}))
 
 
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch | None:
@@ -233,8 +231,8 @@ def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Viola
     mbs = values[key]
     message = f"{CALL} {call} = num_microbatches x micro_batch_size {mbs} has no whole solution"
     fitting = [size for size in nearest_divisors(share, call) if size % mbs == 0]
-    ways = [((CALL, size),) for size in (*fitting, *nearest_multiples(mbs, call))]
-    return Violation("PP-E211", CALL, message, values.cite(CALL, key), *ways, ((CALL, share),))
+    ways = [{CALL: size} for size in (*fitting, *nearest_multiples(mbs, call))]
+    return Violation("PP-E211", CALL, message, values.cite(CALL, key), *ways, {CALL: share})
 
 
 def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
@@ -246,10 +244,10 @@ def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
     message = f"global_batch_size {gbs} = dp {dp} x {terms} has no whole solution"
     place = values.cite("gbs", key, *[CALL] * (call is not None))
     place += f"\ndata_parallel_size = {dp} ({values.source('dp') if values['dp'] else 'derived'})"
-    ways = [(("gbs", size),) for size in nearest_multiples(dp * (call or mbs), gbs)]
+    ways = [{"gbs": size} for size in nearest_multiples(dp * (call or mbs), gbs)]
     if gbs % dp == 0:
         sizes = nearest_divisors(gbs // dp, call or mbs)
-        ways += [((key, size),) for size in sizes] if call is None else [((CALL, size),) for size in sizes]
+        ways += [{key: size} for size in sizes] if call is None else [{CALL: size} for size in sizes]
     return Violation("PP-E211", "gbs", message, place, *ways)
 
 

@@ -16,7 +16,7 @@ from ppctl.config.schedules import schedule_policy
 from ppctl.errors import LayoutError
 from ppctl.layout import even_layout
 from ppctl.layout.letters import MAX_ITEMS, canonical_text
-from ppctl.plan.config_values import ConfigValues, Override, value_text
+from ppctl.plan.config_values import ConfigValues, Overrides, value_text
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.policies import POLICIES
@@ -53,7 +53,7 @@ class Split:
 class _Unfit(Exception):
     """The options cannot be followed: why, and what to type instead."""
 
-    def __init__(self, message: str, *candidates: tuple[Override, ...], code: str = "PP-E222") -> None:
+    def __init__(self, message: str, *candidates: Overrides, code: str = "PP-E222") -> None:
         super().__init__(message)
         self.candidates = candidates
         self.code = code
@@ -76,8 +76,8 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
         message = str(error) if isinstance(error, _Unfit) else error.problems[0].message
         candidates = error.candidates if isinstance(error, _Unfit) else ()
         place = values.cite(*used, "layout", "pp", "vpp", "model.num_layers")
-        off: tuple[Override, ...] = tuple((key, False if key in (EMBEDDING, LOSS) else None) for key in used)
-        both = (*off, ("layout", None), ("vpp", None))
+        off = {key: False if key in (EMBEDDING, LOSS) else None for key in used}
+        both = {**off, "layout": None, "vpp": None}
         violations.append(Violation(code, "split", message, place, *candidates, off, both))
         return None
     return Split(layout, Derived("layout", layout, f"layout {layout}: {why}"))
@@ -86,7 +86,7 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
-        raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", (("layout", None),))
+        raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", {"layout": None})
     if not any(set(used) <= compatible for compatible in _COMPATIBLE):
         names = " and ".join(f"{key}={value_text(values[key])}" for key in used)
         raise _Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
@@ -113,14 +113,14 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
     ends = {key: values[key] for key in (FIRST, LAST) if values[key] is not None}
     for key, count in ends.items():
         if count % vpp:
-            raise _Unfit(f"{key}={count} is no multiple of vpp {vpp}", ((key, max(1, count // vpp) * vpp),))
+            raise _Unfit(f"{key}={count} is no multiple of vpp {vpp}", {key: max(1, count // vpp) * vpp})
     ranks, rest = pp - len(ends), layers - sum(ends.values())
     if ranks < 0 or rest < 0 or (ranks == 0) != (rest == 0) or (ranks and rest % (ranks * vpp)):
         unit = f"{ranks} ranks x vpp {vpp}"
         chosen = " and ".join(f"{key}={count}" for key, count in ends.items())
         message = f"{chosen} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which is not even"
         fitted = layers - rest + max(1, round(rest / max(1, ranks * vpp))) * ranks * vpp
-        raise _Unfit(message, *(((("model.num_layers", fitted)),),) if ranks > 0 else ())
+        raise _Unfit(message, *({"model.num_layers": fitted},) if ranks > 0 else ())
     middle = rest // ranks if ranks else 0
     per_rank = [middle] * pp
     if FIRST in ends:
@@ -142,24 +142,22 @@ def _accounted(values: ConfigValues) -> tuple[list[int], str]:
     if total % pp or (per_chunk and total // pp % per_chunk):
         unit = pp * (per_chunk or values["vpp"] or 1)
         each = f" in pieces of {per_chunk}" if per_chunk else ""
-        fitted = (("model.num_layers", max(1, round(total / unit)) * unit - len(extra)),)
+        fitted = {"model.num_layers": max(1, round(total / unit)) * unit - len(extra)}
         raise _Unfit(f"{what} cannot be shared evenly by {pp} pp_ranks{each}", fitted)
     vpp = total // pp // per_chunk if per_chunk else values["vpp"] or 1
     if values["vpp"] is not None and values["vpp"] != vpp:
         message = (
             f"{PER_CHUNK}={per_chunk} makes {vpp} chunks of {total // pp} layers per pp_rank, not vpp {values['vpp']}"
         )
-        raise _Unfit(message, (("vpp", vpp),), (("vpp", None),))
+        raise _Unfit(message, {"vpp": vpp}, {"vpp": None})
     if total // pp % vpp:
-        fitted = (("model.num_layers", max(1, round(total / pp / vpp)) * pp * vpp - len(extra)),)
+        fitted = {"model.num_layers": max(1, round(total / pp / vpp)) * pp * vpp - len(extra)}
         raise _Unfit(f"{what} make {total // pp} on each pp_rank, which vpp {vpp} chunks cannot share evenly", fitted)
     counts = [total // (pp * vpp)] * (pp * vpp)
     counts[0] -= bool(values[EMBEDDING])
     counts[-1] -= bool(values[LOSS])
     if min(counts) < 0:
-        raise _Unfit(
-            f"{what} are one stage, which cannot give up a layer for each", ((EMBEDDING, False), (LOSS, False))
-        )
+        raise _Unfit(f"{what} are one stage, which cannot give up a layer for each", {EMBEDDING: False, LOSS: False})
     return counts, f"even split of {what} over {pp * vpp} stages (pp {pp} x vpp {vpp})"
 
 
@@ -167,15 +165,15 @@ def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
     """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, then split evenly."""
     layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
-        raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", ((ROUND, None),))
+        raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
     policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
     single = POLICIES[policy].chunks == 1 if policy else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
     if stages > layers:
-        raise _Unfit(f"{stages} stages are more than the {layers} layers", ((PER_STAGE, None), (ROUND, None)))
+        raise _Unfit(f"{stages} stages are more than the {layers} layers", {PER_STAGE: None, ROUND: None})
     if values["vpp"] not in (None, vpp):
         message = f"{PER_STAGE}={size} makes {vpp} stages per pp_rank, not vpp {values['vpp']}"
-        raise _Unfit(message, (("vpp", vpp),), (("vpp", None),))
+        raise _Unfit(message, {"vpp": vpp}, {"vpp": None})
     text = even_layout(layers, stages, values["model.mtp_num_layers"] or 0)
     rounded = f", rounded {how}" if how and stages != -(-layers // size) else ""
     return text, f"{layers} layers in stages of {size} make {stages} stages{rounded}, split evenly"
@@ -200,7 +198,7 @@ def _by_names(values: ConfigValues) -> str:
         raise _Unfit(message)
     if len(stages) % values["pp"] or (values["vpp"] is not None and len(stages) != values["pp"] * values["vpp"]):
         vpp = "" if values["vpp"] is None else f" x vpp {values['vpp']}"
-        raise _Unfit(f"{NAMES} has {len(stages)} parts, which pp {values['pp']}{vpp} cannot share", (("vpp", None),))
+        raise _Unfit(f"{NAMES} has {len(stages)} parts, which pp {values['pp']}{vpp} cannot share", {"vpp": None})
     return canonical_text(tuple(stages))
 
 

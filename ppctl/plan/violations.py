@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from ppctl.errors import Problem
-from ppctl.plan.config_values import ConfigValues, Override, overrides_text
+from ppctl.plan.config_values import ConfigValues, Overrides, overrides_text
 
 REMEDIES = 2
 """The most remedies that a problem offers."""
@@ -23,7 +23,6 @@ _CHAIN = 3
 
 
 Rule = tuple[str, str]
-Overrides = tuple[Override, ...]
 
 
 class Violation:
@@ -98,8 +97,9 @@ def _combined(
     """
     mended = {*mended, broken.rule}
     breaking: list[tuple[Overrides, Violation]] = []
+    both: Overrides
     for more in broken.candidates:
-        both = tuple({**dict(candidate), **dict(more)}.items())
+        both = {**candidate, **more}
         found = list(judge(values.overridden(both)))
         new = [each for each in found if each.rule not in elsewhere]
         if not new:

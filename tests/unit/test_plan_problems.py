@@ -137,20 +137,20 @@ def test_all_problems_are_told_at_once() -> None:
 
 def test_a_typed_layout_is_never_changed() -> None:
     start = config_values(pp=2, layout="Et*4|t*4L")
-    assert start.overridden((("pp", 4),))["layout"] == "Et*4|t*4L"
+    assert start.overridden({"pp": 4})["layout"] == "Et*4|t*4L"
     config, provenance = start.config, dict(start.provenance)
     provenance["parallel.pipeline_model_parallel_layout"] = "recipe x (recipes/x.yaml:9)"
-    assert ConfigValues(config, provenance).overridden((("pp", 4),))["layout"] is None
-    assert ConfigValues(config, provenance).overridden((("pp", 2),))["layout"] == "Et*4|t*4L"
+    assert ConfigValues(config, provenance).overridden({"pp": 4})["layout"] is None
+    assert ConfigValues(config, provenance).overridden({"pp": 2})["layout"] == "Et*4|t*4L"
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        (("pp", 4),),
-        (("vpp", 1), ("layout", None)),
-        (("layout", "Et*3|(tt|)*29,m|L"), ("vpp", 2)),
-        (("model.moe_layer_freq", "[0]*3+[1]*58"),),
+        {"pp": 4},
+        {"vpp": 1, "layout": None},
+        {"layout": "Et*3|(tt|)*29,m|L", "vpp": 2},
+        {"model.moe_layer_freq": "[0]*3+[1]*58"},
     ],
 )
 def test_a_command_reads_back(overrides) -> None:
@@ -159,8 +159,8 @@ def test_a_command_reads_back(overrides) -> None:
 
 
 def test_hopeless_text_is_no_override() -> None:
-    assert parse_overrides("ppctl --help") == ()
-    assert parse_overrides("'unbalanced") == ()
+    assert parse_overrides("ppctl --help") == {}
+    assert parse_overrides("'unbalanced") == {}
 
 
 small = st.integers(1, 6)

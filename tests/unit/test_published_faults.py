@@ -52,7 +52,7 @@ def test_a_published_fault_is_found_and_its_remedies_are_sound(setting: dict, fa
     for code, text in faults.items():
         assert text in problems[code].message
         for line in problems[code].remedy.splitlines():
-            mended = setting | {key.replace(".", "__"): value for key, value in parse_overrides(line)}
+            mended = setting | {key.replace(".", "__"): value for key, value in parse_overrides(line).items()}
             assert not plan(**mended).problems, line
 
 

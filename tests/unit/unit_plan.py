@@ -12,8 +12,7 @@ from ppctl.plan.config_values import ConfigValues
 
 def config_values(**values: object) -> ConfigValues:
     """The defaults with `values` typed on the command line (aliases; `__` for a dot)."""
-    overrides = tuple((key.replace("__", "."), value) for key, value in values.items())
-    return ConfigValues(RunConfig(), {}).overridden(overrides)
+    return ConfigValues(RunConfig(), {}).overridden({key.replace("__", "."): value for key, value in values.items()})
 
 
 def plan(**values: object) -> Plan:
