@@ -110,10 +110,10 @@ INPUT = "input"
 
 def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[Part]:
     """A norm's input (kept by `module`) and what it puts out, per token."""
-    size, keeps = setting.element, setting.allocator
-    yield Part(module, width * (4 if keeps.fp32_norms else size))
-    yield Part("layernorm", width * (size + (4 if keeps.fp32_norms else 0)))
-    if keeps.norm_statistics:
+    inside, outside = _norm_sizes(setting)
+    yield Part(module, width * inside)
+    yield Part("layernorm", width * outside)
+    if setting.allocator.norm_statistics:
         yield Part("layernorm", 4)
 
 

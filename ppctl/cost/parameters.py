@@ -13,16 +13,9 @@ from math import prod
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_rows
-from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds, mtp_is_moe
+from ppctl.geometry.layers import Kind, Layer, mtp_is_moe
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
-from ppctl.geometry.parameters import (
-    Parameter,
-    Sizes,
-    beside_layers,
-    final_norm,
-    kind_parameters,
-    mtp_embedding,
-)
+from ppctl.geometry.parameters import Parameter, Sizes, beside_layers, kind_parameters, mtp_embedding
 from ppctl.topology import ParallelSizes
 
 Axes = tuple[str, ...]
@@ -80,25 +73,21 @@ def embedding(model: ModelConfig) -> Count:
 
 def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     """What a stage builds, replicas included: one with MTP modules builds a copy of the embedding for them."""
-    held, sizes = tuple(layers), Sizes.of(model)
-    kinds = layer_kinds(model, held)
-    count: Count = sum((_kind_count(sizes, kind) for kind in kinds), Counter())
-    if holds_final_norm(model, held):
-        count += count_of(final_norm(sizes))
-    if any(kind.name == "mtp" for kind in kinds):
-        count += embedding(model)
+    count: Count = Counter()
+    for row, number in stage_rows(model, layers):
+        count[row.axes] += number * row.elements
     return count
 
 
 def largest_matrix(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> int:
     """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
     rows = stage_rows(model, layers)
-    return max((row.size * (row.experts // expert_ranks if row.experts else 1) for row in rows), default=0)
+    return max((row.size * (row.experts // expert_ranks if row.experts else 1) for row, _ in rows), default=0)
 
 
 def replicated_parameters(model: ModelConfig, layers: Iterable[Layer]) -> int:
     """Of a stage's parameters, those that copy an earlier use: a tied output, the embedding that MTP reads."""
-    return sum(row.elements for row in stage_rows(model, layers) if row.copy_of is not None)
+    return sum(row.elements for row, _ in stage_rows(model, layers) if row.copy_of is not None)
 
 
 def total_parameters(model: ModelConfig) -> int:
