@@ -1,6 +1,6 @@
 """`layout=auto`: the layout that makes the simulated step shortest within the device's memory.
 
-Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/balance`).
+Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/layout_search`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from ppctl.cost.layout_scores import Candidate, StagePrice
-from ppctl.cost.layout_search import Balance, Found, balance
+from ppctl.cost.layout_search import SearchResult, Simulated, search_layout
 from ppctl.geometry.layers import Layer
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
@@ -63,7 +63,8 @@ def balanced_cut(
     limit = device_limit(values)
     if limit is not None:
         limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    found = balance(model.num_layers, mtp > 0, schedule, price, message=pricing(0, (), False).message_s, limit=limit)
+    message = pricing(0, (), False).message_s
+    found = search_layout(model.num_layers, mtp > 0, schedule, price, message=message, limit=limit)
     layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
     derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
     return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
@@ -73,8 +74,8 @@ def _text(candidate: Candidate, mtp: int) -> str:
     return canonical_text(stages_of(candidate.counts, mtp, candidate.mtp_stage))
 
 
-def _equation(found: Balance, mtp: int, batch: Batch) -> str:
-    def timed(other: Found) -> str:
+def _equation(found: SearchResult, mtp: int, batch: Batch) -> str:
+    def timed(other: Simulated) -> str:
         return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
 
     beside = [f"even split {timed(found.even)}"]

@@ -36,7 +36,7 @@ class StageNote:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankMemory:
     """Bytes on one device of a pp_rank: what is always there, and what one microbatch adds on each of its stages."""
 
     fixed: int
@@ -58,7 +58,7 @@ class Picture:
     subtitle: str
     trace: Trace
     stages: tuple[StageNote, ...]
-    memory: tuple[Held, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
     limit: int | None = None
     """Bytes of one device."""
 
