@@ -40,7 +40,7 @@ from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync_events import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
 
 

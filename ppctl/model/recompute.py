@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
-from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import recomputed_modules, recomputed_runs
 from ppctl.model.stage_model import StageModel
 
 Function = Callable[..., Any]

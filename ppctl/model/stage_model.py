@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ppctl.geometry.canonical_names import expert_name
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.names import expert_name
 from ppctl.geometry.parameters import Parameter
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.packing import ROWS, Packing

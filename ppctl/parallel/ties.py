@@ -15,7 +15,7 @@ from torch import nn
 
 from ppctl.comm.groups import make_group
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
+from ppctl.geometry.canonical_names import EMBEDDING_USES, embedding_uses
 from ppctl.plan import StageSpec
 
 

@@ -23,9 +23,8 @@ from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
-from ppctl.families.directory import CONFIG, TOKENIZER, mtp_tables, open_directory, stored_names
-from ppctl.families.tensors import model_tensors
-from ppctl.geometry.names import parameter_of
+from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
+from ppctl.geometry.canonical_names import parameter_of
 from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppctl.cost.devices import device_called, preset
+from ppctl.accelerators import device_called, preset
 from ppctl.topology import RankGrid
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import NOTHING, RankReport, Reports

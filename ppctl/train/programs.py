@@ -19,7 +19,7 @@ from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
-from ppctl.schedule.sync import gathers_ahead
+from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.train.precision import in_precision
 from ppctl.train.session import Session
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppctl.cost.passing import BUCKET_ELEMENTS
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
+from ppctl.topology import BUCKET_ELEMENTS
 from ppctl.train.precision import Weights, add_in_float32
 
 GroupOf = Callable[[str], dist.ProcessGroup]

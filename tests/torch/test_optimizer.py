@@ -8,7 +8,7 @@ from cuts import cut, tiny
 from torch import nn
 
 from ppctl.config.schema import OptimConfig
-from ppctl.geometry.names import stage_parameters
+from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.model.stage import build_stage
 from ppctl.train.optimizer import build_optimizer, lr_at, set_lr, state_by_name
 
