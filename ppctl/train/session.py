@@ -38,7 +38,7 @@ from ppctl.topology import RankGrid
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
-from ppctl.train.optimizer import AdamW, build_optimizer
+from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
 
@@ -184,7 +184,7 @@ def build_session(
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         rows=rows,
         weights=weights,
-        optimizer=build_optimizer(weights.master, config.optim, rows),
+        optimizer=AdamW(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
         ties=TiedGradients(uses, weights.master, rank),

@@ -27,7 +27,6 @@ from ppctl.model.stage_model import pieces
 from ppctl.pretrained.companion_files import tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.topology import RankGrid
-from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
 
 
@@ -54,9 +53,10 @@ def named_tensors(session: Session, shards: list[Shard] | None = None) -> dict[s
         for piece, part in named:
             tensors.setdefault(f"{prefix}.{piece}{suffix}", []).append(part)
 
-    moments = state_by_name(session.optimizer, session.weights.master)
     for name, parameter in session.weights.master.items():
-        held_here = {"": parameter.detach()} | {f".{key}": tensor for key, tensor in moments[name].items()}
+        held_here = {"": parameter.detach()} | {
+            f".{key}": tensor for key, tensor in session.optimizer.state[name].items()
+        }
         for suffix, own in held_here.items():
             whole = session.weights.whole(name, own)
             add("optim" if suffix else "model", name, whole, suffix)

@@ -16,7 +16,7 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
-from ppctl.train.optimizer import lr_at, set_lr
+from ppctl.train.optimizer import lr_at
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
@@ -86,7 +86,7 @@ class Trainer:
     def _update(self, norm: GradNorm, lr: float) -> None:
         s = self.session
         clip_gradients(s.weights.master, norm, s.config.optim.clip_grad)
-        set_lr(s.optimizer, lr)
+        s.optimizer.lr = lr
         s.optimizer.step()
         s.weights.publish()
         self.balance.move_biases()

@@ -12,7 +12,7 @@ from ppctl.model.stage import build_stage
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
-from ppctl.train.optimizer import build_optimizer, lr_at, set_lr
+from ppctl.train.optimizer import AdamW, lr_at
 from ppctl.train.precision import Weights
 
 
@@ -30,7 +30,7 @@ class HandPipeline:
         self.weights = Weights({n: p for s in self.stages.values() for n, p in s.canonical_parameters().items()})
         master = self.weights.master
         rows = {name: row for stage in self.stages.values() for name, row in stage.parameter_rows().items()}
-        self.optimizer = build_optimizer(master, optim, rows)
+        self.optimizer = AdamW(master, optim, rows)
         self.ties = TiedGradients(tied_uses(self.specs, model, self.pp_ranks), master, self.rank)
         pp_groups = [dist.new_group([d * pp + i for i in range(pp)]) for d in range(self.dp)]
         dp_groups = [dist.new_group([d * pp + i for d in range(self.dp)]) for i in range(pp)]
@@ -54,7 +54,7 @@ class HandPipeline:
         self.ties.sum()
         norm = self.norm.measure(self.weights.master)
         clip_gradients(self.weights.master, norm, self.optim.clip_grad)
-        set_lr(self.optimizer, lr_at(number, self.optim, steps))
+        self.optimizer.lr = lr_at(number, self.optim, steps)
         self.optimizer.step()
         self.weights.publish()
         return loss, norm.item()

@@ -26,7 +26,7 @@ from ppctl.parallel.ties import TiedGradients
 from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.grad_norm import GradientNorm, Location
-from ppctl.train.optimizer import build_optimizer, lr_at
+from ppctl.train.optimizer import AdamW, lr_at
 from ppctl.train.precision import Weights
 from ppctl.train.session import Session, build_session
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint
@@ -84,7 +84,7 @@ def session_of(mapping: dict) -> Session:
         rows=rows,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         weights=weights,
-        optimizer=build_optimizer(weights.master, config.optim, rows),
+        optimizer=AdamW(weights.master, config.optim, rows),
         reducer=GradientReducer(by_stage, None),
         ties=TiedGradients((), weights.master, dist.get_rank()),
         norm=GradientNorm(locations, device=CPU, group=session.groups["pp"]),
