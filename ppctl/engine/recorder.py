@@ -71,7 +71,27 @@ class Recorder:
     def totals(self) -> StepTotals | None:
         """The stamps in figures; None where no step can be read yet."""
         stamps = self.stamps()
-        return _totals(self.actions, stamps) if stamps else None
+        if not stamps:
+            return None
+        busy = 0.0
+        sums: dict[tuple[bool, int], float] = {}
+        counts: dict[tuple[bool, int], int] = {}
+        for index, start, end in stamps:
+            op, stage, _ = self.actions[index]
+            if op not in COMPUTE:
+                continue
+            busy += end - start
+            key = (op is Op.F, stage)
+            sums[key] = sums.get(key, 0.0) + end - start
+            counts[key] = counts.get(key, 0) + (op in PASSED_ON)
+        means = {key: total / max(counts[key], 1) for key, total in sums.items()}
+        return StepTotals(
+            busy=busy,
+            first_start=min(start for _, start, _ in stamps),
+            last_end=max(end for _, _, end in stamps),
+            forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
+            backward={stage: mean for (is_forward, stage), mean in means.items() if not is_forward},
+        )
 
 
 class CudaRecorder(Recorder):
@@ -147,25 +167,3 @@ def make_recorder(
     """The recorder for a device."""
     kind = CudaRecorder if device.type == "cuda" else Recorder
     return kind(pp_rank, actions, clock_offset=clock_offset)
-
-
-def _totals(actions: Sequence[Action], stamps: Sequence[tuple[int, float, float]]) -> StepTotals:
-    busy = 0.0
-    sums: dict[tuple[bool, int], float] = {}
-    counts: dict[tuple[bool, int], int] = {}
-    for index, start, end in stamps:
-        op, stage, _ = actions[index]
-        if op not in COMPUTE:
-            continue
-        busy += end - start
-        key = (op is Op.F, stage)
-        sums[key] = sums.get(key, 0.0) + end - start
-        counts[key] = counts.get(key, 0) + (op in PASSED_ON)
-    means = {key: total / max(counts[key], 1) for key, total in sums.items()}
-    return StepTotals(
-        busy=busy,
-        first_start=min(start for _, start, _ in stamps),
-        last_end=max(end for _, _, end in stamps),
-        forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
-        backward={stage: mean for (is_forward, stage), mean in means.items() if not is_forward},
-    )
