@@ -28,6 +28,7 @@ from ppctl import checkpoint_folder
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import TAKEN, append, lock, release, write_atomically
 from ppctl.processes import identity
+from ppctl.rank_records import RankFailure
 
 if TYPE_CHECKING:
     from ppctl.config.schema import RunConfig
@@ -206,17 +207,16 @@ class RunDir:
         files = sorted((self.path / "heartbeats").glob("*.json"))
         return {file.stem: self.heartbeat(file.stem) for file in files}
 
-    def write_error(self, rank: int, record: Mapping[str, Any]) -> None:
+    def write_error(self, failure: RankFailure) -> None:
         """Write errors/rank-NNNN.json: the first thing that a failing rank does."""
         (self.path / "errors").mkdir(exist_ok=True)
-        write_atomically(self._error(rank), json.dumps(record) + "\n")
+        write_atomically(self._error(failure.rank), json.dumps(failure.to_json()) + "\n")
 
-    def errors(self) -> list[dict[str, Any]]:
-        """The failures that ranks have told, earliest first."""
-        found = [self._mapping(f"errors/{file.name}") for file in (self.path / "errors").glob("rank-*.json")]
-        return sorted(
-            (record for record in found if "rank" in record), key=lambda record: float(record.get("time", 0.0))
-        )
+    def errors(self) -> list[RankFailure]:
+        """The ranks' failures, earliest first; a damaged record is left out."""
+        records = [self._mapping(f"errors/{file.name}") for file in (self.path / "errors").glob("rank-*.json")]
+        failures = [RankFailure.from_json(record) for record in records if "rank" in record]
+        return sorted(failures, key=lambda failure: failure.time)
 
     def write_flight_record(self, backend: str, rank: int, record: bytes) -> None:
         """Write what torch's flight recorder of `backend` holds of a rank in a job that hangs: beside the errors."""

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from ppctl.hang.limits import GRACE, Limits, Progress
 from ppctl.hang.verdict import verdict
-from ppctl.hang.waits import published
+from ppctl.hang.waits import published_states
 from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 
@@ -96,7 +96,7 @@ class NodeWatch:
         A node that takes another one for silent by mistake reads more than it must, and concludes nothing else.
         """
         now = time.time()
-        own = published({host: record}, now, math.inf)
+        own = published_states({host: record}, now, math.inf)
         self.progress.note(own)
         silence = self.progress.limit(own) / 2
         for name in takewhile(lambda name: name != host, self._hosts):
@@ -110,26 +110,24 @@ class NodeWatch:
     def _judge(self, host: str, record: Mapping[str, Any]) -> None:
         hosts = (self.run.heartbeats() if self._hosts else {}) | {host: dict(record)}
         now = time.time()
-        standings = published(hosts, now, math.inf)
-        still = self.progress.late(standings, now)
+        states = published_states(hosts, now, math.inf)
+        still = self.progress.late(states, now)
         if still is None:
             return
-        ages = {name: now - float(told.get("time", now)) for name, told in hosts.items()}
+        ages = {name: now - float(each.get("time", now)) for name, each in hosts.items()}
         silent = [name for name, age in ages.items() if age > still / 2 and name != host]
-        error = verdict(self.plan, published(hosts, now, still / 2), still, now)
-        where = next(standing.host for standing in standings if standing.rank == error["rank"])
-        error |= {"time": now, "host": where}
-        doing = f"rank {error['rank']}" + (f" in {error['action']}" if error["action"] else "")
-        told = f"error {error['code']}: {doing}: {error['message']}"
-        self._ask_for_other_nodes(silent, told)
+        failure = verdict(self.plan, published_states(hosts, now, still / 2), still, now)
+        action = f" in {failure.action}" if failure.action else ""
+        why = f"error {failure.code}: rank {failure.rank}{action}: {failure.message}"
+        self._ask_for_other_nodes(silent, why)
         with suppress(OSError):
             if not self.run.errors():
-                self.run.write_error(int(str(error["rank"])), error)
-                self.run.write_status("failed", rank=error["rank"])
+                self.run.write_error(failure)
+                self.run.write_status("failed", rank=failure.rank)
         with suppress(OSError):
-            self.run.write_heartbeats(host, {**record, "time": now, _VERDICT: told})
+            self.run.write_heartbeats(host, {**record, "time": now, _VERDICT: why})
         # Other nodes have time to look: their ranks would die of this node's broken connections before they can tell.
-        self._leave(f"{told}\n{error['place']}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
+        self._leave(f"{why}\n{failure.place}", record, wait=self.limits.look if len(hosts) > 1 else 0.0)
 
     def _ask_for_other_nodes(self, silent: Sequence[str], why: str) -> None:
         """Where whole nodes have fallen silent, let SLURM's job be requeued without them."""

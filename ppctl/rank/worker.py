@@ -40,7 +40,7 @@ from ppctl.devices import device_type
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError, PpctlError
 from ppctl.hang.limits import GRACE, Limits
-from ppctl.heartbeat import Heartbeat, Publisher, Write, leave_word
+from ppctl.heartbeat import HeartbeatFile, Publisher, Write, host_name, leave_failure
 from ppctl.plan import Plan
 from ppctl.rank import flight_record
 from ppctl.rank.log import lose_lines_rather_than_fail
@@ -59,6 +59,7 @@ from ppctl.rank.rendezvous import (
 from ppctl.rank.signals import Listener, StopRequest, end_after
 from ppctl.rank.time_left import TimeLeft, job_end
 from ppctl.rank.watchdog import Alarm, NodeWatch, write_stacks_on_request
+from ppctl.rank_records import RankFailure
 from ppctl.reach.roll_call import call_roll
 from ppctl.reach.warm_up import warm_up
 from ppctl.rundir import RunDir
@@ -155,7 +156,7 @@ def _work(
 ) -> str:
     """Train; returns how the run ended: `finished` or `stopped`."""
     device = _device(job, ranks)
-    heartbeat = Heartbeat.open(job.run.id, ranks.rank)
+    heartbeat = HeartbeatFile(job.run.id, ranks.rank)
     to_close.callback(heartbeat.close)
     listener = _ready_for_a_hang(job.run, ranks.rank)
     limits = Limits.of(job.config.launch)
@@ -221,7 +222,7 @@ def _leave(session: Session) -> None:
     patience.cancel()
 
 
-def _lead(run: RunDir, listener: Listener, heartbeat: Heartbeat) -> None:
+def _lead(run: RunDir, listener: Listener, heartbeat: HeartbeatFile) -> None:
     """Where no launcher of ours does, rank 0 says that the run goes on, and says so when Ctrl-C ends it."""
     run.write_status("running", step=0)
     last_words = partial(run.write_status, "interrupted")
@@ -378,10 +379,10 @@ def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None,
     if run is not None and not _outlived(run) and not run.has_error(ranks.rank):
         record = _error_record(error, ranks, plan, code)
         try:
-            run.write_error(ranks.rank, record)
+            run.write_error(record)
         except OSError:
             with suppress(OSError):
-                leave_word(run.id, ranks.rank, record)
+                leave_failure(run.id, record)
         with suppress(OSError):
             if by_others:
                 run.write_status("failed", rank=ranks.rank)
@@ -400,33 +401,33 @@ def _outlived(run: RunDir) -> bool:
     return run.life() not in ("", own)
 
 
-def _error_record(error: Exception, ranks: Ranks, plan: Plan | None, exit_code: int) -> dict[str, Any]:
+def _error_record(error: Exception, ranks: Ranks, plan: Plan | None, exit_code: int) -> RankFailure:
     engine = error if isinstance(error, EngineError) else None
     cause = error.__cause__ if engine is not None and error.__cause__ is not None else error
     problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]
-    return {
-        "rank": ranks.rank,
-        "stage": None if engine is None else engine.action.stage,
-        "action": None if engine is None else str(engine.action),
-        "time": time.time(),
-        "code": None if problem is None else problem.code,
-        "type": type(cause).__name__,
-        "message": str(cause) if problem is None else problem.message,
-        "place": "" if problem is None else problem.place,
-        "remedy": "" if problem is None else problem.remedy,
-        "others": [str(other) for other in others],
-        "ends": _ends(cause, ranks, plan),
-        "traceback": "".join(traceback.format_exception(error)),
-        "exit_code": exit_code,
-    }
+    return RankFailure(
+        ranks.rank,
+        str(cause) if problem is None else problem.message,
+        type(cause).__name__,
+        code=None if problem is None else problem.code,
+        exit_code=exit_code,
+        stage=None if engine is None else engine.action.stage,
+        action=None if engine is None else str(engine.action),
+        place="" if problem is None else problem.place,
+        remedy="" if problem is None else problem.remedy,
+        others=tuple(map(str, others)),
+        ends=_ends(cause, ranks, plan),
+        traceback="".join(traceback.format_exception(error)),
+        host=host_name(),
+    )
 
 
-def _ends(cause: BaseException, ranks: Ranks, plan: Plan | None) -> list[int] | None:
+def _ends(cause: BaseException, ranks: Ranks, plan: Plan | None) -> tuple[int, ...]:
     """The global ranks between which a connection broke."""
     if plan is None or not isinstance(cause, PeerLost):
-        return None
+        return ()
     pipeline = RankGrid(plan.sizes).group_of("pp", ranks.rank)
-    return [pipeline[end] for end in cause.channel[:2]]
+    return tuple(pipeline[end] for end in cause.channel[:2])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,10 +21,10 @@ from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.documents import DocumentEnd
 from ppctl.data.load import Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.names import parameter_of
+from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
 from ppctl.model.moe import Share
 from ppctl.model.names import tied_uses
@@ -43,13 +42,6 @@ from ppctl.train.measured import RecentSteps
 from ppctl.train.optimizer import AdamW, build_optimizer
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GradientScatter, ShardedWeights
-
-
-class Heartbeat(EngineHeartbeat, Protocol):
-    """Where a rank says what it is about to do."""
-
-    def set_state(self, state: str) -> None:
-        """The rank is in this state from now on, and in no action."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ class Session:
     """What ends a document, where the config lets anything follow from it; on the same ranks."""
     recorder: Recorder
     steps: RecentSteps
-    heartbeat: Heartbeat | None
+    heartbeat: HeartbeatFile | None
 
     @property
     def gathered(self) -> GatheredWeights | None:
@@ -142,7 +134,7 @@ def reads_data(stage: StageSpec, data: DataConfig) -> bool:
 
 
 def build_session(
-    config: RunConfig, plan: Plan, rank: int, device: torch.device, heartbeat: Heartbeat | None = None
+    config: RunConfig, plan: Plan, rank: int, device: torch.device, heartbeat: HeartbeatFile | None = None
 ) -> Session:
     """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
     own = plan.for_rank(rank)

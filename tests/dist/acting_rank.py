@@ -11,14 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-from ppctl.heartbeat import Heartbeat, leave_word
+from ppctl.heartbeat import HeartbeatFile, leave_failure
+from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
 
 RUN = RunDir(Path(sys.argv[1]))
 RANK = int(os.environ["RANK"])
 BEHAVIOUR = sys.argv[2:][min(RANK, len(sys.argv) - 3)]
 
-beat = Heartbeat.open(RUN.id, RANK)
+beat = HeartbeatFile(RUN.id, RANK)
 
 
 def say(name: str, text: object = "") -> None:
@@ -35,8 +36,7 @@ def wait() -> None:
 
 
 def fail(error: str, message: str, **more: object) -> None:
-    record = {"rank": RANK, "stage": None, "action": None, "time": time.time(), "code": "PP-E701", "type": error}
-    RUN.write_error(RANK, record | {"message": message, "traceback": "", "exit_code": 1} | more)
+    RUN.write_error(RankFailure(RANK, message, error, **{"code": "PP-E701", **more}))
 
 
 def train() -> None:
@@ -70,8 +70,7 @@ def raises_config() -> None:
 def finds_the_disk_full() -> None:
     """Leaves half a file, and its reason where there is room."""
     (RUN.path / "errors" / f".rank-{RANK:04d}.json.7.tmp").write_text("{")
-    error = {"rank": RANK, "time": time.time(), "code": "PP-E701", "type": "OSError", "message": "No space left"}
-    leave_word(RUN.id, RANK, error | {"exit_code": 1})
+    leave_failure(RUN.id, RankFailure(RANK, "No space left", "OSError", code="PP-E701"))
     os._exit(1)
 
 

@@ -211,7 +211,7 @@ def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -
     if rank == 1:
         assert "error PP-E706: rank 1 in 1B2: nothing has moved for" in done.stderr
         run = RunDir(only_run(tmp_path))
-        assert [error["rank"] for error in run.errors()] == [1]
+        assert [error.rank for error in run.errors()] == [1]
         assert run.flight_records() == [run.flight_record("gloo", 0)]
     else:
         assert "in _strike" in done.stderr, "its own stack"
@@ -246,5 +246,5 @@ def test_where_the_first_node_has_fallen_silent_the_next_one_ends_the_job(tmp_pa
     assert "in _strike" in agents[0].communicate(timeout=60)[1], "its own alarm"
     assert alive(tmp_path) == []
     run = RunDir(only_run(tmp_path))
-    assert (run.errors()[0]["rank"], run.errors()[0]["host"]) == (0, "first")
+    assert (run.errors()[0].rank, run.errors()[0].host) == (0, "first")
     assert run.flight_record("gloo", 1) in run.flight_records()

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ppctl.engine.pace import DevicePace
-from ppctl.hang.waits import Standing
+from ppctl.rank_records import RankState
 from ppctl.schedule.action import COMPUTE, MESSAGES, SENDS, Action, Schedule, deps
 
 
@@ -70,9 +70,9 @@ class Ranks:
         for host in hosts:
             host.join()
 
-    def standings(self) -> list[Standing]:
+    def states(self) -> list[RankState]:
         """As `status` would read them."""
-        return [Standing(r, "training", 0, b.index, float(b.since), b.working) for r, b in enumerate(self.beats)]
+        return [RankState(r, "training", 0, b.index, float(b.since), b.working) for r, b in enumerate(self.beats)]
 
     def _host(self, rank: int) -> None:
         row = self.schedule.actions[rank]

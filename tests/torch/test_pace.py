@@ -64,9 +64,9 @@ def test_a_device_that_is_stuck_is_named_with_the_action_that_it_is_stuck_in(pp:
     for rank, action in [*random.Random(pp).sample(computed, 12), *enumerate(ends)]:
         ranks = Ranks(plan.schedule, AHEAD, stuck=action)
         ranks.run()
-        told = verdict(plan, ranks.standings(), 200.0, 1e6)
-        assert (told["rank"], told["action"]) == (rank, str(action))
-        assert "same collective" not in told["message"]
+        told = verdict(plan, ranks.states(), 200.0, 1e6)
+        assert (told.rank, told.action) == (rank, str(action))
+        assert "same collective" not in told.message
 
 
 def test_where_the_host_waits_inside_a_stage_the_record_still_says_where_the_device_is() -> None:
@@ -75,8 +75,8 @@ def test_where_the_host_waits_inside_a_stage_the_record_still_says_where_the_dev
     inside, stuck = Action.parse("1F6"), Action.parse("1F5")
     ranks = Ranks(plan.schedule, AHEAD, stuck=stuck, waits_inside=inside)
     ranks.run()
-    told = verdict(plan, ranks.standings(), 200.0, 1e6)
-    assert (told["rank"], told["action"]) == (1, "1F5")
+    told = verdict(plan, ranks.states(), 200.0, 1e6)
+    assert (told.rank, told.action) == (1, "1F5")
 
 
 def test_hosts_without_a_bound_would_all_be_through() -> None:

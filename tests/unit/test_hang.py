@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from unit_plan import plan
 
 from ppctl.hang.limits import GRACE, LEAST, TIMES, Limits, Progress
 from ppctl.hang.verdict import verdict
-from ppctl.hang.waits import Standing, root, waits
+from ppctl.hang.waits import root, waits
 from ppctl.plan import Plan
+from ppctl.rank_records import RankState
 from ppctl.schedule.action import MESSAGES, Action, Op, Schedule, deps
 
 PLANS = {
@@ -45,11 +47,11 @@ def stuck_at(schedule: Schedule, culprit: int, at: int) -> list[int]:
     return positions
 
 
-def stands(made: Plan, rank: int, at: int, *, flushed: bool, working: bool = False) -> Standing:
+def stands(made: Plan, rank: int, at: int, *, flushed: bool, working: bool = False) -> RankState:
     """A rank that is through its list waits for its sends; only where they are delivered it goes on."""
     over = at >= len(made.schedule.actions[made.for_rank(rank).pp_rank])
     state, at = ("updating", -1) if over and flushed else ("training", at)
-    return Standing(rank, state, 3, at, 10.0, working=working, host=f"host{rank}")
+    return RankState(rank, state, 3, at, 10.0, working=working, host=f"host{rank}")
 
 
 def every_way(test: Callable) -> Callable:
@@ -70,14 +72,14 @@ def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int, flushed: bo
     row = made.schedule.actions[culprit]
     at = draw.choice([i for i, action in enumerate(row) if action.op not in MESSAGES and action.mb >= 0])
     positions = stuck_at(made.schedule, culprit, at)
-    standings = []
+    states = []
     for rank in range(made.sizes.world):
         pp_rank = made.for_rank(rank).pp_rank
-        standings.append(stands(made, rank, positions[pp_rank], flushed=flushed, working=pp_rank == culprit))
-    found = waits(made, standings)
+        states.append(stands(made, rank, positions[pp_rank], flushed=flushed, working=pp_rank == culprit))
+    found = waits(made, states)
     told = root(found)
     assert told is not None
-    assert made.for_rank(told.standing.rank).pp_rank == culprit
+    assert made.for_rank(told.state.rank).pp_rank == culprit
     assert str(told.current) == str(row[at])
 
 
@@ -90,17 +92,17 @@ def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, see
     waiting = [i for i, action in enumerate(row) if message(made.schedule, receiver, action) is not None]
     at = draw.choice(waiting)
     positions = stuck_at(made.schedule, receiver, at)
-    standings = [
+    states = [
         stands(made, rank, positions[made.for_rank(rank).pp_rank], flushed=flushed) for rank in range(made.sizes.world)
     ]
-    told = verdict(made, standings, 5.0, 15.0)
+    told = verdict(made, states, 5.0, 15.0)
     need = message(made.schedule, receiver, row[at])
     assert need is not None
     ends = {made.schedule.placement.rank_of(need.stage), receiver}
-    assert told["code"] == "PP-E707"
-    named = {int(rank) for rank in re.findall(r"rank (\d+) on host\1", str(told["message"]))}
+    assert told.code == "PP-E707"
+    named = {int(rank) for rank in re.findall(r"rank (\d+) on host\1", told.message)}
     assert {made.for_rank(rank).pp_rank for rank in named} == ends
-    assert f"{need} was sent" in str(told["message"])
+    assert f"{need} was sent" in told.message
 
 
 def message(schedule: Schedule, pp_rank: int, action: Action) -> Action | None:
@@ -118,41 +120,41 @@ def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
     made = plan(pp=2, gbs=8, mbs=1)
     first = [str(action) for action in made.schedule.actions[0]]
     second = [str(action) for action in made.schedule.actions[1]]
-    standings = [
-        Standing(0, "training", 3, first.index("0F1"), 9.0, working=True),
-        Standing(1, "training", 3, second.index("1F0"), 8.0),
+    states = [
+        RankState(0, "training", 3, first.index("0F1"), 9.0, working=True),
+        RankState(1, "training", 3, second.index("1F0"), 8.0),
     ]
-    (told,) = {wait.standing.rank for wait in [root(waits(made, standings))] if wait is not None}
+    (told,) = {wait.state.rank for wait in [root(waits(made, states))] if wait is not None}
     assert told == 0
-    stopped = [standings[0]._replace(working=False, gone=True), standings[1]]
-    assert "stopped" in str(verdict(made, stopped, 5.0, 15.0)["message"])
+    stopped = [replace(states[0], working=False, stopped=True), states[1]]
+    assert "stopped" in verdict(made, stopped, 5.0, 15.0).message
     receiver = verdict(
-        made, [standings[0]._replace(at=first.index("0B0")), standings[1]._replace(gone=True)], 5.0, 15.0
+        made, [replace(states[0], index=first.index("0B0")), replace(states[1], stopped=True)], 5.0, 15.0
     )
-    assert (receiver["rank"], receiver["code"]) == (1, "PP-E706"), "it was sent to a process that is stopped"
+    assert (receiver.rank, receiver.code) == (1, "PP-E706"), "it was sent to a process that is stopped"
 
 
 def test_a_silent_hosts_last_word_is_no_dead_edge() -> None:
     """Its record is old: what it waited for then has been sent since, and nobody knows whether it came."""
     made = plan(pp=2, gbs=8, mbs=1)
     first, second = ([str(action) for action in row] for row in made.schedule.actions)
-    lost = Standing(1, "training", 3, second.index("1F1"), 8.0, host="far")
-    standings = [Standing(0, "training", 3, first.index("0B0"), 9.0, host="near"), lost]
-    assert verdict(made, standings, 5.0, 15.0)["code"] == "PP-E707"
-    told = verdict(made, [standings[0], lost._replace(gone=True)], 5.0, 15.0)
-    assert (told["rank"], told["code"]) == (1, "PP-E706")
-    assert "its host far does not answer" in str(told["message"])
+    lost = RankState(1, "training", 3, second.index("1F1"), 8.0, host="far")
+    states = [RankState(0, "training", 3, first.index("0B0"), 9.0, host="near"), lost]
+    assert verdict(made, states, 5.0, 15.0).code == "PP-E707"
+    told = verdict(made, [states[0], replace(lost, stopped=True)], 5.0, 15.0)
+    assert (told.rank, told.code) == (1, "PP-E706")
+    assert "its host far does not answer" in told.message
 
 
 def test_in_a_collective_whoever_is_behind_is_waited_for() -> None:
     made = plan(pp=2, gbs=8, mbs=1)
-    found = waits(made, [Standing(0, "saving", 5, -1, 1.0), Standing(1, "updating", 5, -1, 0.5)])
+    found = waits(made, [RankState(0, "saving", 5, -1, 1.0), RankState(1, "updating", 5, -1, 0.5)])
     assert [wait.on for wait in found] == [1, None]
     assert root(found) is found[1]
 
 
-def standing(state: str, step: int, since: float) -> list[Standing]:
-    return [Standing(0, state, step, 0, since)]
+def standing(state: str, step: int, since: float) -> list[RankState]:
+    return [RankState(0, state, step, 0, since)]
 
 
 def test_each_phase_has_its_limit() -> None:

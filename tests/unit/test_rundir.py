@@ -16,6 +16,7 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.files import append, write_atomically
+from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
 from ppctl.runs import list_runs
 
@@ -137,17 +138,17 @@ def test_readers_never_meet_half_of_a_status(run: RunDir) -> None:
 
 
 def test_errors_come_earliest_first_and_unreadable_ones_are_left_out(run: RunDir) -> None:
-    run.write_error(2, {"rank": 2, "time": 20.0})
-    run.write_error(11, {"rank": 11, "time": 10.0})
+    run.write_error(RankFailure(2, time=20.0))
+    run.write_error(RankFailure(11, time=10.0))
     (run.path / "errors" / "rank-0003.json").write_text("{")
-    assert [error["rank"] for error in run.errors()] == [11, 2]
+    assert [error.rank for error in run.errors()] == [11, 2]
     assert (run.path / "errors" / "rank-0011.json").exists()
 
 
 def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
     for life in (1, 2):
         run.write_plan_text(f'"plan of life {life}"')
-        run.write_error(0, {"rank": 0, "time": float(life)})
+        run.write_error(RankFailure(0, time=float(life)))
         run.write_result({"state": "stopped"})
         run.set_aside()
         assert run.errors() == []
@@ -159,7 +160,7 @@ def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
 
 def test_a_requeued_life_and_a_resumed_one_keep_their_errors_apart(run: RunDir) -> None:
     for number, end in enumerate((lambda: run.begin_life("7.1"), run.set_aside, lambda: run.begin_life("8.0")), 1):
-        run.write_error(number, {"rank": number})
+        run.write_error(RankFailure(number))
         end()
         assert (run.path / f"errors-{number}" / f"rank-{number:04d}.json").exists()
         assert (run.path / "errors").is_dir(), "flight records go there, too"

@@ -16,6 +16,7 @@ from unit_plan import plan
 from ppctl import heartbeat
 from ppctl.hang.limits import Limits
 from ppctl.rank.watchdog import NodeWatch
+from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
 
 HOSTS = ("a", "b", "c")
@@ -126,10 +127,10 @@ def test_whoever_is_first_of_those_that_live_judges_and_all_that_live_leave(
         told = {rank: nodes[rank].communicate(timeout=60)[1] for rank in living}
         assert [nodes[rank].returncode for rank in living] == [1] * len(living)
         (error,) = run.errors()
-        culprit = error["rank"]
+        culprit = error.rank
         assert culprit in culprits
-        assert (error["host"], error["code"]) == (HOSTS[culprit], "PP-E706")
-        assert ("does not answer" in error["message"]) == bool(stopped)
+        assert (error.host, error.code) == (HOSTS[culprit], "PP-E706")
+        assert ("does not answer" in error.message) == bool(stopped)
         for rank, text in told.items():
             assert f"error PP-E706: rank {culprit}" in text, "the same reason on every node"
             assert rank != judge or "\nrank 0: step 1" in text, "the table of all ranks where it was made"
@@ -144,8 +145,8 @@ def test_a_judge_that_is_lost_behind_its_first_word_leaves_that_word_and_others_
     nodes = start(run)
     try:
         nodes[0].send_signal(signal.SIGSTOP)
-        first = {"rank": 2, "time": time.time(), "code": "PP-E706", "message": "told by the first judge"}
-        run.write_error(2, first)
+        first = RankFailure(2, "told by the first judge", code="PP-E706")
+        run.write_error(first)
         for rank in (1, 2):
             nodes[rank].communicate(timeout=60)
             assert nodes[rank].returncode == 1

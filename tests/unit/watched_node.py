@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from ppctl.hang.limits import Limits
-from ppctl.heartbeat import Heartbeat, Publisher
+from ppctl.heartbeat import HeartbeatFile, Publisher
 from ppctl.rank.watchdog import NodeWatch, write_stacks_on_request
 from ppctl.rundir import RunDir
 
@@ -19,7 +19,7 @@ run, rank, hosts = RunDir(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3].spli
 os.environ["SLURMD_NODENAME"] = hosts[rank]
 signal.signal(signal.SIGUSR2, lambda *_: None)  # a rank's own follows, its flight records
 write_stacks_on_request()
-beat = Heartbeat.open(run.id, rank)
+beat = HeartbeatFile(run.id, rank)
 limits = Limits(start=60.0, first_step=float(os.environ["LIMIT"]), step=float(os.environ["LIMIT"]))
 watch = NodeWatch(run, run.read_plan(), limits)
 print("ready", flush=True)
