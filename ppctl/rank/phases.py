@@ -15,13 +15,13 @@ from ppctl.processes import started
 
 
 class Phases:
-    """Name -> seconds, in the order in which they came. A phase that is entered twice counts together."""
+    """Seconds by name of phase, in the order of the phases. A phase that is entered twice is added up."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def add(self, name: str, seconds: float) -> None:
-        """`name` took so long."""
+        """Add `seconds` to the phase `name`."""
         self.seconds[name] = round(self.seconds.get(name, 0.0) + seconds, 3)
 
     @contextmanager
@@ -40,7 +40,7 @@ class Phases:
 
 
 def process_age() -> float:
-    """Seconds since this process began; what it has computed so far, where the system does not say."""
+    """Seconds since this process began; on a system without /proc, its CPU time so far."""
     ticks = started(os.getpid())
     if ticks is not None:
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,8 @@
-"""What signals mean to a rank: TERM and USR1 ask it to save and leave, others want an answer at once.
+"""A rank's signals: TERM and USR1 ask it to save and exit; for others an action is run at once.
 
 Knows signals. Must not know runs. A handler in Python waits for the main thread, which may be in C++ for as long as a
-message takes; what cannot wait is done by a thread that listens to the wake-up pipe, which the interpreter's own
-handler writes to.
+message takes. So urgent actions run in a thread that reads the wake-up pipe, into which the interpreter's own handler
+writes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ INTERRUPTED = 130
 
 
 class StopRequest:
-    """Which of TERM and USR1 has asked this rank to save and leave; the ranks agree at a step boundary."""
+    """Whether TERM or USR1 has asked this rank to save and exit; the ranks agree on it at the end of a step."""
 
     def __init__(self) -> None:
         self.asked = 0
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a wait in C++
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._ask)
-        # A starter has kept them back until now.
+        # Whoever started this process has blocked them until now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
 
     def _ask(self, number: int, _: object) -> None:
         self.asked = self.asked or number
 
     def __call__(self) -> int:
-        """The signal's number; 0 where none came."""
+        """The number of the first such signal; 0 before one comes."""
         return self.asked
 
 
 class Listener:
-    """Does what belongs to a signal in a thread of its own. Make it, and call `on`, in the main thread."""
+    """Runs the actions of signals in a thread. Construct it, and call `on`, in the main thread."""
 
     def __init__(self) -> None:
         self._actions: dict[int, Callable[[], object]] = {}
@@ -47,20 +47,20 @@ class Listener:
         Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
 
     def on(self, number: int, action: Callable[[], object]) -> None:
-        """From now on `action` follows signal `number`, unless the GIL is held."""
+        """From now on `action` is called for signal `number`, as soon as the GIL is free."""
         self._actions[number] = action
         signal.signal(number, lambda *_: None)
 
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 64):
-                with suppress(Exception):  # the next signal is answered all the same
+                with suppress(Exception):  # the next signal must be handled, too
                     self._actions.get(number, int)()
 
 
-def end_after(last_words: Callable[[], object]) -> NoReturn:
-    """End this process with 130, as one that was interrupted, when `last_words` are said."""
+def end_after(action: Callable[[], object]) -> NoReturn:
+    """Call `action`, then end this process with 130, as interrupted."""
     try:
-        last_words()
+        action()
     finally:
         os._exit(INTERRUPTED)

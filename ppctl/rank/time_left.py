@@ -1,6 +1,6 @@
 """Whether the time that this run has is nearly over: the job's limit, or `train.exit_after`.
 
-Knows how SLURM tells a job's end and how long steps and saves have taken. Must not know signals or what a stop does.
+Knows how SLURM reports a job's end and how long steps and saves took. Must not know signals or what a stop does.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 MARGIN = 60.0
-"""Seconds besides saves and steps: SLURM's own clock is coarse, and ranks take their time to leave."""
+"""Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
 
 
 @dataclass
 class TimeLeft:
-    """Rank 0's clock. It is told what begins (`enter`) and asked once a step whether to begin the stop (`over`)."""
+    """Rank 0's clock: `enter` notes what begins, and `over` says, once a step, whether the run has to stop."""
 
     exit_at: float | None = None
-    """When `train.exit_after` is over; seconds since the epoch, as the next."""
+    """When `train.exit_after` is over, in seconds since the epoch."""
     job_end: float | None = None
-    """When the scheduler ends the job."""
+    """When the scheduler ends the job, in seconds since the epoch."""
     clock: Callable[[], float] = time.time
     slowest_save: float = 0.0
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=10))
@@ -32,7 +32,7 @@ class TimeLeft:
     _doing: tuple[str, float] | None = None
 
     def enter(self, state: str) -> None:
-        """`state` begins now, and what was going on ends."""
+        """`state` begins now, and the state before it ends."""
         now = self.clock()
         if self._doing is not None:
             before, since = self._doing
@@ -43,7 +43,7 @@ class TimeLeft:
         self._doing = (state, now)
 
     def over(self) -> bool:
-        """Whether the stop has to begin: what is left is less than two saves, three steps and the margin."""
+        """Whether the run has to stop now: the time left is less than two saves, three steps and the margin."""
         now = self.clock()
         if self.exit_at is not None and now >= self.exit_at:
             return True
@@ -53,7 +53,7 @@ class TimeLeft:
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When SLURM will end this job, in seconds since the epoch; None outside a job, and where SLURM does not say."""
+    """When SLURM will end this job, in seconds since the epoch; None outside a job, and if SLURM does not answer."""
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return None

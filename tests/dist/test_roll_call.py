@@ -12,7 +12,7 @@ from ranks import RanksFailed, run_ranks
 from ppctl.config.schema import RunConfig
 from ppctl.errors import TrainingError
 from ppctl.plan import build_plan
-from ppctl.rank.rendezvous import Job, Ranks, meet
+from ppctl.rank.rendezvous import OwnRank, SharedRun, meet
 from ppctl.reach import roll_call
 from ppctl.reach.hosts import listen
 from ppctl.rundir import RunDir
@@ -27,9 +27,9 @@ def answer(absent=(), deaf=(), hosts=3, patience=60.0):
         roll_call.listen = not_listening
     try:
         if rank not in absent:
-            job = Job(RunDir(Path("nowhere")), config, build_plan(config, {}))
+            shared = SharedRun(RunDir(Path("nowhere")), config, build_plan(config, {}))
             store = dist.distributed_c10d._get_default_store()
-            return roll_call.call_roll(store, rank, world, job.digest, edge_limit=5.0, patience=patience)
+            return roll_call.call_roll(store, rank, world, shared.digest, edge_limit=5.0, patience=patience)
     finally:
         roll_call.listen = listen
         del os.environ["SLURMD_NODENAME"]
@@ -68,7 +68,7 @@ def test_a_store_that_is_not_reached_is_told_with_its_address(monkeypatch):
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     with refused, pytest.raises(TrainingError) as caught:
-        meet(Ranks(1, 0, 2, 1), timedelta(seconds=1))
+        meet(OwnRank(1, 0, 2, 1), timedelta(seconds=1))
     (problem,) = caught.value.problems
     assert problem.code == "PP-E708" and "did not reach rank 0's store at 127.0.0.1 port" in problem.message
     assert problem.message.startswith("rank 1 on ")
@@ -80,4 +80,4 @@ def test_a_store_to_which_nobody_comes_says_how_many_are_there(monkeypatch):
     for name, value in {"MASTER_ADDR": host, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(TrainingError, match=r"PP-E709: only 1 of 2 ranks came"):
-        meet(Ranks(0, 0, 2, 1), timedelta(seconds=1))
+        meet(OwnRank(0, 0, 2, 1), timedelta(seconds=1))

@@ -21,8 +21,7 @@ from ppctl.comm.groups import make_group
 from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
-from ppctl.rank.rendezvous import Ranks, join_world
-from ppctl.reach.warm_up import warm_up
+from ppctl.reach.start import join_world, warm_up
 from ppctl.train.session import build_session
 
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ def join():
     dist.destroy_process_group()
     before = connections()
     store = dist.PrefixStore("worker", store)
-    join_world(store, Ranks(rank, rank, world, world), CPU, timedelta(seconds=60))
+    join_world(store, rank, world, CPU, timedelta(seconds=60))
     return store, before
 
 

@@ -14,8 +14,9 @@ from ranks import run_ranks
 from test_p2p import MODES
 
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.reach.contact import DeadEdge, Meeting
-from ppctl.reach.edges import channel_contacts, group_contacts
+from ppctl.reach.contacts import channel_contacts, group_contacts
+from ppctl.reach.first_contact import FirstContact
+from ppctl.reach.hosts import DeadEdge
 
 CPU = torch.device("cpu")
 LIMIT = 4.0
@@ -27,14 +28,14 @@ def contacts(mode="channels"):
     return [*channel_contacts(p2p.ends, p2p.pp_group, CPU), *group_contacts("pp", p2p.pp_group, CPU)]
 
 
-def meeting():
+def first_contact():
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
-    return Meeting(store, rank, dist.get_world_size(), f"host{rank}", 60.0)
+    return FirstContact(store, rank, dist.get_world_size(), f"host{rank}", 60.0)
 
 
 def in_peace(mode):
-    made = meeting().make_contact(contacts(mode), 30.0, lambda: None)
+    made = first_contact().make(contacts(mode), 30.0, lambda: None)
     assert all(0 < one.best_s <= one.first_s for one in made)
     return [(one.name, one.ranks) for one in made]
 
@@ -72,7 +73,7 @@ def with_one_in_trouble(kind, rank, peer):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     try:
-        meeting().make_contact(wanted, LIMIT, strike)
+        first_contact().make(wanted, LIMIT, strike)
     except DeadEdge as error:
         return error.problems[0]
     return None

@@ -4,8 +4,7 @@ import socket
 
 import pytest
 
-from ppctl.comm.words import in_words
-from ppctl.reach.hosts import listen, own_address, unreached
+from ppctl.reach.hosts import listen, own_address, reason_of, unreached
 
 BY_GLOO = "[/build/gloo/transport/tcp/pair.cc:"
 MESH = "Gloo connectFullMesh failed with"
@@ -58,4 +57,4 @@ def test_the_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pyt
     ],
 )
 def test_what_gloo_says_is_told_in_our_words(text: str, meaning: str) -> None:
-    assert in_words(RuntimeError(text)) == meaning
+    assert reason_of(RuntimeError(text)) == meaning

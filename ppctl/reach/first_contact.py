@@ -1,0 +1,157 @@
+"""The first contact of ranks before they train: every channel and every group once, timed, each with its own limit.
+
+Knows the rendezvous store, through which ranks still communicate when a connection between them is dead. Must not know
+what a contact does, plans, runs or configs.
+
+All ranks make their contacts in one common order, so that no ranks wait for each other in a circle. When one contact
+takes too long, many ranks may wait, and only some of them for the dead connection: each writes into the store in which
+contact it waits, and from these entries all conclude the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ppctl.errors import Problem
+from ppctl.reach.hosts import DeadEdge, reason_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ROUNDS = 3
+"""Messages of one contact: the first makes the connection, the fastest shows its speed."""
+_KEY = "ppctl/contact"
+_SETTLE = 1.0
+"""Seconds after a limit in which all ranks that wait write where."""
+_REMEDY = "ppctl doctor, started on these hosts as the run was, times their edges; launch.edge_limit=5m waits longer"
+
+
+class Contact(NamedTuple):
+    """A message or a collective of several ranks."""
+
+    name: str
+    """As a person reads it: `channel 0->1 F`, `group dp`."""
+    ranks: tuple[int, ...]
+    """Global ranks; of an edge the sender first."""
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedContact:
+    """A contact that succeeded."""
+
+    name: str
+    ranks: tuple[int, ...]
+    first_s: float
+    """Seconds of the first message, waiting for the other ranks included."""
+    best_s: float
+    """Seconds of the fastest."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstContact:
+    """One rank's part in the first contact."""
+
+    store: Store
+    rank: int
+    world: int
+    host: str
+    """This rank's."""
+    patience: float
+    """Seconds to wait for all ranks to arrive: they build their stages at different speeds."""
+    _entries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def make(self, contacts: Sequence[Contact], limit: float, enter: Callable[[], None]) -> list[TimedContact]:
+        """Make `contacts` in a thread, which calls `enter()` first, each within `limit` seconds.
+
+        Raises DeadEdge (PP-E707), which names ranks and hosts, with the same text on every rank that waited.
+        """
+        self._write(at=None)
+        self._arrive()
+        results: SimpleQueue[list[float] | Exception] = SimpleQueue()
+        Thread(target=_make_all, args=(contacts, results, enter), name="contacts", daemon=True).start()
+        made = []
+        for contact in contacts:
+            try:
+                result = results.get(timeout=limit)
+            except Empty:
+                self._fail(contact, f"took longer than {limit:g} s")
+            else:
+                if isinstance(result, Exception):
+                    self._fail(contact, f"broke: {reason_of(result)}")
+                else:
+                    made.append(TimedContact(contact.name, contact.ranks, result[0], min(result)))
+        self._write(at=None, over=True)
+        return made
+
+    def _write(self, **entry: Any) -> None:
+        self.store.set(f"{_KEY}/{self.rank}", json.dumps({"host": self.host, "over": False, **entry}))
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        """What these ranks had written when they were first read."""
+        for rank in ranks:
+            if rank not in self._entries:
+                self._entries[rank] = json.loads(self.store.get(f"{_KEY}/{rank}"))
+        return {rank: self._entries[rank] for rank in ranks}
+
+    def _arrive(self) -> None:
+        """Wait until all ranks have arrived: their limits begin at the same time."""
+        if self.store.add(f"{_KEY}/arrived", 1) == self.world:
+            self.store.set(f"{_KEY}/all", "1")
+        self.store.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
+
+    def _fail(self, contact: Contact, how: str) -> None:
+        at = [contact.name, list(contact.ranks)]
+        self._write(at=at, how=how)
+        time.sleep(_SETTLE)
+        ranks, message = self._dead_contact(at)
+        if self.rank not in ranks:
+            time.sleep(_SETTLE)  # the ranks of the dead contact fail first
+        raise DeadEdge(Problem("PP-E707", message, _REMEDY))
+
+    def _dead_contact(self, at: list[Any]) -> tuple[list[int], str]:
+        """Its ranks, and a message.
+
+        From contact to contact: the one in which all its ranks wait, or of which one rank has written nothing.
+        """
+        seen: list[list[Any]] = []
+        while at not in seen:
+            seen.append(at)
+            elsewhere = [entry["at"] for entry in self._read(at[1]).values() if entry["at"] not in (None, at)]
+            if not elsewhere:
+                break
+            at = elsewhere[0]
+        name, ranks = at
+        entries = self._read(ranks)
+        silent = [rank for rank, entry in entries.items() if entry["at"] is None and not entry["over"]]
+        how = next((entry["how"] for entry in entries.values() if entry["at"] == at), "took too long")
+        named = [f"rank {rank} on {entry['host']}" for rank, entry in entries.items()]
+        if silent:
+            return ranks, f"rank {silent[0]} on {entries[silent[0]]['host']} does not answer: {name} {how}"
+        if len(named) == 2:
+            return ranks, f"{named[0]} does not reach {named[1]}: {name} {how}, and both are alive"
+        return ranks, f"{', '.join(named)} do not reach each other: {name} {how}, and all are alive"
+
+
+def _make_all(
+    contacts: Sequence[Contact], results: SimpleQueue[list[float] | Exception], enter: Callable[[], None]
+) -> None:
+    enter()
+    for contact in contacts:
+        times = []
+        try:
+            for _ in range(ROUNDS):
+                began = time.perf_counter()
+                contact.run()
+                times.append(time.perf_counter() - began)
+        except Exception as error:
+            results.put(error)
+            return
+        results.put(times)
