@@ -27,6 +27,7 @@ from ppctl.launch.process import RankProcess
 from ppctl.launch.report import Exit
 from ppctl.launch.signals import Signals
 from ppctl.rank_records import RankFailure, RankState
+from ppctl.run_starts import sweep
 from ppctl.rundir import RunDir
 
 _ASK_AGAIN = 1.0
@@ -106,7 +107,7 @@ class Watch:
             self.unwritten += heartbeat.take_failures(run.id, everyone)
             heartbeat.remove(run.id, everyone)
             if not self._alive():
-                run.sweep()
+                sweep(run)
 
     def _start(self, rank: int, port: int) -> RankProcess:
         job = self.job
