@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import ppctl.rank.worker  # noqa: F401  the same imports
-from ppctl.rank.phases import Phases, process_age
 from ppctl.rank.rendezvous import START_UP, OwnRank, meet
+from ppctl.rank.times import Phases, process_age
 from ppctl.reach.start import join_world
 from ppctl.rundir import RunDir
 from ppctl.train.session import build_session

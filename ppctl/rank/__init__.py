@@ -1,13 +1,11 @@
 """What one rank does, from its start to its end. `worker` is the program; the other files in the order of their use:
 
-    signals       requests to stop, and signals that are answered while the main thread is in C++
-    output        stdout and stderr: lines are lost on a full disk, and with --json stdout has one object alone
-    phases        how long each phase of the start took
+    own_process   its signals, stdout and stderr
+    times         how long each phase of the start took; whether the run's time is nearly over
     rendezvous    the ranks find each other and get the same run
     launcher      what a rank does itself, depending on who started it: watch the job, write status.json, print
     hang_dump     what it writes if the job hangs: stacks, torch's flight records
     watchdog      its own alarm, and on one rank of a node the watch over the job
-    time_left     whether the run's time is nearly over
     results       what rank 0 writes: metrics, durations of the start, the result
     failure       what a rank writes and prints when it fails
 

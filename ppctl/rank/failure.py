@@ -25,15 +25,16 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, lau
     """Write the failure into the run (beside the heartbeat if its disk is full), print it, return the exit code."""
     code = error.exit_code if isinstance(error, PpctlError) else 1
     # If a watch has written the rank's failure, then this error is only a consequence.
-    if run is not None and not _was_replaced(run) and not run.has_error(rank):
+    if run is not None and (_was_replaced(run) or run.has_error(rank)):
+        run = None
+    if run is not None:
         failure = _failure_of(error, rank, plan, code)
         try:
             run.write_error(failure)
         except OSError:
             with suppress(OSError):
                 leave_failure(run.id, failure)
-        launcher.write_failure(run, rank)
-    launcher.print_failure(error)
+    launcher.report(error, run, rank)
     return code
 
 

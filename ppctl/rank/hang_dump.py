@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from ppctl.rank.signals import Listener
+from ppctl.rank.own_process import Listener
 from ppctl.rundir import RunDir
 
 _ENTRIES = "2000"

@@ -15,8 +15,8 @@ from ppctl.engine.interpreter import EngineError
 from ppctl.errors import PpctlError
 from ppctl.hang.limits import Limits
 from ppctl.heartbeat import HeartbeatFile
+from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
-from ppctl.rank.signals import Listener, end_after
 from ppctl.rank.watchdog import NodeWatch
 from ppctl.rundir import RunDir
 from ppctl.train.loop import Outcome
@@ -35,11 +35,8 @@ class PpctlLauncher:
     def end(self, outcome: Outcome) -> None:
         """Rank 0 has written the result."""
 
-    def write_failure(self, run: RunDir, rank: int) -> None:
-        """A rank has written its failure."""
-
-    def print_failure(self, error: Exception) -> None:
-        """The last lines of a rank's log."""
+    def report(self, error: Exception, run: RunDir | None, rank: int) -> None:
+        """A rank has failed, and has written its failure into `run`."""
         traceback.print_exception(error)
 
 
@@ -60,13 +57,11 @@ class ExternalLauncher(PpctlLauncher):
         how = f"stopped after step {outcome.step}, all saved: {outcome.why}" if outcome.stopped else "finished"
         print(f"{how}; {outcome.checkpoint}", flush=True)
 
-    def write_failure(self, run: RunDir, rank: int) -> None:
-        """Write that the run has failed."""
+    def report(self, error: Exception, run: RunDir | None, rank: int) -> None:
+        """Write that `run` has failed, and print problems without a traceback: that is in the failure's record."""
         with suppress(OSError):
-            run.write_status("failed", rank=rank)
-
-    def print_failure(self, error: Exception) -> None:
-        """Print problems as a person reads them, without a traceback: that one is in the record of the failure."""
+            if run is not None:
+                run.write_status("failed", rank=rank)
         if isinstance(error, PpctlError) and not isinstance(error, EngineError):
             print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
         else:

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from ppctl.config.mapping import to_mapping
-from ppctl.rank.phases import Phases
 from ppctl.rank.rendezvous import SharedRun
+from ppctl.rank.times import Phases
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome

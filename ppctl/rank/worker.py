@@ -40,12 +40,10 @@ from ppctl.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.rank.failure import fail
 from ppctl.rank.hang_dump import dump_on_request
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
-from ppctl.rank.output import keep_stdout, lose_lines_rather_than_fail
-from ppctl.rank.phases import Phases, process_age
+from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail
 from ppctl.rank.rendezvous import START_UP, OwnRank, SharedRun, meet, publish_run, read_run, receive_run, refuse_run
 from ppctl.rank.results import final_state, metrics_writer, write_results, write_start_up
-from ppctl.rank.signals import Listener, StopRequest
-from ppctl.rank.time_left import TimeLeft, job_end
+from ppctl.rank.times import Phases, TimeLeft, job_end, process_age
 from ppctl.rank.watchdog import Alarm, NodeWatch
 from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.rundir import RunDir

@@ -8,15 +8,14 @@ group's timeout; meanwhile the ranks that are connected go on, and no error name
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
 import re
-import selectors
 import socket
 import struct
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -75,31 +74,25 @@ def own_address() -> str:
 
 def unreached(addresses: Mapping[int, Address], limit: float) -> dict[int, str]:
     """The ranks whose address cannot be connected to, with the reason. All are tried at once, for `limit` seconds."""
-    found, trials = {}, selectors.DefaultSelector()
-    for rank, address in addresses.items():
-        trial = socket.socket(_family(address[0]))
-        trial.setblocking(False)
-        code = trial.connect_ex(address)
-        if code in (0, errno.EINPROGRESS):
-            trials.register(trial, selectors.EVENT_WRITE, rank)
-        else:
-            found[rank] = _reason(code)
-            trial.close()
-    deadline = time.monotonic() + limit
-    while trials.get_map() and time.monotonic() < deadline:
-        for key, _ in trials.select(deadline - time.monotonic()):
-            assert isinstance(key.fileobj, socket.socket)
-            code = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                found[key.data] = _reason(code)
-            trials.unregister(key.fileobj)
-            key.fileobj.close()
-    for key in list(trials.get_map().values()):
-        found[key.data] = f"nothing answered for {limit:g} s"
-        assert isinstance(key.fileobj, socket.socket)
-        key.fileobj.close()
-    trials.close()
-    return {rank: reason + _if_loopback(addresses[rank][0]) for rank, reason in found.items()}
+    return asyncio.run(_unreached(addresses, limit))
+
+
+async def _unreached(addresses: Mapping[int, Address], limit: float) -> dict[int, str]:
+    reasons = await asyncio.gather(*(_why_unreached(*address, limit) for address in addresses.values()))
+    return {rank: reason for rank, reason in zip(addresses, reasons, strict=True) if reason is not None}
+
+
+async def _why_unreached(host: str, port: int, limit: float) -> str | None:
+    try:
+        async with asyncio.timeout(limit):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError as error:
+        # The limit's own TimeoutError has no number.
+        reason = f"nothing answered for {limit:g} s" if error.errno is None else _reason(error.errno)
+        loopback = f" ({host} is an address that its own machine alone knows)" if host.startswith("127.") else ""
+        return reason + loopback
+    writer.close()
+    return None
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -108,10 +101,6 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _reason(code: int) -> str:
     return _REASONS.get(code, os.strerror(code))
-
-
-def _if_loopback(host: str) -> str:
-    return f" ({host} is an address that its own machine alone knows)" if host.startswith("127.") else ""
 
 
 def reason_of(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.rank import hang_dump
-from ppctl.rank.signals import Listener
+from ppctl.rank.own_process import Listener
 from ppctl.rundir import RunDir
 from ppctl.train.report import TIME_IS_OVER, RankReport, Reports, stop_reason
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.rank.phases import Phases, process_age
-from ppctl.rank.time_left import MARGIN, TimeLeft, job_end
+from ppctl.rank.times import MARGIN, Phases, TimeLeft, job_end, process_age
 
 
 class Clock:

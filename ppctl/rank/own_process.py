@@ -1,20 +1,29 @@
-"""A rank's signals: TERM and USR1 ask it to save and exit; for others an action is run at once.
+"""A rank's own process: what signals do to it, and where its output goes.
 
-Knows signals. Must not know runs. A handler in Python waits for the main thread, which may be in C++ for as long as a
-message takes. So urgent actions run in a thread that reads the wake-up pipe, into which the interpreter's own handler
-writes.
+Knows signals and the standard streams. Must not know runs, nor what is printed.
+
+TERM and USR1 ask a rank to save and exit; for other signals an action is run at once. A handler in Python waits for the
+main thread, which may be in C++ for as long as a message takes, so urgent actions run in a thread that reads the
+wake-up pipe, into which the interpreter's own handler writes.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Thread
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 INTERRUPTED = 130
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class StopRequest:
@@ -64,3 +73,33 @@ def end_after(action: Callable[[], object]) -> NoReturn:
         action()
     finally:
         os._exit(INTERRUPTED)
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what its disk has no room for."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write all of `data`, or drop all of it."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return memoryview(data).nbytes
+
+
+def lose_lines_rather_than_fail() -> None:
+    """From now on stdout and stderr drop what does not fit on a full disk."""
+    sys.stdout, sys.stderr = (_lossy(number) for number in (1, 2))
+
+
+def _lossy(number: int) -> io.TextIOWrapper:
+    raw = _LossyFile(number, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def keep_stdout() -> TextIO:
+    """Stdout as it was; what this process and its libraries write to stdout from now on goes to stderr."""
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return kept
