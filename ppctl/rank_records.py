@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
@@ -43,18 +43,8 @@ class RankState:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
-        """Read a row of the file of `host`. Raises KeyError and ValueError where it is not one."""
-        return cls(
-            rank=int(row["rank"]),
-            state=str(row["state"]),
-            step=int(row["step"]),
-            index=int(row["index"]),
-            since=float(row["since"]),
-            working=bool(row.get("working")),
-            stopped=bool(row.get("stopped")),
-            host=host,
-            pid=int(row.get("pid", 0)),
-        )
+        """Read a row of the file of `host`. Raises TypeError if a field is missing that every version has."""
+        return cls(**{**_known(cls, row), "host": host})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +78,13 @@ class RankFailure:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RankFailure:
-        """Read a record. Raises KeyError where it names no rank; any other field may be missing."""
-        stage, action, code = (record.get(name) for name in ("stage", "action", "code"))
-        texts = {
-            name: str(record.get(name) or "") for name in ("message", "type", "place", "remedy", "traceback", "host")
-        }
-        return cls(
-            rank=int(record["rank"]),
-            code=None if code is None else str(code),
-            time=float(record.get("time") or 0.0),
-            exit_code=int(record.get("exit_code") or 1),
-            stage=None if stage is None else int(stage),
-            action=None if action is None else str(action),
-            others=tuple(map(str, record.get("others") or ())),
-            ends=tuple(map(int, record.get("ends") or ())),
-            **texts,
-        )
+        """Read a record. Raises TypeError if it names no rank; any other field may be missing."""
+        known = {"time": 0.0, **_known(cls, record)}
+        for name in ("others", "ends"):
+            known[name] = tuple(known.get(name, ()))
+        return cls(**known)
+
+
+def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `kind` that have a value in a record, which may be of an older or a newer version."""
+    return {each.name: record[each.name] for each in fields(kind) if record.get(each.name) is not None}

@@ -31,8 +31,8 @@ import torch.distributed as dist
 
 from ppctl import checkpoint_folder
 from ppctl.comm.sockets import raise_file_limit
-from ppctl.config.durations import seconds
 from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.quantities import seconds
 from ppctl.devices import device_type
 from ppctl.errors import ConfigError
 from ppctl.hang.limits import GRACE, Limits

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.sockets import connecting_on_first_use
-from ppctl.config.durations import seconds
+from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.errors import Problem
 from ppctl.heartbeat import host_name
