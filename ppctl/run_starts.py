@@ -56,6 +56,12 @@ def is_held(run: RunDir) -> bool:
     return descriptor == TAKEN
 
 
+def slurm_start() -> str | None:
+    """The name of this process's start of a submitted run, `<job>.<restarts>`; None outside a job of SLURM's."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else None
+
+
 def begin_start(run: RunDir, name: str) -> None:
     """Prepare the next start of a submitted run: the last result is deleted, its failures are kept aside."""
     write_atomically(run.path / "life", name)
@@ -66,7 +72,7 @@ def begin_start(run: RunDir, name: str) -> None:
 
 
 def start_name(run: RunDir) -> str:
-    """The `name` of the newest `begin_start`; empty for a run that was not submitted."""
+    """The name of the newest start; empty for a run that was not submitted."""
     try:
         return (run.path / "life").read_text(encoding="utf-8")
     except OSError:

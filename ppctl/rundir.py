@@ -248,12 +248,12 @@ class RunDir:
         """Write profile.json: measured seconds per stage, and per message by channel."""
         self._write_json("profile.json", record)
 
-    def write_requeue_mark(self, job: str, restarts: int, why: str, exclude: Iterable[str] = ()) -> None:
-        """Have SLURM's job `job`, which has had so many `restarts`, requeued without the nodes `exclude`.
+    def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
+        """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends.
 
         The batch script requeues if this file is there, and prints `why`, one line.
         """
-        self._write(f"requeue.{job}.{restarts}", f"{','.join(exclude)}\n{why}\n")
+        self._write(f"requeue.{start}", f"{','.join(exclude)}\n{why}\n")
 
     # Paths for other writers
 

@@ -66,7 +66,7 @@ def package_digest(package: Path = _PACKAGE) -> str:
 
 def go_on(run: RunDir) -> None:
     """Let the run go on from its last checkpoint, if it has one, and forget how its last life ended."""
-    run_starts.begin_start(run, f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}")
+    run_starts.begin_start(run, run_starts.slurm_start() or "")
     run_starts.sweep(run)
     last, config = last_checkpoint(run), run.read_config()
     if last is not None and config.checkpoint.resume != str(last):

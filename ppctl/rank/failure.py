@@ -5,7 +5,6 @@ Knows where a failure is written. Must not know why a rank fails, nor who is to 
 
 from __future__ import annotations
 
-import os
 import traceback
 from contextlib import suppress
 
@@ -16,7 +15,7 @@ from ppctl.heartbeat import host_name, leave_failure
 from ppctl.plan import Plan
 from ppctl.rank.launcher import PpctlLauncher
 from ppctl.rank_records import RankFailure
-from ppctl.run_starts import start_name
+from ppctl.run_starts import slurm_start, start_name
 from ppctl.rundir import RunDir
 from ppctl.topology import RankGrid
 
@@ -40,8 +39,7 @@ def fail(error: Exception, run: RunDir | None, rank: int, plan: Plan | None, lau
 
 def _was_replaced(run: RunDir) -> bool:
     """Whether the run goes on without this rank: its node was lost, and came back when the job had been requeued."""
-    own = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-    return start_name(run) not in ("", own)
+    return start_name(run) not in ("", slurm_start())
 
 
 def _failure_of(error: Exception, rank: int, plan: Plan | None, exit_code: int) -> RankFailure:

@@ -5,7 +5,6 @@ Knows the files' contents. Must not know how a step is computed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from ppctl.config.mapping import to_mapping
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank.times import Phases
+from ppctl.run_starts import slurm_start
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome
@@ -81,9 +81,9 @@ def write_results(shared: SharedRun, session: Session, outcome: Outcome, phases:
         }
     )
     run.write_status(state, step=outcome.step, message=outcome.why)
-    slurm_job = os.environ.get("SLURM_JOB_ID")
-    if outcome.stopped and slurm_job:
-        run.write_requeue_mark(slurm_job, int(os.environ.get("SLURM_RESTART_COUNT") or 0), str(outcome.why))
+    start = slurm_start()
+    if outcome.stopped and start is not None:
+        run.write_requeue_mark(start, str(outcome.why))
 
 
 def final_state(outcome: Outcome) -> str:

@@ -22,6 +22,7 @@ from ppctl.hang.limits import GRACE, Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import published_states
 from ppctl.plan import Plan
+from ppctl.run_starts import slurm_start
 from ppctl.rundir import RunDir
 
 _STACKS = 1.0
@@ -123,10 +124,10 @@ class NodeWatch:
 
     def _requeue_without(self, silent: Sequence[str], why: str) -> None:
         """If whole nodes do not publish any more, have SLURM's job requeued without them."""
-        job, life = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
-        if silent and job is not None and self.run.job().get("job") is not None:
+        start = slurm_start()
+        if silent and start is not None and self.run.job().get("job") is not None:
             with suppress(OSError):
-                self.run.write_requeue_mark(job, int(life), why, exclude=silent)
+                self.run.write_requeue_mark(start, why, exclude=silent)
 
     def _leave(self, why: str, record: Mapping[str, Any], wait: float) -> NoReturn:
         print(why, file=sys.stderr)
