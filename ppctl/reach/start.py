@@ -22,8 +22,7 @@ from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.errors import Problem
 from ppctl.heartbeat import host_name
-from ppctl.reach.contacts import channel_contacts, group_contacts
-from ppctl.reach.first_contact import Contact, FirstContact, TimedContact
+from ppctl.reach.first_contact import Contact, FirstContact, TimedContact, channel_contacts, group_contacts
 from ppctl.reach.hosts import CAUSES, REMEDY, DeadEdge, reason_of
 from ppctl.reach.roll_call import call_roll
 

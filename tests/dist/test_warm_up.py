@@ -14,8 +14,7 @@ from ranks import run_ranks
 from test_p2p import MODES
 
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.reach.contacts import channel_contacts, group_contacts
-from ppctl.reach.first_contact import FirstContact
+from ppctl.reach.first_contact import FirstContact, channel_contacts, group_contacts
 from ppctl.reach.hosts import DeadEdge
 
 CPU = torch.device("cpu")
