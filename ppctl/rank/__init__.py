@@ -1,6 +1,6 @@
 """What one rank does, from its start to its end. `worker` is the program; the other files in the order of their use:
 
-    own_process   its signals, stdout and stderr
+    own_process   its signals, limit of files, stdout and stderr
     times         how long each phase of the start took; whether the run's time is nearly over
     rendezvous    the ranks find each other and get the same run
     launcher      what a rank does itself, depending on who started it: watch the job, write status.json, print

@@ -1,6 +1,6 @@
-"""A rank's own process: what signals do to it, and where its output goes.
+"""A rank's own process: what signals do to it, how many files it may open, and where its output goes.
 
-Knows signals and the standard streams. Must not know runs, nor what is printed.
+Knows signals, limits and the standard streams. Must not know runs, nor what is printed.
 
 TERM and USR1 ask a rank to save and exit; for other signals an action is run at once. A handler in Python waits for the
 main thread, which may be in C++ for as long as a message takes, so urgent actions run in a thread that reads the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -86,6 +87,16 @@ class _LossyFile(io.FileIO):
             if error.errno not in _FULL:
                 raise
             return memoryview(data).nbytes
+
+
+def raise_file_limit() -> None:
+    """From now on this process may open as many files and sockets as its hard limit allows.
+
+    Rank 0 has two sockets for every rank: in its store, and in a gather to it.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS allows fewer than the limit that it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def lose_lines_rather_than_fail() -> None:

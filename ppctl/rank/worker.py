@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from ppctl import checkpoint_folder
-from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.quantities import seconds
 from ppctl.devices import device_type
@@ -40,7 +39,7 @@ from ppctl.heartbeat import HeartbeatFile, Publisher, Write
 from ppctl.rank.failure import fail
 from ppctl.rank.hang_dump import dump_on_request
 from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
-from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail
+from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
 from ppctl.rank.rendezvous import START_UP, OwnRank, SharedRun, meet, publish_run, read_run, receive_run, refuse_run
 from ppctl.rank.results import final_state, metrics_writer, write_results, write_start_up
 from ppctl.rank.times import Phases, TimeLeft, job_end, process_age

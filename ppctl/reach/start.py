@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.sockets import connecting_on_first_use
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.errors import Problem
@@ -31,12 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = ["call_roll", "join_world", "warm_up"]
 
+_ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
+
 
 def join_world(store: Store, rank: int, world: int, device: torch.device, limit: timedelta) -> None:
     """Make the default process group: gloo for messages between CPUs, NCCL beside it on CUDA.
 
     A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long its
     backends wait for other ranks, and those of every group that is made later. Raises DeadEdge (PP-E707).
+
+    By itself gloo connects every rank of a group with every other one: 2,047 sockets a rank in a world of 2,048, more
+    than the usual limit of 1,024 files, and addresses that all go through rank 0's store (16 KiB a rank, which every
+    rank reads: 69 GB). The world's messages go round a ring, or to rank 0.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # NCCL's watchdogs would end the process before it can report an error of the device, and one that waits while a
@@ -44,12 +50,28 @@ def join_world(store: Store, rank: int, world: int, device: torch.device, limit:
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(limit.total_seconds())))
     try:
-        with connecting_on_first_use():
+        with _connecting_on_first_use():
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         message = f"rank {rank} on {host_name()} could not connect to all ranks of the job: {reason_of(error)}"
         raise DeadEdge(Problem("PP-E707", message, REMEDY, CAUSES)) from error
+
+
+@contextmanager
+def _connecting_on_first_use() -> Iterator[None]:
+    """Two ranks of a gloo group that is made inside connect at their first message; the user's own setting stays.
+
+    For groups with collectives alone: a send waits there until the other end receives, although it should return at
+    once, and no time limit ends that wait if the other end has stopped. (Seen in torch 2.13; gloo#520.)
+    """
+    own = os.environ.get(_ON_FIRST_USE)
+    os.environ.setdefault(_ON_FIRST_USE, "1")
+    try:
+        yield
+    finally:
+        if own is None:
+            del os.environ[_ON_FIRST_USE]
 
 
 def warm_up(

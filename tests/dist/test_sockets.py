@@ -18,9 +18,9 @@ from test_bitwise_law import config_of
 from test_faults import alive
 
 from ppctl.comm.groups import make_group
-from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
+from ppctl.rank.own_process import raise_file_limit
 from ppctl.reach.start import join_world, warm_up
 from ppctl.train.session import build_session
 
