@@ -27,7 +27,7 @@ from ppctl.launch.environment import Started, detect
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, go_on
 from ppctl.plan import Plan, plan_checked
-from ppctl.plan.given import not_trained
+from ppctl.plan.schedule_file import not_trained
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run

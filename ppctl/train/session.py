@@ -22,8 +22,8 @@ from ppctl.data.documents import DocumentEnd
 from ppctl.data.load import Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.names import parameter_of
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
 from ppctl.model.moe import Share
