@@ -20,6 +20,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="i/n: of the tests that -m selects, the i-th of n parts; what passed is left out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("shard"):
+        from soak import Soak
+
+        config.pluginmanager.register(Soak(config))
+
+
 @pytest.fixture(autouse=True)
 def nobody_stays():
     """A test that fails leaves nothing at work: what it started has no end of its own."""

@@ -35,11 +35,11 @@ VALUES = (
 ACCEPTED = (0, 2, 4)
 
 
-def trials(value: str) -> Iterator[tuple[str, ...]]:
-    """Every key and alias set to `value`, each on another base than its neighbours."""
+def trials(value: str, shift: int = 0) -> Iterator[tuple[str, ...]]:
+    """Every key and alias set to `value`, each on another base than its neighbours and than with another `shift`."""
     names = [key for key in (*text_keys(), *ALIASES) if key not in ("recipe", "scale")]
     for number, key in enumerate(names):
-        yield (*BASES[(number + VALUES.index(value)) % len(BASES)], f"{key}={value}")
+        yield (*BASES[(number + VALUES.index(value) + shift) % len(BASES)], f"{key}={value}")
 
 
 @dataclass

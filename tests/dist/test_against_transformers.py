@@ -35,7 +35,7 @@ SAMPLE = {
     ("deepseek_v3", "pp=4 x vpp=2"),
     ("glm4_moe", "pp=1"),
 }
-"""The grid is for `make test-whole`."""
+"""What `make test` runs; the grid is for `make test-all`."""
 CASES = [
     pytest.param(name, cut, id=f"{name}, {cut}", marks=[] if (name, cut) in SAMPLE else [pytest.mark.whole])
     for name in {**DENSE, **MOE}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from oracle.data import microbatches
 from oracle.reference import train_reference
+from pairwise import in_tiers
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
@@ -122,23 +124,36 @@ def numbers_of_microbatches(pp: int) -> list[int]:
     return sorted({1, 2, pp, pp + 1, 2 * pp + 1})
 
 
-GRID = [
+FUSED = dict(batch_p2p_comm=True, batch_p2p_sync=True, overlap_p2p_comm=False)
+MODES = {
+    "ahead": {},
+    "fused": FUSED,
+    "one by one": dict(overlap_p2p_comm=False),
+    "variable": dict(variable_seq_lengths=True),
+    "fused, variable": dict(FUSED, variable_seq_lengths=True),
+    "warm-up and flush overlapped": dict(overlap_p2p_comm_warmup_flush=True),
+    "a backend of its own": dict(pipeline_model_parallel_comm_backend="gloo"),
+}
+CUTS = [
     (pp, vpp, m) for pp in (1, 2, 4) for vpp in (1, 2, 3) for m in numbers_of_microbatches(pp) if vpp == 1 or m >= pp
 ]
-SAMPLE = random.Random(7).sample(GRID, 8)
+GRID = [
+    (*cut, tied, deallocate, mode)
+    for cut, tied, deallocate, mode in product(CUTS, (False, True), (False, True), MODES)
+    if cut[0] > 1 or mode == "ahead"
+]
+MODE_SAMPLE = zip(random.Random(9).sample(CUTS[6:], len(MODES) - 1), [*MODES][1:], strict=True)
+SAMPLE = [
+    *((*cut, False, True, "ahead") for cut in random.Random(7).sample(CUTS, 8)),
+    *((*cut, cut[2] % 2 == 0, True, mode) for cut, mode in MODE_SAMPLE),
+    (2, 2, 5, False, True, "fused"),
+    (4, 1, 9, False, True, "fused"),
+]
 
 
-@pytest.mark.parametrize(("pp", "vpp", "m"), SAMPLE)
-def test_any_cut_gives_the_bits_of_one_process(text, pp, vpp, m):
-    hold_to_reference(text, pp=pp, vpp=vpp, m=m)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("pp", "vpp", "m"), GRID)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("deallocate", [False, True])
-def test_every_cut_gives_the_bits_of_one_process(text, pp, vpp, m, tied, deallocate):
-    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=tied, deallocate_pipeline_outputs=deallocate)
+@pytest.mark.parametrize(("pp", "vpp", "m", "tied", "deallocate", "mode"), in_tiers(GRID, SAMPLE))
+def test_any_cut_with_messages_of_any_mode_gives_the_bits_of_one_process(text, pp, vpp, m, tied, deallocate, mode):
+    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=tied, deallocate_pipeline_outputs=deallocate, **MODES[mode])
 
 
 @pytest.mark.parametrize(
@@ -202,30 +217,6 @@ def own_mean(logits, labels):
 def test_a_given_loss_is_a_sum_over_tokens_or_a_mean(text, scaled):
     how = {"loss_fn": own_mean if scaled else own_loss, "scale_grads_in_schedule": scaled}
     hold_to_reference(text, pp=2, vpp=1, m=3, **how)
-
-
-FUSED = dict(batch_p2p_comm=True, batch_p2p_sync=True, overlap_p2p_comm=False)
-MODES = {
-    "fused": FUSED,
-    "one by one": dict(overlap_p2p_comm=False),
-    "variable": dict(variable_seq_lengths=True),
-    "fused, variable": dict(FUSED, variable_seq_lengths=True),
-    "warm-up and flush overlapped": dict(overlap_p2p_comm_warmup_flush=True),
-    "a backend of its own": dict(pipeline_model_parallel_comm_backend="gloo"),
-}
-MODE_SAMPLE = [(mode, *cut) for mode, cut in zip(MODES, random.Random(9).sample(GRID[6:], len(MODES)), strict=True)]
-
-
-@pytest.mark.parametrize(("mode", "pp", "vpp", "m"), [*MODE_SAMPLE, ("fused", 2, 2, 5), ("fused", 4, 1, 9)])
-def test_how_messages_travel_changes_no_bit(text, mode, pp, vpp, m):
-    hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=m % 2 == 0, **MODES[mode])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("pp", "vpp", "m"), [cut for cut in GRID if cut[0] > 1])
-@pytest.mark.parametrize("mode", MODES)
-def test_how_messages_travel_changes_no_bit_in_any_cut(text, mode, pp, vpp, m):
-    hold_to_reference(text, pp=pp, vpp=vpp, m=m, **MODES[mode])
 
 
 def v_shaped(pp: int, m: int) -> str:

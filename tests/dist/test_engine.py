@@ -7,6 +7,7 @@ from functools import cache
 import pipeline
 import pytest
 import torch.distributed as dist
+from pairwise import pairwise
 from ranks import run_ranks
 
 from ppctl.errors import ScheduleError
@@ -52,7 +53,7 @@ def check(pp, cases):
     sizes = sorted({(pp * vpp, m) for _, vpp, m, _ in cases})
     (references,) = run_ranks(plain_loops, 1, sizes)
     expected = dict(zip(sizes, references, strict=True))
-    by_rank = run_ranks(outcomes, pp, pp, cases)
+    by_rank = run_ranks(outcomes, pp, pp, cases, timeout=100.0)
     for case, *parts in zip(cases, *by_rank, strict=True):
         _, vpp, m, _ = case
         assert pipeline.join(parts).equals(expected[pp * vpp, m]), case
@@ -64,6 +65,12 @@ def test_losses_and_gradients_equal_a_plain_loop_bit_by_bit(pp):
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_every_pair_of_values_gives_the_bits_of_a_plain_loop(pp):
+    check(pp, pairwise(grid(pp)))
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def test_the_whole_grid_equals_a_plain_loop_bit_by_bit(pp):
     check(pp, grid(pp))

@@ -8,6 +8,7 @@ import pipeline
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import pairwise
 from ranks import RanksFailed, run_ranks
 
 from ppctl.comm.p2p_communication import P2PCommunicator
@@ -79,7 +80,7 @@ def check(pp, cases):
     sizes = sorted({(pp * vpp, m, "variable" in mode) for mode, _, vpp, m in cases})
     (references,) = run_ranks(plain_loops, 1, sizes)
     expected = dict(zip(sizes, references, strict=True))
-    by_rank = run_ranks(outcomes, pp, pp, cases)
+    by_rank = run_ranks(outcomes, pp, pp, cases, timeout=100.0)
     for case, *parts in zip(cases, *by_rank, strict=True):
         mode, _, vpp, m = case
         assert pipeline.join(parts).equals(expected[pp * vpp, m, "variable" in mode]), case
@@ -91,6 +92,12 @@ def test_a_mode_changes_no_bit(pp):
 
 
 @pytest.mark.whole
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_no_mode_changes_a_bit_for_any_pair_of_values(pp):
+    check(pp, pairwise(grid(pp)))
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_no_mode_changes_a_bit_anywhere_in_the_grid(pp):
     check(pp, grid(pp))

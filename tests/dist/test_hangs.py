@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 from command import STARTED, TINY, environment, metrics, only_run, ppctl, start
+from pairwise import pairwise
 from test_faults import alive
 
 from ppctl.launch.environment import choose_port
@@ -29,7 +30,7 @@ LIMIT = 4
 DEADLINE = 240
 """Seconds for a run, imports on a busy machine included."""
 RUNS = 100
-"""Of each kind, in the whole tier."""
+"""Of each kind, in all tiers."""
 
 
 class Fault(NamedTuple):
@@ -143,7 +144,7 @@ ENDINGS: dict[str, tuple[int, Callable[[Fault, str, str, Path], None]]] = {
 
 
 def note(fault: Fault, code: int, seconds: float, err: str) -> None:
-    """Keep a line of every run in PPCTL_SOAK_LOG, where `make test-all` asks for it."""
+    """Keep a line of every run in PPCTL_SOAK_LOG, where `make test-all` and `make soak` ask for it."""
     log = os.environ.get("PPCTL_SOAK_LOG")
     if log is not None:
         first = next((line for line in err.splitlines() if line.startswith("error")), "")
@@ -166,24 +167,32 @@ def strike(fault: Fault, where: Path) -> None:
     check(fault, next((line for line in err.splitlines() if line.startswith("error")), ""), err, run)
 
 
-def rounds(first: int, last: int, length: int) -> list[range]:
-    """Seeds, a few rounds of all kinds together."""
-    return [range(seed, min(seed + length, last)) for seed in range(first, last, length)]
+def rounds(seeds: list[int]) -> list[list[int]]:
+    """Seeds of runs that one test starts: a few minutes' worth."""
+    return [seeds[first : first + 2 * AT_ONCE] for first in range(0, len(seeds), 2 * AT_ONCE)]
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(len(KINDS)),
-        *(
-            pytest.param(seeds, marks=pytest.mark.whole)
-            for seeds in rounds(len(KINDS), RUNS * len(KINDS), 9 * len(KINDS))
-        ),
-    ],
-    ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
-)
-def test_the_culprit_is_named_and_nobody_stays(seeds: range, tmp_path: Path) -> None:
+def cases() -> list:
+    """One fault of each kind in `make test`, every pair of kind, pp, rank, step and operation in `make test-all`."""
+    one_of_each, seeds = [*range(len(KINDS))], range(RUNS * len(KINDS))
+    axes = {
+        seed: (fault.kind, fault.pp, fault.rank, fault.step, fault.action[1])
+        for seed in seeds
+        for fault in [drawn(seed)]
+    }
+    first = {row: seed for seed, row in reversed(axes.items())}
+    pairs = [first[row] for row in pairwise(first, map(axes.get, one_of_each)) if first[row] not in one_of_each]
+    rest = [seed for seed in seeds if seed not in {*one_of_each, *pairs}]
+    return [
+        one_of_each,
+        *(pytest.param(each, marks=pytest.mark.whole) for each in rounds(sorted(pairs))),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in rounds(rest)),
+    ]
+
+
+@pytest.mark.timeout(480)
+@pytest.mark.parametrize("seeds", cases(), ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         struck = {seed: pool.submit(strike, drawn(seed), tmp_path / str(seed)) for seed in seeds}
     failed = {seed: error for seed, future in struck.items() if (error := future.exception()) is not None}
