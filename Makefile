@@ -8,8 +8,6 @@ JOBS ?= 2
 
 .PHONY: train test test-all soak test-slurm check bench bench-plan golden fix test-gpu clean
 
-# Files that one worker has for minutes come first, so that the other has the rest meanwhile.
-LONGEST := tests/unit/cli/test_hostile_values.py tests/dist/test_hangs.py
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
   { $(PY) -m pytest $(1) 2>&1; echo $$? >$$log.code; } | tee -a $$log.log; code=$$(cat $$log.code); rm $$log.code; exit $$code
 
@@ -24,7 +22,7 @@ test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skippe
 
 test-all: .venv/ready-test   ## every pair of a grid's values, and SLURM: at most 75 minutes on two quiet cores; dated logs under benchmarks/
 	log=benchmarks/test-all-$$(date +%F); $(call logged,-n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not soak and not gpu" --durations 30 $(LONGEST) tests)
+	  -m "not soak and not gpu" --durations 30)
 
 soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at most an hour a call; again until it is finished
 	@test -n "$(SHARD)" || { echo "say which part: make soak SHARD=1/4"; exit 2; }

@@ -51,7 +51,7 @@ def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.
         norms.append(float(torch.nn.utils.clip_grad_norm_(stage.parameters(), config.optim.clip_grad).full_tensor()))
         set_lr(optimizer, lr_at(step, config.optim, config.train.steps))
         optimizer.step()
-        optimizer.zero_grad()
+        stage.zero_grad()
     return losses, norms, {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}
 
 
