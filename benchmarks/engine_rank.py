@@ -25,15 +25,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from ppctl import heartbeat
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import make_recorder
+from ppctl.engine.stage import StageProgram
+from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.plan.warmup import least_warmup, simulated_steps
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.hops import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs
-from ppctl.schedules import StageProgram, run_schedule
 
 CPU = torch.device("cpu")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-import ppctl.worker  # noqa: F401  the same imports
+import ppctl.rank.worker  # noqa: F401  the same imports
+from ppctl.rank.phases import Phases, process_age
+from ppctl.rank.rendezvous import Ranks, join_world, meet
 from ppctl.rundir import RunDir
-from ppctl.train.phases import Phases, process_age
-from ppctl.train.rendezvous import Ranks, join_world, meet
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 

@@ -65,7 +65,7 @@ def _measure(ranks: int) -> dict[str, Any]:
             "failure": "torch is not installed: plan, simulate and submit work, train does not",
         }
     port = choose_port({})
-    command = [sys.executable, "-m", "ppctl.comm.probe"]
+    command = [sys.executable, "-m", "ppctl.reach.probe"]
     started = []
     for rank in range(ranks):
         pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
@@ -84,7 +84,7 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 def _as_rank(started: Started) -> dict[str, Any]:
     """Take part in a measurement of a job that others started."""
-    command = [sys.executable, "-m", "ppctl.comm.probe"]
+    command = [sys.executable, "-m", "ppctl.reach.probe"]
     environment = os.environ | dict(started.variables)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
     return _read(done.stdout, done.stderr) if started.rank == 0 else {}

@@ -1,6 +1,6 @@
 """`ppctl train`: compose, check, plan, make the run directory, run. Ranks that others started become workers.
 
-Knows the order. Must not know torch: what trains is started as `python -m ppctl.worker`.
+Knows the order. Must not know torch: what trains is started as `python -m ppctl.rank.worker`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Batches: messages of one rank that start together and are waited for together.
 
-Knows two ways to start them, fused by batch_isend_irecv or one by one on their lanes. Must not know which messages are
-neighbours in a schedule: whoever adds them says when the batch is complete.
+Knows two ways to start them, fused by batch_isend_irecv or one by one on their channels. Must not know which
+messages are neighbours in a schedule: whoever adds them says when the batch is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import Message, Shelf
-from ppctl.comm.channels import Arrival, Lane, PeerLost, Pending, wait_for
+from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
 from ppctl.schedule.action import Channel
 
 
@@ -32,20 +32,20 @@ class Batch(Protocol):
 
 
 class LooseBatch:
-    """Each message starts on its lane when it is added."""
+    """Each message starts on its channel when it is added."""
 
-    def __init__(self, lane: Callable[[Channel], Lane]) -> None:
-        self._lane = lane
+    def __init__(self, end: Callable[[Channel], DirectEnd]) -> None:
+        self._end = end
         self._arrivals: list[Arrival] = []
         self._sends: list[tuple[Channel, list[Pending], Message]] = []
 
     def send(self, channel: Channel, message: Message) -> None:
         """Start sending."""
-        self._sends.append((channel, [*self._lane(channel).start_send(message)], message))
+        self._sends.append((channel, [*self._end(channel).start_send(message)], message))
 
     def post(self, channel: Channel, shelf: Shelf) -> Arrival:
         """Start receiving."""
-        arrival = self._lane(channel).post(shelf)
+        arrival = self._end(channel).post(shelf)
         self._arrivals.append(arrival)
         return arrival
 
@@ -99,7 +99,7 @@ class FusedBatch:
         self._channels.append(channel)
 
 
-class BatchLane:
+class BatchedEnd:
     """A channel's end as the engine uses it, where messages travel in batches."""
 
     __slots__ = ("_batch", "channel")

@@ -1,4 +1,4 @@
-"""One-way lanes between two pipeline ranks: post a receive, start a send, wait for either.
+"""One rank's end of a channel: post a receive, start a send, wait for either.
 
 Knows how a message's tensors become sends and receives, and how many sends may be under way. Must not know schedules,
 stages or autograd.
@@ -88,7 +88,7 @@ class Arrival:
 
 
 class Transport(Protocol):
-    """What a lane needs of a backend object (torch's stubs leave these two methods out)."""
+    """What an end needs of a backend object (torch's stubs leave these two methods out)."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
         """Start sending one tensor."""
@@ -97,7 +97,7 @@ class Transport(Protocol):
         """Start receiving into one tensor."""
 
 
-class Way(Protocol):
+class ChannelEnd(Protocol):
     """A channel's end as the engine uses it."""
 
     def reserve(self, capacity: int) -> None:
@@ -113,7 +113,7 @@ class Way(Protocol):
         """Wait until every send is delivered."""
 
 
-class Lane:
+class DirectEnd:
     """One direction of a channel, at one of its ends. Messages keep their order.
 
     `backend` is the backend object of a process group that holds both ends, `peer` the other end's rank in it. Backend
@@ -132,7 +132,7 @@ class Lane:
         self._pending: deque[tuple[Sequence[Pending], Message]] = deque()
 
     @property
-    def wire(self) -> tuple[Transport, int, int]:
+    def backend(self) -> tuple[Transport, int, int]:
         """(backend, peer, tag)."""
         return self._backend, self._peer, self._tag
 

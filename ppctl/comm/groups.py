@@ -20,7 +20,7 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
 
     Only the members take part in making a group, and torch then names it after its ranks and the number of groups that
     the process has made. So its members must have made the same number of groups before, or they look for each other
-    under different names: what neighbours need in pairs, as channels, is no group (`ppctl.comm.wires`).
+    under different names: what neighbours need in pairs, as channels, is no group (`ppctl.comm.connections`).
     """
     rank = dist.get_rank()
     own = [group for group in groups if rank in group]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ppctl.comm.buffers import Message, MessageSpec, Shelf
-from ppctl.comm.channels import Arrival, Lane, Pending, wait_for
+from ppctl.comm.channels import Arrival, DirectEnd, Pending, wait_for
 from ppctl.errors import Problem, TrainingError
 from ppctl.schedule.action import Channel
 
@@ -44,8 +44,8 @@ def shapes_of(received: torch.Tensor) -> list[list[int]]:
     return [sizes[:dims] for dims, *sizes in received.tolist()]
 
 
-class VariableLane(Lane):
-    """A lane for messages of variable shape: `body` carries the tensors, `headers` their shapes.
+class VariableEnd(DirectEnd):
+    """An end of a channel for messages of variable shape: `body` carries the tensors, `headers` their shapes.
 
     Posting receives a header ahead of need. The tensors' receive follows when the message is waited for, in the order
     of the sends. Until then the send is not over, so that the sender gets the whole capacity as slots: message n then
@@ -55,8 +55,8 @@ class VariableLane(Lane):
 
     __slots__ = ("_device", "_unopened", "body", "header_device", "headers")
 
-    def __init__(self, body: Lane, headers: Lane, device: torch.device, header_device: torch.device) -> None:
-        super().__init__(body.channel, *body.wire)
+    def __init__(self, body: DirectEnd, headers: DirectEnd, device: torch.device, header_device: torch.device) -> None:
+        super().__init__(body.channel, *body.backend)
         self.body = body
         self.headers = headers
         self._device = device
@@ -84,7 +84,7 @@ class VariableLane(Lane):
         return arrival
 
     def open_up_to(self, arrival: _Announced) -> None:
-        """Post the receives of all announced messages up to this one: on a wire they come in order."""
+        """Post the receives of all announced messages up to this one: on a connection they come in order."""
         while not arrival.opened:
             self._unopened.popleft().open(self._device)
 
@@ -92,13 +92,13 @@ class VariableLane(Lane):
 class _Announced(Arrival):
     """A message of which the header is on its way."""
 
-    __slots__ = ("_announced", "_lane", "_sizes", "_spec", "opened")
+    __slots__ = ("_announced", "_end", "_sizes", "_spec", "opened")
 
     def __init__(
-        self, lane: VariableLane, sizes: torch.Tensor, works: Sequence[Pending], spec: MessageSpec, channel: Channel
+        self, end: VariableEnd, sizes: torch.Tensor, works: Sequence[Pending], spec: MessageSpec, channel: Channel
     ) -> None:
         super().__init__((), channel=channel)
-        self._lane = lane
+        self._end = end
         self._sizes = sizes
         self._announced = works
         self._spec = spec
@@ -107,11 +107,11 @@ class _Announced(Arrival):
     def open(self, device: torch.device) -> None:
         """Wait for the header, make tensors, post their receive."""
         self.opened = True
-        wait_for(self._announced, self._lane.channel)
+        wait_for(self._announced, self._end.channel)
         self.message = self._spec.make(device, shapes_of(self._sizes))
-        self._works = self._lane.receive_into(self.message)
+        self._works = self._end.receive_into(self.message)
 
     def wait(self) -> Message:
         """The message, once it is there."""
-        self._lane.open_up_to(self)
+        self._end.open_up_to(self)
         return super().wait()

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 
 from ppctl.comm.batches import Batch
 from ppctl.comm.buffers import MessageSpec, Shelf
-from ppctl.comm.channels import Way
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.comm.channels import ChannelEnd
+from ppctl.comm.communicator import Communicator
 from ppctl.engine.pace import Heartbeat, make_pace
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
@@ -74,7 +74,7 @@ class Engine:
         self,
         schedule: Schedule,
         programs: Sequence[StageProgram],
-        communicator: P2PCommunicator | None = None,
+        communicator: Communicator | None = None,
         *,
         deallocate_pipeline_outputs: bool = True,
         variable_shapes: bool = False,
@@ -83,7 +83,7 @@ class Engine:
         heartbeat: Heartbeat | None = None,
         timed: Timed | None = None,
     ) -> None:
-        self.pp_rank = 0 if communicator is None else communicator.current_stage
+        self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
         training = any(action.op in BACKWARDS for action in self.actions)
@@ -100,8 +100,8 @@ class Engine:
             for p in programs
         }
         self._join_neighbours()
-        self._outgoing: dict[tuple[Op, int], Way] = {}
-        self._incoming: dict[tuple[Op, int], tuple[Way, Shelf]] = {}
+        self._outgoing: dict[tuple[Op, int], ChannelEnd] = {}
+        self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf]] = {}
         self._batch: Batch | None = None
         self._batch_ends: frozenset[int] = frozenset()
         if communicator is not None:
@@ -134,8 +134,8 @@ class Engine:
         self.recorder.end_step()
 
     def _flush(self) -> None:
-        for way in self._outgoing.values():
-            way.flush()
+        for end in self._outgoing.values():
+            end.flush()
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
@@ -164,12 +164,12 @@ class Engine:
         self._sent(self._index)
 
     def _receive_forward(self, action: Action) -> None:
-        way, shelf = self._incoming[Op.RECV_F, action.stage]
-        self._stages[action.stage].inbox[action.mb] = way.post(shelf)
+        end, shelf = self._incoming[Op.RECV_F, action.stage]
+        self._stages[action.stage].inbox[action.mb] = end.post(shelf)
 
     def _receive_backward(self, action: Action) -> None:
-        way, shelf = self._incoming[Op.RECV_B, action.stage]
-        self._stages[action.stage].gradient_inbox[action.mb] = way.post(shelf)
+        end, shelf = self._incoming[Op.RECV_B, action.stage]
+        self._stages[action.stage].gradient_inbox[action.mb] = end.post(shelf)
 
     def _reduce_gradients(self, action: Action) -> None:
         self.recorder.begin(self._index)
@@ -184,20 +184,20 @@ class Engine:
             if following is not None:
                 stage.inbox_of_next, following.gradient_inbox_of_previous = following.inbox, stage.gradient_inbox
 
-    def _connect(self, schedule: Schedule, communicator: P2PCommunicator) -> None:
-        """Look up, once per kind of message, its way and where its buffers come from."""
+    def _connect(self, schedule: Schedule, communicator: Communicator) -> None:
+        """Look up, once per kind of message, its end and where its buffers come from."""
         if schedule.batched:
             self._batch, self._batch_ends = communicator.batch(), schedule.batch_ends(self.pp_rank)
         for op, number in {(a.op, a.stage) for a in self.actions if a.op in MESSAGES}:
             channel = schedule.placement.channel(Action(op, number, 0))
-            way = communicator.way(channel, self._batch)
+            end = communicator.end_in(channel, self._batch)
             if op in SENDS:
-                way.reserve(schedule.capacities[channel])
-                self._outgoing[op, number] = way
+                end.reserve(schedule.capacities[channel])
+                self._outgoing[op, number] = end
             else:
                 stage = self._stages[number]
                 spec: MessageSpec = stage.receives if op is Op.RECV_F else stage.sends
-                self._incoming[op, number] = (way, communicator.pool.shelf(spec))
+                self._incoming[op, number] = (end, communicator.pool.shelf(spec))
 
 
 _Handler = Callable[[Engine, Action], None]
@@ -258,9 +258,9 @@ def _timing(op: Op, handler: _Handler, timed: Timed) -> _Handler:
     return wait_first
 
 
-def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: P2PCommunicator | None) -> None:
+def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: Communicator | None) -> None:
     """Raise ScheduleError with everything that keeps this rank from executing the schedule."""
-    pp_rank, size = (0, 1) if communicator is None else (communicator.current_stage, communicator.total_stages)
+    pp_rank, size = (0, 1) if communicator is None else (communicator.pp_rank, communicator.pp)
     place = schedule.placement
     if place.pp != size:
         message = f"the schedule is for {place.pp} pipeline ranks, the communicator has {size}"
@@ -282,3 +282,43 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: P
         problems.append(Problem("PP-E392", message, "pipeline.pp_schedule=1f1b"))
     if problems:
         raise ScheduleError(problems)
+
+
+def run_schedule(
+    schedule: Schedule,
+    programs: Sequence[StageProgram],
+    communicator: Communicator | None = None,
+    *,
+    deallocate_pipeline_outputs: bool = True,
+    variable_shapes: bool = False,
+    reduce_grad: Callable[[int], None] | None = None,
+    recorder: Recorder | None = None,
+    heartbeat: Heartbeat | None = None,
+    timed: Timed | None = None,
+) -> None:
+    """Execute this rank's part of one step: all microbatches through this rank's stages.
+
+    `schedule` is lowered (`ppctl.schedule.passes.lower`), the same value on every rank; without backwards in it, it
+    runs under no_grad. `programs` are this rank's stages. The loss is what the last stage's program returns, already
+    scaled; the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list.
+    `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
+    to call. `deallocate_pipeline_outputs` frees an output once it is delivered, else it lives until its backward.
+    `variable_shapes` lets the shapes of messages differ between microbatches (a communicator with variable_seq_lengths
+    does as well). `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions,
+    and must have been made for this rank's list; `heartbeat` is told each action's index, and `timed(name)`
+    makes a context around what waits for messages.
+
+    Raises ScheduleError where the arguments do not belong together, and EngineError, naming the action, where an action
+    fails. After an EngineError the communicator must not be used again: peers may be in the middle of a message.
+    """
+    Engine(
+        schedule,
+        programs,
+        communicator,
+        deallocate_pipeline_outputs=deallocate_pipeline_outputs,
+        variable_shapes=variable_shapes,
+        reduce_grad=reduce_grad,
+        recorder=recorder,
+        heartbeat=heartbeat,
+        timed=timed,
+    ).run()

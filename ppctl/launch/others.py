@@ -1,6 +1,6 @@
 """Becoming a worker, in a process that torchrun, srun or another scheduler has started as one rank.
 
-Knows how the process turns into `python -m ppctl.worker`. Must not know configs.
+Knows how the process turns into `python -m ppctl.rank.worker`. Must not know configs.
 """
 
 from __future__ import annotations
@@ -29,4 +29,4 @@ def become_worker(started: Started, *arguments: str, environment: Mapping[str, s
     variables = usual() | dict(os.environ) | dict(environment or {}) | dict(started.variables)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", *arguments], variables)
+    os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", *arguments], variables)

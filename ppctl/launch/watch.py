@@ -49,7 +49,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     """`launch.env`, set for every rank."""
     command: Sequence[str] = ()
-    """A rank's command; empty: this interpreter runs ppctl.worker on the run directory."""
+    """A rank's command; empty: this interpreter runs ppctl.rank.worker on the run directory."""
     stop_grace: float = 60.0
     """Seconds that the ranks have to save and leave after a request to stop."""
     kill_grace: float = 3.0
@@ -111,7 +111,7 @@ class Watch:
 
     def _start(self, rank: int, port: int) -> RankProcess:
         job = self.job
-        command = job.command or (sys.executable, "-m", "ppctl.worker", "--run", str(job.run.path))
+        command = job.command or (sys.executable, "-m", "ppctl.rank.worker", "--run", str(job.run.path))
         environment = rank_environment(rank, job.world_size, port, job.environment)
         return RankProcess(rank, command, environment, job.run.log(rank), piped=rank == 0)
 

@@ -16,11 +16,12 @@ from ppctl.comm.buffers import Message
 from ppctl.data.batches import find_documents
 from ppctl.data.load import load_tokenizer
 from ppctl.data.tokenizer import ByteTokenizer, Tokens
+from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
-from ppctl.schedules import StageProgram, run_schedule
 from ppctl.topology import RankGrid
 from ppctl.train.packing import packing_of
 from ppctl.train.session import Session

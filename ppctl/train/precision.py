@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.comm.buffers import Message
-from ppctl.schedules import StageProgram
+from ppctl.engine.stage import StageProgram
 from ppctl.train.loss_scale import LossScale
 
 

@@ -13,9 +13,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.clock import clock_offset
+from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import make_group
-from ppctl.comm.modes import pipeline_backend
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
@@ -64,7 +64,7 @@ class Session:
     dp_group: ProcessGroup
     groups: Mapping[str, ProcessGroup]
     """Every group of this rank by its axis, these two among them."""
-    communicator: P2PCommunicator | None
+    communicator: Communicator | None
     """None where the pipeline has one rank."""
     stages: dict[int, StageModule]
     recompute: dict[int, Switch]
@@ -238,10 +238,11 @@ def _weights(
 
 def _communicator(
     config: RunConfig, plan: Plan, grid: RankGrid, pp_group: ProcessGroup, device: torch.device
-) -> P2PCommunicator:
+) -> Communicator:
     """The pipeline's messages, on a group of their own where they have a backend of their own."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
     # A V has other neighbours than a loop.
     # The warm-up connects them, with a limit.
-    return P2PCommunicator(group, config.parallel, channels=plan.schedule.capacities, device=device, connect=False)
+    modes = Modes.of(config.parallel)
+    return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)

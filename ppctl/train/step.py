@@ -22,15 +22,16 @@ from ppctl.config.precision import autocast_dtype
 from ppctl.cost.devices import device_called, preset
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
+from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.stage import StageProgram
 from ppctl.errors import Problem, TrainingError
 from ppctl.geometry.layers import Layer
+from ppctl.megatron.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
 from ppctl.schedule.sync import gathers_ahead
-from ppctl.schedules import StageProgram, run_schedule
-from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
 from ppctl.topology import RankGrid
 from ppctl.train.balance import Balance, auxiliary_width
 from ppctl.train.grad_norm import GradNorm, clip_gradients

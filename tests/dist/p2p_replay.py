@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.p2p_communication import P2PCommunicator, is_single_shape
+from ppctl.megatron.p2p_communication import P2PCommunicator, is_single_shape
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "p2p.json"
 RECORDS = dict(enumerate(json.loads(GOLDEN.read_text())["records"]))

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.stage import StageProgram
+from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import Schedule
-from ppctl.schedules import StageProgram, run_schedule
 
 BATCH = 3
 CONFIG = SimpleNamespace(batch_p2p_comm=False, pipeline_dtype=torch.float32)

@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.wires import wires_of
-from ppctl.train.rendezvous import Ranks, join_world, meet
+from ppctl.comm.connections import connections_of
+from ppctl.rank.rendezvous import Ranks, join_world, meet
 
 ranks = Ranks.from_environment()
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -22,7 +22,7 @@ told = store.get("job").decode()
 join_world(store, ranks, torch.device("cpu"), timedelta(seconds=60))
 number = torch.ones(1)
 assert dist.group.WORLD is not None
-wires_of(dist.group.WORLD).of_all("gloo", "gradients").allreduce([number]).wait()  # type: ignore[attr-defined]
+connections_of(dist.group.WORLD).of_all("gloo", "gradients").allreduce([number]).wait()  # type: ignore[attr-defined]
 os.write(1, f"life {life} rank {ranks.rank} read {told} of {int(number)}\n".encode())  # at once: ranks share the pipe
 dist.barrier()
 os._exit(int(life == 0))

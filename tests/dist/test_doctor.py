@@ -13,7 +13,7 @@ from command import environment, ppctl
 from frozen import fields, hold
 
 from ppctl.cli.doctor import _lines, _wrong
-from ppctl.comm.probe import device_of
+from ppctl.reach.probe import device_of
 
 
 def test_it_times_every_edge_of_the_ring(tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 
+from ppctl.engine.interpreter import Engine
+from ppctl.engine.stage import StageProgram
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Action, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedules import Engine, StageProgram
 
 
 def wrong_shape(mb, inputs, outputs):

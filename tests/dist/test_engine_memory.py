@@ -12,10 +12,10 @@ from ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppctl.engine.stage import StageProgram
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import in_flight
-from ppctl.schedules import StageProgram
 
 
 class Packed:

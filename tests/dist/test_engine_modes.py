@@ -11,13 +11,13 @@ import torch.distributed as dist
 from pairwise import pairwise
 from ranks import RanksFailed, run_ranks
 
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.interpreter import Engine
 from ppctl.errors import ScheduleError
+from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import MESSAGES, Action, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.verify import verify
-from ppctl.schedules import Engine
 
 MODES = {
     "channels": dict(batch_p2p_comm=False, overlap_p2p_comm=True),

@@ -33,7 +33,7 @@ def alive(where: Path) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and b"ppctl.worker" in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and b"ppctl.rank.worker" in (entry / "cmdline").read_bytes():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 if state not in "ZX" and (entry / "cwd").resolve() == where.resolve():
                     found.append(int(entry.name))

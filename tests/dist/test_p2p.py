@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 
+from ppctl.comm.channel_ends import loop_channels
 from ppctl.comm.groups import make_group
 from ppctl.comm.modes import Modes, pipeline_backend
-from ppctl.comm.p2p_communication import P2PCommunicator, is_single_shape
 from ppctl.comm.shapes import MessageError
-from ppctl.comm.wiring import loop_channels
 from ppctl.errors import ConfigError
+from ppctl.megatron.p2p_communication import P2PCommunicator, is_single_shape
+from ppctl.megatron.shapes import message_dtype
 from ppctl.schedule.action import Channel
-from ppctl.schedules.shapes import message_dtype
 
 SHAPE = (2, 3)
 MODES = {

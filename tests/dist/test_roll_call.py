@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 
-from ppctl.comm import reach
 from ppctl.config.schema import RunConfig
 from ppctl.errors import TrainingError
 from ppctl.plan import build_plan
+from ppctl.rank.rendezvous import Job, Ranks, meet
+from ppctl.reach import roll_call
+from ppctl.reach.hosts import listen
 from ppctl.rundir import RunDir
-from ppctl.train import roll_call
-from ppctl.train.rendezvous import Job, Ranks, meet
 
 
 def answer(absent=(), deaf=(), hosts=3, patience=60.0):
@@ -23,16 +23,15 @@ def answer(absent=(), deaf=(), hosts=3, patience=60.0):
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ["SLURMD_NODENAME"] = f"host{rank % hosts}"
     config = RunConfig()
-    config.launch.edge_limit = "5s"
     if rank in deaf:
         roll_call.listen = not_listening
     try:
         if rank not in absent:
             job = Job(RunDir(Path("nowhere")), config, build_plan(config, {}))
             store = dist.distributed_c10d._get_default_store()
-            return roll_call.call_roll(store, Ranks(rank, 0, world, 1), job, patience)
+            return roll_call.call_roll(store, rank, world, job.digest, edge_limit=5.0, patience=patience)
     finally:
-        roll_call.listen = reach.listen
+        roll_call.listen = listen
         del os.environ["SLURMD_NODENAME"]
 
 

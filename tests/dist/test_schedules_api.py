@@ -12,16 +12,16 @@ from ranks import RanksFailed, run_ranks
 from torch import nn
 
 from ppctl.comm.groups import make_group
-from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError
-from ppctl.schedules import (
+from ppctl.megatron import (
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
     get_forward_backward_func,
     pipeline,
 )
+from ppctl.megatron.p2p_communication import P2PCommunicator
 
 M, S, B, H = 4, 3, 2, 5
 

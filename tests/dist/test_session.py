@@ -13,9 +13,9 @@ from test_bitwise_law import config_of
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
+from ppctl.rank.rendezvous import Job
+from ppctl.reach.roll_call import call_roll
 from ppctl.rundir import RunDir
-from ppctl.train.rendezvous import Job, Ranks
-from ppctl.train.roll_call import call_roll
 from ppctl.train.session import build_session
 
 
@@ -42,7 +42,8 @@ def compare(mapping, seed, p2p_capacity):
         config.train.seed += seed
         plan = replace(plan, p2p_capacity=p2p_capacity)
     store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    call_roll(store, Ranks(rank, rank, world, world), Job(RunDir(Path("nowhere")), config, plan), 60.0)
+    digest = Job(RunDir(Path("nowhere")), config, plan).digest
+    call_roll(store, rank, world, digest, edge_limit=20.0, patience=60.0)
 
 
 @pytest.mark.parametrize(("seed", "p2p_capacity"), [(1, None), (0, 7)], ids=["another config", "another plan"])

@@ -21,9 +21,9 @@ from ppctl.comm.groups import make_group
 from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
-from ppctl.train.rendezvous import Ranks, join_world
+from ppctl.rank.rendezvous import Ranks, join_world
+from ppctl.reach.warm_up import warm_up
 from ppctl.train.session import build_session
-from ppctl.train.warm_up import warm_up
 
 CPU = torch.device("cpu")
 _ESTABLISHED = "01"
@@ -54,7 +54,7 @@ def counted(mapping):
     joined = connections() - before
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
-    warm_up(session, store, config.launch)
+    warm_up(store, config.launch, CPU, session.communicator, session.groups, session.ties.group)
     return joined, connections() - before
 
 

@@ -73,7 +73,7 @@ def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
     log = (whole_run[1] / "logs" / "rank-0001.log").read_text()
     imported = re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE)
     assert "torch._dynamo" not in imported
-    assert imported.index("ppctl.train.watchdog") < imported.index("sympy") < imported.index("ppctl.checkpoint.ranks")
+    assert imported.index("ppctl.rank.watchdog") < imported.index("sympy") < imported.index("ppctl.checkpoint.ranks")
 
 
 def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(whole_run, tmp_path):
@@ -247,7 +247,7 @@ def test_a_rank_that_holds_another_plan_is_refused_before_the_first_message(tmp_
     port = free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ppctl.worker", "--run", str(run)],
+            [sys.executable, "-m", "ppctl.rank.worker", "--run", str(run)],
             env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -285,7 +285,7 @@ def ranks_of(where: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             line = (entry / "cmdline").read_bytes().decode() if entry.name.isdigit() else ""
-            if "ppctl.worker" in line and str(where) in line:
+            if "ppctl.rank.worker" in line and str(where) in line:
                 found.append(int(entry.name))
     return sorted(found)
 

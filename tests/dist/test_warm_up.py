@@ -13,9 +13,9 @@ from command import FAULTS
 from ranks import run_ranks
 from test_p2p import MODES
 
-from ppctl.comm.contact import DeadEdge, Meeting
-from ppctl.comm.edges import channel_contacts, group_contacts
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.reach.contact import DeadEdge, Meeting
+from ppctl.reach.edges import channel_contacts, group_contacts
 
 CPU = torch.device("cpu")
 LIMIT = 4.0
@@ -24,7 +24,7 @@ LIMIT = 4.0
 def contacts(mode="channels"):
     config = SimpleNamespace(pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=2, **MODES[mode])
     p2p = P2PCommunicator(dist.group.WORLD, config)
-    return [*channel_contacts(p2p.lanes, p2p.pp_group, CPU), *group_contacts("pp", p2p.pp_group, CPU)]
+    return [*channel_contacts(p2p.ends, p2p.pp_group, CPU), *group_contacts("pp", p2p.pp_group, CPU)]
 
 
 def meeting():

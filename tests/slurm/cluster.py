@@ -145,7 +145,7 @@ class Submitted:
             with suppress(OSError):
                 words = (process / "environ").read_text(errors="replace").split("\0")
                 mine = f"SLURM_JOB_ID={self.job}" in words and f"SLURM_CONF={self.cluster.conf}" in words
-                if mine and "ppctl.worker" in (process / "cmdline").read_text():
+                if mine and "ppctl.rank.worker" in (process / "cmdline").read_text():
                     rank = next(word for word in words if word.startswith("RANK="))
                     found[int(rank.removeprefix("RANK="))] = int(process.name)
         return found

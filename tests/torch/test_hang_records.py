@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ppctl.rank import flight_record
+from ppctl.rank.signals import Listener
 from ppctl.rundir import RunDir
-from ppctl.train import flight
 from ppctl.train.report import TIME_IS_OVER, RankReport, Reports, stop_reason
-from ppctl.train.signals import Listener
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
     for name in recorder_variables():
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"TORCH_NCCL_TRACE_BUFFER_SIZE": "77"})
-    flight.turn_on(run)
+    flight_record.turn_on(run)
     prefix = f"{run.path}/errors/flight_recorder_"
     assert recorder_variables() == {
         "TORCH_FR_BUFFER_SIZE": "77",
@@ -37,7 +37,7 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
         "TORCH_FR_DUMP_TEMP_FILE": f"{prefix}nccl_rank_",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    flight.write(run, 3, flight.dumps())
+    flight_record.write(run, 3, flight_record.dumps())
     assert run.flight_records()[0] == Path(f"{prefix}gloo_rank_3")
     assert "entries" in pickle.loads(run.flight_record("gloo", 3).read_bytes())
 
@@ -60,9 +60,9 @@ class CudaBuild:
 
 def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(run: RunDir) -> None:
     """Torch's tools take the files of one prefix together: ranks at the end, no two recorders under one name."""
-    found = flight.dumps(CudaBuild)
+    found = flight_record.dumps(CudaBuild)
     assert list(found) == ["gloo", "nccl"], "what may wait for a thread that stands still comes last"
-    flight.write(run, 12, found)
+    flight_record.write(run, 12, found)
     written = {path.name: path.read_bytes() for path in run.flight_records()}
     assert written == {
         "flight_recorder_gloo_rank_12": b"gloo True False",
@@ -71,7 +71,7 @@ def test_gloos_and_nccls_records_are_both_written_each_into_a_file_of_its_own(ru
 
 
 def test_a_recorder_that_fails_takes_no_other_one_with_it(run: RunDir) -> None:
-    flight.write(run, 1, {"gloo": broken, "nccl": CudaBuild._dump_nccl_trace})
+    flight_record.write(run, 1, {"gloo": broken, "nccl": CudaBuild._dump_nccl_trace})
     assert run.flight_records() == [run.flight_record("nccl", 1)]
 
 

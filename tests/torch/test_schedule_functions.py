@@ -11,7 +11,7 @@ from torch import nn
 
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError
-from ppctl.schedules import (
+from ppctl.megatron import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,

@@ -12,7 +12,7 @@ from torch import nn
 import ppctl
 from ppctl import schedules
 from ppctl.errors import ConfigError, TrainingError
-from ppctl.schedules import (
+from ppctl.megatron import (
     backward_step,
     check_first_val_step,
     custom_backward,

@@ -8,7 +8,7 @@ from torch import nn
 
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError, TrainingError
-from ppctl.schedules import (
+from ppctl.megatron import (
     clear_embedding_activation_buffer,
     finish_embedding_wgrad_compute,
     forward_backward_no_pipelining,

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from ppctl.comm.reach import listen, own_address, unreached
 from ppctl.comm.words import in_words
+from ppctl.reach.hosts import listen, own_address, unreached
 
 BY_GLOO = "[/build/gloo/transport/tcp/pair.cc:"
 MESH = "Gloo connectFullMesh failed with"

@@ -15,8 +15,8 @@ from unit_plan import plan
 
 from ppctl import heartbeat
 from ppctl.hang.limits import Limits
+from ppctl.rank.watchdog import NodeWatch
 from ppctl.rundir import RunDir
-from ppctl.train.watchdog import NodeWatch
 
 HOSTS = ("a", "b", "c")
 LIMIT = 3.0

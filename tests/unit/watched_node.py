@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ppctl.hang.limits import Limits
 from ppctl.heartbeat import Heartbeat, Publisher
+from ppctl.rank.watchdog import NodeWatch, write_stacks_on_request
 from ppctl.rundir import RunDir
-from ppctl.train.watchdog import NodeWatch, write_stacks_on_request
 
 run, rank, hosts = RunDir(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3].split(",")
 os.environ["SLURMD_NODENAME"] = hosts[rank]

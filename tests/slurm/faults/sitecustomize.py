@@ -36,7 +36,7 @@ def _arm() -> None:
     Engine.run, Trainer.step, writing.sync_files = raising_run, slow_step, slow_sync
 
 
-if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "ppctl.worker" in sys.orig_argv:
+if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "ppctl.rank.worker" in sys.orig_argv:
     try:
         _arm()
     except BaseException:

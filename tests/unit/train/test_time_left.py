@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ppctl.train.phases import Phases, process_age
-from ppctl.train.time_left import MARGIN, TimeLeft, job_end
+from ppctl.rank.phases import Phases, process_age
+from ppctl.rank.time_left import MARGIN, TimeLeft, job_end
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """Single tensors between a pipeline rank and its two neighbours: what Megatron's methods are made of.
 
-Knows four moves (to and from either side), lanes and fused exchanges. Must not know what shapes mean, or schedules.
+Knows four moves (to and from either side), ends and fused exchanges. Must not know what shapes mean, or schedules.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import Lane, PeerLost, Pending, wait_for
-from ppctl.comm.shapes import MessageError, VariableLane
-from ppctl.comm.wiring import HEADER_TAGS, TAGS, other_end
+from ppctl.comm.channel_ends import HEADER_TAGS, TAGS, other_end
+from ppctl.comm.channels import DirectEnd, PeerLost, Pending, wait_for
+from ppctl.comm.shapes import MessageError, VariableEnd
 from ppctl.errors import Problem
 from ppctl.schedule.action import Channel
 
@@ -44,7 +44,7 @@ class Neighbours:
     def __init__(
         self,
         pp_group: ProcessGroup,
-        lane: Callable[[Channel], Lane],
+        end: Callable[[Channel], DirectEnd],
         *,
         fused: bool,
         sync: torch.device | None,
@@ -54,7 +54,7 @@ class Neighbours:
         self.pp_rank = rank
         self.fused = fused
         self._group = pp_group
-        self._lane = lane
+        self._end = end
         self._sync = sync
         self._channels = {
             "send_prev": Channel(rank, before, "B"),
@@ -82,10 +82,10 @@ class Neighbours:
 
     def _start_one(self, name: str, tensor: torch.Tensor, headers: bool) -> Handle:
         channel = self._channels[name]
-        lane = self._lane(channel)
-        if isinstance(lane, VariableLane):
-            lane = lane.headers if headers else lane.body
-        works = lane.start_send((tensor,)) if name.startswith("send") else lane.receive_into((tensor,))
+        end = self._end(channel)
+        if isinstance(end, VariableEnd):
+            end = end.headers if headers else end.body
+        works = end.start_send((tensor,)) if name.startswith("send") else end.receive_into((tensor,))
         return Handle(works, channel)
 
     def _fuse(self, moves: Moves, headers: bool) -> dict[str, Handle]:

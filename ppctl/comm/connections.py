@@ -64,7 +64,7 @@ MAKERS: Mapping[str, Maker] = {"nccl": _nccl, "ucc": _ucc, "gloo": _gloo}
 """By the name of a backend, what makes it."""
 
 
-def wire_name(ranks: Sequence[int], number: int, what: str) -> str:
+def connection_name(ranks: Sequence[int], number: int, what: str) -> str:
     """The name of one connection of a pipeline: the same at all its ends, and no other pipeline's.
 
     `ranks` are the pipeline's global ranks in pp order. `number` tells apart what was connected over exactly these
@@ -83,7 +83,7 @@ def _take_number(ranks: tuple[int, ...]) -> int:
     return number
 
 
-class Wires:
+class Connections:
     """The connections of one pipeline's process group. Each is made once, when it is first asked for."""
 
     def __init__(self, pp_group: ProcessGroup) -> None:
@@ -113,7 +113,7 @@ class Wires:
         self.number = _take_number(self.ranks)
 
     def _get(self, kind: str, what: str, members: Sequence[int]) -> Transport:
-        name = wire_name(self.ranks, self.number, what)
+        name = connection_name(self.ranks, self.number, what)
         if name not in self._made:
             store = PrefixStore(f"{name}/", _shared_store())
             ranks = [self.ranks[member] for member in members]
@@ -121,13 +121,13 @@ class Wires:
         return cast(Transport, self._made[name])
 
 
-_WIRES: WeakKeyDictionary[ProcessGroup, Wires] = WeakKeyDictionary()
+_WIRES: WeakKeyDictionary[ProcessGroup, Connections] = WeakKeyDictionary()
 
 
-def wires_of(pp_group: ProcessGroup) -> Wires:
+def connections_of(pp_group: ProcessGroup) -> Connections:
     """The group's connections: of all communicators over it the same."""
     if pp_group not in _WIRES:
-        _WIRES[pp_group] = Wires(pp_group)
+        _WIRES[pp_group] = Connections(pp_group)
     return _WIRES[pp_group]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ppctl.megatron.models import per_chunk, setting
 from ppctl.schedule.action import Action
 from ppctl.schedule.sync import Sync, SyncKind, SyncPlan
-from ppctl.schedules.models import per_chunk, setting
 
 
 class Synchroniser:

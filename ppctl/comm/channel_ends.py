@@ -1,4 +1,4 @@
-"""How the lanes of one pipeline rank come about: which channels there are, and what carries each.
+"""How one rank's ends of a pipeline's channels are made: which channels there are, and what carries each.
 
 Knows the channels of a loop, gloo's tags and threads, and that on a GPU a channel has a connection of its own. Must not
 know what is sent.
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import Lane, Transport
-from ppctl.comm.host import HostLane
-from ppctl.comm.shapes import VariableLane
-from ppctl.comm.wires import Wires, device_backend, moves_on_device, wires_of
+from ppctl.comm.channels import DirectEnd, Transport
+from ppctl.comm.connections import Connections, connections_of, device_backend, moves_on_device
+from ppctl.comm.pinned import PinnedEnd
+from ppctl.comm.shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 TAGS = {"F": 1, "B": 2}
@@ -33,47 +33,47 @@ def loop_channels(size: int) -> tuple[Channel, ...]:
     return tuple(sorted({Channel(a, b, "F") for a, b in edges} | {Channel(b, a, "B") for a, b in edges}))
 
 
-def make_lanes(
+def make_ends(
     pp_group: ProcessGroup,
     device: torch.device,
     channels: Iterable[Channel],
     *,
     variable: bool = False,
     connect: bool = True,
-) -> dict[Channel, Lane]:
+) -> dict[Channel, DirectEnd]:
     """This rank's ends of the channels. On NCCL all ranks make them in one order, so that none waits in a circle.
 
-    Tensors of a `device` that the group's backend does not move go through pinned host memory. `variable` lanes learn
-    the shapes of their messages from headers. Without `connect` NCCL connects on each lane's first message.
+    Tensors of a `device` that the group's backend does not move go through pinned host memory. `variable` ends learn
+    the shapes of their messages from headers. Without `connect` NCCL connects on each end's first message.
     """
     rank = pp_group.rank()
     own = [channel for channel in sorted(channels) if rank in channel[:2]]
     if device.type == "cuda" and moves_on_device(pp_group):
         kind = device_backend(pp_group)
         assert kind is not None  # or nothing would move on the device
-        return _pair_lanes(wires_of(pp_group), kind, device, own, variable=variable, connect=connect)
-    wires = _host_wires(pp_group)
-    lane_type = Lane if device.type == "cpu" else HostLane
-    lanes: dict[Channel, Lane] = {
-        c: lane_type(c, wires[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own
+        return _pair_ends(connections_of(pp_group), kind, device, own, variable=variable, connect=connect)
+    connections = _host_connections(pp_group)
+    end_type = DirectEnd if device.type == "cpu" else PinnedEnd
+    ends: dict[Channel, DirectEnd] = {
+        c: end_type(c, connections[c.direction], other_end(c, rank), TAGS[c.direction]) for c in own
     }
     if not variable:
-        return lanes
-    headers = {c: Lane(c, wires[c.direction], other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
-    return {c: VariableLane(lanes[c], headers[c], device, _CPU) for c in own}
+        return ends
+    headers = {c: DirectEnd(c, connections[c.direction], other_end(c, rank), HEADER_TAGS[c.direction]) for c in own}
+    return {c: VariableEnd(ends[c], headers[c], device, _CPU) for c in own}
 
 
-def _host_wires(pp_group: ProcessGroup) -> dict[str, Transport]:
+def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
     """What carries messages of the host by direction: on gloo, connections of their own for each.
 
     A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
     the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
     may be waiting for (decision 9). What is sent one way and what comes the other way then must not share a connection.
     """
-    wire = cast(Transport, pp_group._get_backend(_CPU))
+    backend = cast(Transport, pp_group._get_backend(_CPU))
     if pp_group.size() == 1 or pp_group._get_backend(_CPU).name() != "gloo":
-        return dict.fromkeys("FB", wire)
-    return {"F": wire, "B": wires_of(pp_group).of_all("gloo", "gradients")}
+        return dict.fromkeys("FB", backend)
+    return {"F": backend, "B": connections_of(pp_group).of_all("gloo", "gradients")}
 
 
 def other_end(channel: Channel, rank: int) -> int:
@@ -87,27 +87,27 @@ def warm_up(pp_group: ProcessGroup, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def _pair_lanes(
-    wires: Wires, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
-) -> dict[Channel, Lane]:
+def _pair_ends(
+    connections: Connections, kind: str, device: torch.device, own: list[Channel], *, variable: bool, connect: bool
+) -> dict[Channel, DirectEnd]:
     """A connection of its two ends for every channel (and for its headers, where shapes vary)."""
 
-    def lane(channel: Channel, part: str) -> Lane:
-        peer = sorted(channel[:2]).index(other_end(channel, wires.rank))
-        made = Lane(channel, wires.of_pair(kind, channel, part), peer, 0)
+    def end(channel: Channel, part: str) -> DirectEnd:
+        peer = sorted(channel[:2]).index(other_end(channel, connections.rank))
+        made = DirectEnd(channel, connections.of_pair(kind, channel, part), peer, 0)
         if connect:
-            _connect(made, wires.rank, device)
+            _connect(made, connections.rank, device)
         return made
 
     if not variable:
-        return {channel: lane(channel, "body") for channel in own}
-    return {c: VariableLane(lane(c, "body"), lane(c, "header"), device, device) for c in own}
+        return {channel: end(channel, "body") for channel in own}
+    return {c: VariableEnd(end(c, "body"), end(c, "header"), device, device) for c in own}
 
 
-def _connect(lane: Lane, rank: int, device: torch.device) -> None:
+def _connect(end: DirectEnd, rank: int, device: torch.device) -> None:
     """Send a first message, so that connecting is in no step."""
     probe = (torch.zeros(1, device=device),)
-    for work in lane.start_send(probe) if lane.channel.source == rank else lane.receive_into(probe):
+    for work in end.start_send(probe) if end.channel.source == rank else end.receive_into(probe):
         work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ppctl.comm.modes import Modes
-from ppctl.comm.neighbours import Handle, Neighbours
 from ppctl.comm.shapes import MessageError, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
+from ppctl.megatron.neighbours import Handle, Neighbours
 
 Sends = Mapping[str, torch.Tensor | None]
 """By move (`send_next`, `send_prev`): the tensor, or None for nothing."""

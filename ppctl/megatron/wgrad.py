@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ppctl.errors import Problem, TrainingError
-from ppctl.schedules.models import holder_of, misuse, setting
+from ppctl.megatron.models import holder_of, misuse, setting
 
 
 @contextmanager

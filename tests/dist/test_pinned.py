@@ -12,8 +12,8 @@ import torch
 from pipeline import join, make_communicator, plain_loop, run_case
 from ranks import run_ranks
 
-from ppctl.comm import host
-from ppctl.comm.host import HostLane
+from ppctl.comm import pinned
+from ppctl.comm.pinned import PinnedEnd
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 
@@ -22,19 +22,19 @@ def through_the_host(name, vpp, m):
     """A step whose messages go through copies; (outcome, copies made, waits for the device)."""
     counts = SimpleNamespace(copies=0, waits=0)
 
-    def pinned(tensor):
+    def copy_of(tensor):
         counts.copies += 1
         return torch.empty_like(tensor)
 
     def synchronize():
         counts.waits += 1
 
-    host._pinned = pinned
+    pinned._pinned = copy_of
     torch.cuda.current_stream = lambda: SimpleNamespace(synchronize=synchronize)
     pp = torch.distributed.get_world_size()
     schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))
     communicator = make_communicator(schedule)
-    communicator._lanes = {channel: HostLane(channel, *lane.wire) for channel, lane in communicator._lanes.items()}
+    communicator._ends = {channel: PinnedEnd(channel, *end.backend) for channel, end in communicator._ends.items()}
     return run_case(schedule, communicator), counts.copies, counts.waits
 
 

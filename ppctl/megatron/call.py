@@ -14,17 +14,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ppctl.comm.buffers import Message
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
+from ppctl.megatron.microbatches import check_first_val_step
+from ppctl.megatron.models import misuse, setting
+from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.megatron.shapes import Edges, group_size
+from ppctl.megatron.steps import ForwardStep, check_attached, forward_step, timed
+from ppctl.megatron.sync import Synchroniser
+from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
 from ppctl.schedule.sync import SyncPlan
-from ppctl.schedules.microbatches import check_first_val_step
-from ppctl.schedules.models import misuse, setting
-from ppctl.schedules.run import run_schedule
-from ppctl.schedules.shapes import Edges, group_size
-from ppctl.schedules.steps import ForwardStep, check_attached, forward_step, timed
-from ppctl.schedules.sync import Synchroniser
-from ppctl.schedules.wgrad import Deferral, main_gradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)

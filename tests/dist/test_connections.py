@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-import ppctl.comm.p2p_communication as p2p
-from ppctl.comm import wires
+import ppctl.comm.communicator as communicator_module
+from ppctl.comm import connections
+from ppctl.comm.channel_ends import _pair_ends, loop_channels
+from ppctl.comm.connections import Connections, connection_name, connections_of
 from ppctl.comm.groups import limit_of, make_group
-from ppctl.comm.wires import Wires, wire_name, wires_of
-from ppctl.comm.wiring import _pair_lanes, loop_channels
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Channel
 from ppctl.schedule.passes import lower
@@ -46,7 +46,7 @@ class Ends:
 
 def meetings():
     """For every pipeline size: (channels made here, those whose other end was found where this end looks for it)."""
-    wires.MAKERS = {"ends": Ends}
+    connections.MAKERS = {"ends": Ends}
     rank, told = dist.get_rank(), []
     for _ in range(rank % 3):  # the ranks have made different numbers of groups before
         dist.new_group([rank], use_local_synchronization=True)
@@ -55,7 +55,7 @@ def meetings():
         for channels in channels_of(pp):
             if rank < pp:
                 own = [c for c in channels if rank in c[:2]]
-                made = Wires(group)
+                made = Connections(group)
                 pairs = {c: made.of_pair("ends", c, "body") for c in own}
                 dist.barrier(group)
                 met = [c for c, end in pairs.items() if {rank, end.other()} == set(c[:2]) == set(end.ranks)]
@@ -72,18 +72,18 @@ def test_both_ends_of_every_channel_look_for_each_other_under_one_name() -> None
 def test_no_two_connections_share_a_name() -> None:
     pipelines = [tuple(range(first, first + 4 * step, step)) for first in range(8) for step in (1, 8)]
     parts = [f"{c.source}-{c.target}-{c.direction}/{part}" for c in loop_channels(4) for part in ("body", "header")]
-    names = [wire_name(ranks, n, part) for ranks in pipelines for n in range(3) for part in parts]
+    names = [connection_name(ranks, n, part) for ranks in pipelines for n in range(3) for part in parts]
     assert len(set(names)) == len(names)
 
 
 def over_pairs():
     """From now on this rank's communicators have a connection of its own for each channel, as on a GPU; over gloo."""
 
-    def lanes(pp_group, device, channels, *, variable=False, connect=True):
+    def ends_of(pp_group, device, channels, *, variable=False, connect=True):
         own = [c for c in sorted(channels) if pp_group.rank() in c[:2]]
-        return _pair_lanes(wires_of(pp_group), "gloo", device, own, variable=variable, connect=connect)
+        return _pair_ends(connections_of(pp_group), "gloo", device, own, variable=variable, connect=connect)
 
-    p2p.make_lanes = lanes
+    communicator_module.make_ends = ends_of
 
 
 def outcomes(cases, rounds):
@@ -113,7 +113,7 @@ def limits():
     """Of the world, a group made by ppctl, and both kinds of a pipeline's connections: seconds."""
     dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout * 3)
     group = make_group([tuple(range(dist.get_world_size()))])
-    made = wires_of(group)
+    made = connections_of(group)
     backends = [made.of_all("gloo", "gradients"), made.of_pair("gloo", Channel(0, 1, "F"), "body")]
     assert dist.group.WORLD is not None
     seconds = [limit_of(dist.group.WORLD), limit_of(group), *(backend.options._timeout for backend in backends)]

@@ -7,6 +7,7 @@ through the store, so that only logs and checkpoints need a shared file system.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -22,13 +23,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ppctl.comm.reach import connecting
 from ppctl.comm.sockets import connecting_on_first_use
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
+from ppctl.reach.hosts import connecting
 from ppctl.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ class Job:
     run: RunDir
     config: RunConfig
     plan: Plan
+
+    @property
+    def digest(self) -> str:
+        """Of config and plan: equal on ranks that hold the same run."""
+        text = json.dumps(to_mapping(self.config), sort_keys=True) + self.plan.digest
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def meet(ranks: Ranks, patience: timedelta = START_UP) -> Store:

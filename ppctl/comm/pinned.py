@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ppctl.comm.buffers import Message
-from ppctl.comm.channels import Lane, Pending
+from ppctl.comm.channels import DirectEnd, Pending
 
 
-class HostLane(Lane):
-    """A lane for CUDA tensors on a host backend. Pinned buffers come from torch's own pool, which waits for copies."""
+class PinnedEnd(DirectEnd):
+    """A channel's end for CUDA tensors on a host backend.
+
+    Pinned buffers come from torch's own pool, which reuses one only after its copies are done.
+    """
 
     __slots__ = ()
 

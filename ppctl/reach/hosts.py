@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from ppctl.comm.contact import DeadEdge
 from ppctl.comm.words import in_words
 from ppctl.errors import Problem
+from ppctl.reach.contact import DeadEdge
 
 Address = tuple[str, int]
 

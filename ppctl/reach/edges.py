@@ -1,6 +1,6 @@
 """What there is to touch: the channels of a pipeline, and the members of a process group, as contacts.
 
-Knows lanes and backends. Must not know what an axis means, nor what happens when one does not answer.
+Knows ends and backends. Must not know what an axis means, nor what happens when one does not answer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import Lane, Pending, Transport
-from ppctl.comm.contact import Contact
-from ppctl.comm.shapes import VariableLane
-from ppctl.comm.wiring import other_end
+from ppctl.comm.channel_ends import other_end
+from ppctl.comm.channels import DirectEnd, Pending, Transport
+from ppctl.comm.shapes import VariableEnd
+from ppctl.reach.contact import Contact
 from ppctl.schedule.action import Channel
 
 _TAG = 5
@@ -23,14 +23,14 @@ _TAG = 5
 _CPU = torch.device("cpu")
 
 
-def channel_contacts(lanes: Sequence[Lane], pp_group: ProcessGroup, device: torch.device) -> list[Contact]:
+def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: torch.device) -> list[Contact]:
     """This rank's channels. Every rank of the pipeline goes through its own in one common order."""
     rank, ranks = pp_group.rank(), dist.get_process_group_ranks(pp_group)
-    ordered = sorted(lanes, key=lambda lane: (_turn(lane.channel, len(ranks)), lane.channel))
+    ordered = sorted(ends, key=lambda end: (_turn(end.channel, len(ranks)), end.channel))
     return [
-        Contact(f"channel {lane.channel}", (ranks[lane.channel.source], ranks[lane.channel.target]), _touch(part, rank))
-        for lane in ordered
-        for part in _parts(lane, device)
+        Contact(f"channel {end.channel}", (ranks[end.channel.source], ranks[end.channel.target]), _touch(part, rank))
+        for end in ordered
+        for part in _parts(end, device)
     ]
 
 
@@ -40,18 +40,18 @@ def group_contacts(name: str, group: ProcessGroup, device: torch.device, *, ring
     if size == 1:
         return []
     contacts = []
-    wire = _host_wire(group)
-    if ring and wire is not None:
+    backend = _host_backend(group)
+    if ring and backend is not None:
         edges = [Channel(source, (source + 1) % size, "F") for source in range(size)]
         for edge in sorted((edge for edge in edges if rank in edge[:2]), key=lambda edge: _turn(edge, size)):
-            lane = Lane(edge, wire, other_end(edge, rank), _TAG)
+            end = DirectEnd(edge, backend, other_end(edge, rank), _TAG)
             ends = (ranks[edge.source], ranks[edge.target])
-            contacts.append(Contact(f"edge of group {name}", ends, _touch((lane, _CPU), rank)))
-    devices = [_CPU] * (wire is not None) + [device] * (wire is None or device != _CPU)
+            contacts.append(Contact(f"edge of group {name}", ends, _touch((end, _CPU), rank)))
+    devices = [_CPU] * (backend is not None) + [device] * (backend is None or device != _CPU)
     return contacts + [Contact(f"group {name} ({on.type})", ranks, _collective(group, on)) for on in devices]
 
 
-def _host_wire(group: ProcessGroup) -> Transport | None:
+def _host_backend(group: ProcessGroup) -> Transport | None:
     """What carries messages of the host, where that is gloo."""
     try:
         backend = group._get_backend(_CPU)
@@ -66,22 +66,22 @@ def _turn(edge: Channel, size: int) -> tuple[int, int]:
     return (2 if size % 2 and index == size - 1 else index % 2), index
 
 
-_Part = tuple[Lane, torch.device]
+_Part = tuple[DirectEnd, torch.device]
 
 
-def _parts(lane: Lane, device: torch.device) -> list[_Part]:
+def _parts(end: DirectEnd, device: torch.device) -> list[_Part]:
     """What carries a channel's messages, and where their tensors lie."""
-    if isinstance(lane, VariableLane):
-        return [(lane.headers, lane.header_device), (lane.body, device)]
-    return [(lane, device)]
+    if isinstance(end, VariableEnd):
+        return [(end.headers, end.header_device), (end.body, device)]
+    return [(end, device)]
 
 
 def _touch(part: _Part, rank: int) -> Callable[[], None]:
-    lane, device = part
+    end, device = part
 
     def touch() -> None:
         probe = (torch.zeros(1, device=device),)
-        works: Sequence[Pending] = lane.start_send(probe) if lane.channel.source == rank else lane.receive_into(probe)
+        works: Sequence[Pending] = end.start_send(probe) if end.channel.source == rank else end.receive_into(probe)
         for work in works:
             work.wait()
         _settle(device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.errors import Problem, TrainingError
-from ppctl.schedules.models import setting
+from ppctl.megatron.models import setting
 
 LossFunction = Callable[..., Any]
 

@@ -1,11 +1,11 @@
 """What one rank does, top to bottom.
 
-    python -m ppctl.worker --run DIR      started by ppctl's launcher: the run directory holds config and plan
-    python -m ppctl.worker --submitted DIR  the same, in a job of SLURM's: no launcher of ppctl's watches
-    python -m ppctl.worker --publish DIR  rank 0 of ranks that others started: hands config and plan to the others
-    python -m ppctl.worker --join         every other such rank
+    python -m ppctl.rank.worker --run DIR      started by ppctl's launcher: the run directory holds config and plan
+    python -m ppctl.rank.worker --submitted DIR  the same, in a job of SLURM's: no launcher of ppctl's watches
+    python -m ppctl.rank.worker --publish DIR  rank 0 of ranks that others started: hands config and plan to the others
+    python -m ppctl.rank.worker --join         every other such rank
         --json                            rank 0 of these prints one object on stdout, and all else on stderr
-    python -m ppctl.worker --refuse CODE  rank 0 found a mistake and has printed it: all ranks leave with CODE
+    python -m ppctl.rank.worker --refuse CODE  rank 0 found a mistake and has printed it: all ranks leave with CODE
 
 Knows the order of things. Must not know Hydra or how a config was composed.
 """
@@ -42,16 +42,10 @@ from ppctl.errors import ConfigError, PpctlError
 from ppctl.hang.limits import GRACE, Limits
 from ppctl.heartbeat import Heartbeat, Publisher, Write, leave_word
 from ppctl.plan import Plan
-from ppctl.rundir import RunDir
-from ppctl.topology import RankGrid
-from ppctl.train import flight
-from ppctl.train.generate import write_sample
-from ppctl.train.log import lose_lines_rather_than_fail
-from ppctl.train.loop import Outcome, train
-from ppctl.train.measured import gather_costs
-from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
-from ppctl.train.phases import Phases, process_age
-from ppctl.train.rendezvous import (
+from ppctl.rank import flight_record
+from ppctl.rank.log import lose_lines_rather_than_fail
+from ppctl.rank.phases import Phases, process_age
+from ppctl.rank.rendezvous import (
     START_UP,
     Job,
     Ranks,
@@ -62,13 +56,19 @@ from ppctl.train.rendezvous import (
     receive_job,
     refuse_job,
 )
+from ppctl.rank.signals import Listener, StopRequest, end_after
+from ppctl.rank.time_left import TimeLeft, job_end
+from ppctl.rank.watchdog import Alarm, NodeWatch, write_stacks_on_request
+from ppctl.reach.roll_call import call_roll
+from ppctl.reach.warm_up import warm_up
+from ppctl.rundir import RunDir
+from ppctl.topology import RankGrid
+from ppctl.train.generate import write_sample
+from ppctl.train.loop import Outcome, train
+from ppctl.train.measured import gather_costs
+from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.report import TIME_IS_OVER
-from ppctl.train.roll_call import call_roll
 from ppctl.train.session import Session, build_session
-from ppctl.train.signals import Listener, StopRequest, end_after
-from ppctl.train.time_left import TimeLeft, job_end
-from ppctl.train.warm_up import warm_up
-from ppctl.train.watchdog import Alarm, NodeWatch, write_stacks_on_request
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ppctl.worker", description="One rank; started by a launcher.")
+    parser = argparse.ArgumentParser(prog="python -m ppctl.rank.worker", description="One rank; started by a launcher.")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--run", type=Path, metavar="DIR")
     how.add_argument("--submitted", type=Path, metavar="DIR")
@@ -147,7 +147,7 @@ def _become(environment: Mapping[str, str]) -> None:
     if environment.items() - os.environ.items():
         # Kept back until the new process hears them.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
-        os.execve(sys.executable, [sys.executable, "-m", "ppctl.worker", "--join"], os.environ | dict(environment))
+        os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", "--join"], os.environ | dict(environment))
 
 
 def _work(
@@ -172,7 +172,7 @@ def _work(
     time_left = _time_left(job) if leads else TimeLeft()
     with phases("warm-up"):
         heartbeat.set_state("warming up")
-        edges = warm_up(session, store, job.config.launch)
+        edges = warm_up(store, job.config.launch, device, session.communicator, session.groups, ties=session.ties.group)
         if edges is not None:
             job.run.write_edges(edges)
     heartbeat.set_state("loading")
@@ -231,8 +231,8 @@ def _lead(run: RunDir, listener: Listener, heartbeat: Heartbeat) -> None:
 def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
     """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight records to the run."""
     listener = Listener()
-    flight.turn_on(run)
-    listener.on(signal.SIGUSR2, lambda: flight.write(run, rank, flight.dumps()))
+    flight_record.turn_on(run)
+    listener.on(signal.SIGUSR2, lambda: flight_record.write(run, rank, flight_record.dumps()))
     write_stacks_on_request()
     return listener
 
@@ -254,7 +254,14 @@ def _device(job: Job, ranks: Ranks) -> torch.device:
 
 def _join(job: Job, ranks: Ranks, store: Store, device: torch.device, limits: Limits, watch: NodeWatch | None) -> None:
     """Join the world, when all are there and reach each other."""
-    hosts = call_roll(store, ranks, job, _patience(job).total_seconds())
+    hosts = call_roll(
+        store,
+        ranks.rank,
+        ranks.world_size,
+        job.digest,
+        edge_limit=seconds(job.config.launch.edge_limit),
+        patience=_patience(job).total_seconds(),
+    )
     if watch is not None:
         watch.meet(hosts)
     join_world(store, ranks, device, limits.of_groups)

@@ -6,7 +6,6 @@ Knows the store and what a rank says of itself in it. Must not know how a config
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -14,17 +13,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ppctl.comm.contact import DeadEdge
-from ppctl.comm.reach import LIKELY, WAY_OUT, listen, unreached
-from ppctl.config.durations import seconds
-from ppctl.config.mapping import to_mapping
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
 from ppctl.heartbeat import host_name
+from ppctl.reach.contact import DeadEdge
+from ppctl.reach.hosts import LIKELY, WAY_OUT, listen, unreached
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-    from ppctl.train.rendezvous import Job, Ranks
 
 _KEY = "ppctl/roll"
 _LATER = 10.0
@@ -38,39 +33,33 @@ class _Absent(Exception):
     """Ranks that have not said their word in time."""
 
 
-def call_roll(store: Store, ranks: Ranks, job: Job, patience: float) -> list[str]:
+def call_roll(store: Store, rank: int, world: int, digest: str, *, edge_limit: float, patience: float) -> list[str]:
     """The hosts, in the order of their first ranks, when every rank has come and nothing is wrong with any.
 
-    They have `patience` seconds to come.
-    Raises on every rank alike: TrainingError (PP-E709) where some did not come, ConfigError (PP-E742) where they hold
-    different configs or plans, DeadEdge (PP-E707) where one host does not reach another one within `launch.edge_limit`.
+    `digest` stands for the run that this rank holds. All times are in seconds: ranks have `patience` to come, hosts
+    `edge_limit` to reach each other. Raises on every rank alike: TrainingError (PP-E709) where some did not come,
+    ConfigError (PP-E742) where they hold different runs, DeadEdge (PP-E707) where one host does not reach another.
     """
-    limit = float(seconds(job.config.launch.edge_limit))
     server, address = listen()
     with server:
-        own = {"host": host_name(), "address": address, "digest": _digest(job)}
-        _say(store, f"word/{ranks.rank}", own)
+        own = {"host": host_name(), "address": address, "digest": digest}
+        _say(store, f"word/{rank}", own)
         problem, hosts = None, list[str]()
         try:
-            if ranks.rank == 0:
-                words = _hear(store, "word", range(ranks.world_size), patience)
+            if rank == 0:
+                words = _hear(store, "word", range(world), patience)
                 problem = _wrong_run(words)
                 first = {} if problem else _first_of_each_host(words)
-                _say(store, "hosts", [[rank, word["host"], *word["address"]] for rank, word in first.items()])
-            hosts = _try_hosts(store, ranks.rank, limit, patience + _LATER)
-            if ranks.rank == 0 and len(hosts) > 1 and problem is None:
-                found = _hear(store, "found", first, limit + _LATER)
+                _say(store, "hosts", [[number, word["host"], *word["address"]] for number, word in first.items()])
+            hosts = _try_hosts(store, rank, edge_limit, patience + _LATER)
+            if rank == 0 and len(hosts) > 1 and problem is None:
+                found = _hear(store, "found", first, edge_limit + _LATER)
                 problem = _dead_edges(words, found)
         except _Absent as absent:
             problem = Problem("PP-E709", str(absent), "ppctl explain PP-E709")
             _say(store, "hosts", [])
-        _agree(store, ranks, problem, patience + limit + 2 * _LATER)
+        _agree(store, rank, world, problem, patience + edge_limit + 2 * _LATER)
     return hosts
-
-
-def _digest(job: Job) -> str:
-    text = json.dumps(to_mapping(job.config), sort_keys=True) + job.plan.digest
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _say(store: Store, key: str, word: Any) -> None:
@@ -132,9 +121,9 @@ def _dead_edges(words: Mapping[int, Any], found: Mapping[int, Any]) -> Problem |
     return Problem("PP-E707", lines[0], WAY_OUT, "\n".join([*lines[1:_SHOWN], *more, LIKELY]))
 
 
-def _agree(store: Store, ranks: Ranks, problem: Problem | None, patience: float) -> None:
+def _agree(store: Store, rank: int, world: int, problem: Problem | None, patience: float) -> None:
     """Raise on every rank what rank 0 has found. It may hold the store, and stays until the others have read it."""
-    if ranks.rank == 0:
+    if rank == 0:
         _say(store, "judgement", None if problem is None else problem.to_json())
     store.wait([f"{_KEY}/judgement"], timedelta(seconds=patience))
     judged = json.loads(store.get(f"{_KEY}/judgement"))
@@ -142,7 +131,7 @@ def _agree(store: Store, ranks: Ranks, problem: Problem | None, patience: float)
         return
     heard = store.add(f"{_KEY}/heard", 1)
     deadline = time.monotonic() + _LATER
-    while ranks.rank == 0 and heard < ranks.world_size and time.monotonic() < deadline:
+    while rank == 0 and heard < world and time.monotonic() < deadline:
         time.sleep(0.02)
         with suppress(RuntimeError):
             heard = store.add(f"{_KEY}/heard", 0)

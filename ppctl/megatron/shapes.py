@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppctl.comm.modes import torch_dtype
-from ppctl.schedules.models import misuse, setting, whole_number
+from ppctl.megatron.models import misuse, setting, whole_number
 
 TensorShape = tuple[int, ...]
 AdjustShapes = Callable[[list[TensorShape], list[TensorShape]], tuple[list[TensorShape], list[TensorShape]]]

@@ -11,9 +11,9 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.comm.wires import moves_on_device
-from ppctl.schedules.models import misuse
+from ppctl.comm.connections import moves_on_device
+from ppctl.megatron.models import misuse
+from ppctl.megatron.p2p_communication import P2PCommunicator
 
 _agreed: WeakSet[P2PCommunicator] = WeakSet()
 

@@ -1,4 +1,4 @@
-"""How fast messages are between neighbours: run as `python -m ppctl.comm.probe`, once per rank.
+"""How fast messages are between neighbours: run as `python -m ppctl.reach.probe`, once per rank.
 
 Knows the rank variables, gloo and NCCL. Must not know runs, plans or configs. Rank 0 prints one JSON object: versions,
 and a row for every edge of the ring, measured one edge at a time: seconds of an empty message, bytes per second

@@ -12,7 +12,7 @@ the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. 
 to `finalize_model_grads_func` as it is, as does `force_all_reduce` where it is given.
 
 Modules that carry losses of their own (balance of experts, multi-token prediction) are told how these weigh, where they
-have `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.schedules.loss.scale_auxiliary_losses`).
+have `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.megatron.loss.scale_auxiliary_losses`).
 
 Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
 entry per microbatch in order; on ranks without the last stage it is empty.
@@ -29,20 +29,20 @@ from typing import Any
 
 from torch import nn
 
-from ppctl.comm.p2p_communication import P2PCommunicator
 from ppctl.errors import ScheduleError
+from ppctl.megatron.agreement import agree
+from ppctl.megatron.call import Call, Order, execute
+from ppctl.megatron.microbatches import checkpoint_flags, forwards_in_flight
+from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
+from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.megatron.pipeline import pipeline_of, place_in
+from ppctl.megatron.shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
+from ppctl.megatron.steps import ForwardStep
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
-from ppctl.schedules.agreement import agree
-from ppctl.schedules.call import Call, Order, execute
-from ppctl.schedules.microbatches import checkpoint_flags, forwards_in_flight
-from ppctl.schedules.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
-from ppctl.schedules.pipeline import pipeline_of, place_in
-from ppctl.schedules.shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
-from ppctl.schedules.steps import ForwardStep
 
 _PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
 

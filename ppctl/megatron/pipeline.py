@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.p2p_communication import P2PCommunicator
-from ppctl.schedules.models import config_of, misuse, setting
+from ppctl.megatron.models import config_of, misuse, setting
+from ppctl.megatron.p2p_communication import P2PCommunicator
 
 _MODES = (
     "pipeline_dtype",

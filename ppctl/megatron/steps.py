@@ -16,9 +16,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
-from ppctl.schedules.loss import forward_step_calc_loss, scale_auxiliary_losses
-from ppctl.schedules.microbatches import set_current_microbatch
-from ppctl.schedules.models import give_input, holder_of, setting
+from ppctl.megatron.loss import forward_step_calc_loss, scale_auxiliary_losses
+from ppctl.megatron.microbatches import set_current_microbatch
+from ppctl.megatron.models import give_input, holder_of, setting
 
 ForwardStep = Callable[..., tuple[Any, Callable[..., Any] | None]]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ppctl.comm.p2p_communication import P2PCommunicator
+from ppctl.megatron.models import holder_of, misuse
+from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import BACKWARDS, Action, Op
 from ppctl.schedule.table import WarmupCounts, warmup_counts
-from ppctl.schedules.models import holder_of, misuse
 
 
 def get_pp_rank_microbatches(

@@ -1,49 +1,65 @@
 """Before a run's first step: every channel and every process group is touched once, and a dead edge is named.
 
-Knows a session's channels and groups, and the limits of a run. Must not know how a contact is made, nor files.
+Knows a pipeline's channels, a rank's groups and the limits of a run. Must not know how a contact is made, nor files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from ppctl.comm.contact import Contact, Made, Meeting
-from ppctl.comm.edges import channel_contacts, group_contacts
+from ppctl.comm.communicator import Communicator
 from ppctl.config.durations import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.heartbeat import host_name
-from ppctl.train.session import Session
+from ppctl.reach.contact import Contact, Made, Meeting
+from ppctl.reach.edges import channel_contacts, group_contacts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-def warm_up(session: Session, store: Store, launch: LaunchConfig) -> dict[str, Any] | None:
-    """Touch everything. On rank 0, what edges.json holds. A collective over the world; raises DeadEdge."""
+def warm_up(
+    store: Store,
+    launch: LaunchConfig,
+    device: torch.device,
+    communicator: Communicator | None,
+    groups: Mapping[str, ProcessGroup],
+    ties: ProcessGroup | None = None,
+) -> dict[str, Any] | None:
+    """Touch every channel of the pipeline, every one of this rank's `groups` by axis, that of tied weights, the world.
+
+    On rank 0, what edges.json holds. A collective over the world; raises DeadEdge.
+    """
     rank, limit = dist.get_rank(), float(seconds(launch.edge_limit))
     meeting = Meeting(store, rank, dist.get_world_size(), host_name(), float(seconds(launch.start_limit)))
-    made = meeting.make_contact(_contacts(session), limit, lambda: _enter(session.device))
+    contacts = _contacts(device, communicator, groups, ties)
+    made = meeting.make_contact(contacts, limit, lambda: _enter(device))
     rows: list[Any] | None = [None] * meeting.world if rank == 0 else None
     dist.gather_object((meeting.host, made), rows)
     return None if rows is None else _record(rows, limit)
 
 
-def _contacts(session: Session) -> list[Contact]:
+def _contacts(
+    device: torch.device,
+    communicator: Communicator | None,
+    groups: Mapping[str, ProcessGroup],
+    ties: ProcessGroup | None,
+) -> list[Contact]:
     contacts: list[Contact] = []
-    p2p = session.communicator
-    if p2p is not None:
-        contacts += channel_contacts(p2p.lanes, p2p.pp_group, p2p.device)
-    for axis, group in session.groups.items():
-        touched = p2p is not None and bool(p2p.lanes) and group is p2p.pp_group
-        contacts += group_contacts(axis, group, session.device, ring=not touched)
-    if session.ties.group is not None:
-        contacts += group_contacts("ties", session.ties.group, session.device, ring=False)
+    if communicator is not None:
+        contacts += channel_contacts(communicator.ends, communicator.pp_group, communicator.device)
+    for axis, group in groups.items():
+        touched = communicator is not None and bool(communicator.ends) and group is communicator.pp_group
+        contacts += group_contacts(axis, group, device, ring=not touched)
+    if ties is not None:
+        contacts += group_contacts("ties", ties, device, ring=False)
     world = dist.group.WORLD
-    assert world is not None  # a session is built in one
+    assert world is not None  # the ranks have joined it
     # What the world says to each other is said between hosts' CPUs.
     return contacts + group_contacts("world", world, torch.device("cpu"))
 

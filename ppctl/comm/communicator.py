@@ -1,0 +1,106 @@
+"""The messages of one pipeline as the engine uses them: channels, receive buffers and batches, from one rank's view.
+
+Knows process groups, channels and the modes in which messages travel. Must not know schedules, stages or Megatron's
+methods (`ppctl.megatron.p2p_communication` adds those).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ppctl.comm.batches import Batch, BatchedEnd, FusedBatch, LooseBatch
+from ppctl.comm.buffers import BufferPool
+from ppctl.comm.channel_ends import loop_channels, make_ends, warm_up
+from ppctl.comm.channels import ChannelEnd, DirectEnd
+from ppctl.comm.connections import connections_of, moves_on_device
+from ppctl.comm.modes import Modes
+from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule.action import Channel
+
+
+_OWN_CHANNELS = Modes()
+"""Every message on its channel, of the shape that the stages declare."""
+
+
+class Communicator:
+    """This rank's ends of a pipeline's channels, and the pool that their messages are received into.
+
+    `pp_group` holds the pipeline's ranks in pp order, and all of them construct it together. `channels` are the ones to
+    make, by default those of a loop; a V placement passes its own. `modes` say how messages travel, by default each on
+    its channel. `device` is where tensors live, by default a GPU where the group's backend moves its tensors, else
+    torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without `connect` channels
+    of NCCL connect on their first message.
+    """
+
+    def __init__(
+        self,
+        pp_group: ProcessGroup,
+        modes: Modes = _OWN_CHANNELS,
+        *,
+        channels: Iterable[Channel] | None = None,
+        device: torch.device | None = None,
+        connect: bool = True,
+    ) -> None:
+        self.modes = modes
+        self.pp_group = pp_group
+        self.pp_rank = pp_group.rank()
+        self.pp = pp_group.size()
+        on_device = moves_on_device(pp_group)
+        usual = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.get_default_device()
+        self.device = device or usual
+        self.staged = self.device.type == "cuda" and not on_device
+        """Whether messages go through pinned host memory."""
+        self.fused = modes.batched and not self.staged
+        """Whether batches are fused by batch_isend_irecv."""
+        self.sync = self.device if modes.sync and self.device.type == "cuda" else None
+        """The device to synchronise after each fused batch (batch_p2p_sync)."""
+        self.pool = BufferPool(self.device)
+        self._ends: dict[Channel, DirectEnd] = {}
+        if self.fused and on_device:
+            warm_up(pp_group, self.device)
+        if not self.fused or modes.variable:
+            wanted = loop_channels(self.pp) if channels is None else channels
+            self._ends = make_ends(pp_group, self.device, wanted, variable=modes.variable, connect=connect)
+
+    @property
+    def batched(self) -> bool:
+        """Whether the schedules that run on this must be lowered with `batched=True`."""
+        return self.modes.batched
+
+    @property
+    def ends(self) -> tuple[DirectEnd, ...]:
+        """This rank's ends of all channels; empty where messages are fused."""
+        return tuple(self._ends.values())
+
+    def close(self) -> None:
+        """End the connections of all communicators over this process group, before the group is destroyed.
+
+        All ranks of the pipeline call it, with nothing under way. Only NCCL needs it: what is left open at the end of a
+        process is aborted.
+        """
+        self._ends.clear()
+        connections_of(self.pp_group).close()
+
+    def batch(self) -> Batch:
+        """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
+        if self.fused and not self.modes.variable:
+            return FusedBatch(self.pp_group, sync=self.sync)
+        return LooseBatch(self.end)
+
+    def end_in(self, channel: Channel, batch: Batch | None = None) -> ChannelEnd:
+        """This rank's end of a channel as the engine uses it: its own, or a part of `batch`."""
+        return self.end(channel) if batch is None else BatchedEnd(channel, batch)
+
+    def end(self, channel: Channel) -> DirectEnd:
+        """This rank's end of a channel. Raises ScheduleError for a channel that was not made."""
+        if channel not in self._ends:
+            message = (
+                f"the communicator of pp_rank {self.pp_rank} has no channel {channel}: by default it has the channels "
+                "of a loop"
+            )
+            remedy = "P2PCommunicator(pp_group, config, channels=schedule.capacities)"
+            raise ScheduleError(Problem("PP-E390", message, remedy))
+        return self._ends[channel]

@@ -1,0 +1,1 @@
+"""What one rank does, from its start to its end."""
