@@ -52,7 +52,7 @@ bench-plan: .venv/ready-core ## plans against recorded memory, published through
 	$(PY) benchmarks/plan_on_cpu.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
-	PPCTL_GOLDEN=write $(PY) -m pytest -m "not whole and not soak and not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/test_doctor.py
+	PPCTL_GOLDEN=write $(PY) -m pytest -m "not whole and not soak and not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/cli/test_doctor.py
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,15 +1,13 @@
-"""Shared test set-up: `tests/` is importable (ranks.py, oracle), and every process computes on one thread."""
+"""Shared test set-up: every process computes on one thread, and a test that fails leaves no process behind."""
 
 import os
 import signal
 import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 # pytest-xdist's workers are told of a terminal of 80 columns, which would be news to what they start.

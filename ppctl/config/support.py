@@ -60,17 +60,21 @@ def _each(names: str, state: str, note: str = "", aside: str = "") -> dict[str, 
     return {name: Support(state, note, aside=aside) for name in names.split()}
 
 
-_LAW = "dist/test_bitwise_law.py"
-_MODELS = "dist/test_bitwise_models.py"
-_SPLIT = "unit/test_plan_split.py"
+_LAW = "dist/train/test_bitwise_law.py"
+_MODELS = "dist/train/test_bitwise_models.py"
+_SPLIT = "unit/plan/test_plan_split.py"
 _RULES = "unit/config/test_checks.py::test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it"
-_PACKED = "dist/test_packed_documents.py::test_any_cut_of_packed_documents_gives_the_same_bits"
-_RECOMPUTE = "dist/test_recompute.py"
-_SHARDED = "dist/test_sharded.py"
+_PACKED = "dist/train/test_packed_documents.py::test_any_cut_of_packed_documents_gives_the_same_bits"
+_PRECISION = "dist/train/test_precision_ranks.py"
+_AUTOCAST = f"{_PRECISION}::test_autocast_computes_in_bfloat16_and_keeps_float32"
+_BFLOAT16 = "torch/train/test_precision.py::test_bfloat16_training_follows_float32_training"
+_PLAN = "unit/plan/test_plan.py"
+_RECOMPUTE = "dist/train/test_recompute.py"
+_SHARDED = "dist/parallel/test_sharded.py"
 _API = "on the config of a model that the schedules' functions run"
 _PLAIN = "from Python: the schedules' functions do it in plain torch"
-_STEPS = "torch/test_schedule_steps.py"
-_CALLS = "torch/test_schedule_functions.py"
+_STEPS = "torch/megatron/test_schedule_steps.py"
+_CALLS = "torch/megatron/test_schedule_functions.py"
 _STORES = "test_a_step_stores_finalizes_and_leaves_the_config_alone"
 _PYXIS = "needs pyxis and enroot on the nodes; with these it was not run yet"
 _PYXIS_TEST = "unit/launch/test_script.py::test_the_script_with_every_option_is_as_recorded"
@@ -83,13 +87,13 @@ _PARALLEL = {
             "virtual_pipeline_model_parallel_size": f"{_LAW}::test_any_cut_gives_the_bits_of_one_process",
             "pipeline_model_parallel_layout": f"{_LAW}::test_any_layout_gives_the_bits_of_one_process",
             "data_parallel_size": f"{_LAW}::test_two_replicas_agree_with_one_process_to_a_millionth",
-            "microbatch_group_size_per_vp_stage": "unit/test_plan.py::test_a_group_size_counts_only_when_it_was_given",
+            "microbatch_group_size_per_vp_stage": f"{_PLAN}::test_a_group_size_counts_only_when_it_was_given",
             "num_microbatches_with_partial_activation_checkpoints": f"{_RECOMPUTE}::test_recompute_changes_no_bit",
-            "bf16": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
-            "fp16": "dist/test_precision_ranks.py::test_float16_follows_float32_under_any_scale_until_one_overflows",
-            "enable_autocast": "dist/test_precision_ranks.py::test_autocast_computes_in_bfloat16_and_keeps_float32",
-            "autocast_dtype": "dist/test_precision_ranks.py::test_autocast_computes_in_bfloat16_and_keeps_float32",
-            "deterministic_mode": "dist/test_precision_ranks.py::test_deterministic_mode_refuses_other_kernels",
+            "bf16": _BFLOAT16,
+            "fp16": f"{_PRECISION}::test_float16_follows_float32_under_any_scale_until_one_overflows",
+            "enable_autocast": _AUTOCAST,
+            "autocast_dtype": _AUTOCAST,
+            "deterministic_mode": f"{_PRECISION}::test_deterministic_mode_refuses_other_kernels",
             "deallocate_pipeline_outputs": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
             "num_layers_in_first_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
             "num_layers_in_last_pipeline_stage": f"{_SPLIT}::test_megatrons_splits_have_the_recorded_rows",
@@ -106,30 +110,30 @@ _PARALLEL = {
     **_each("expert_tensor_parallel_size", PLANS, "tensor parallelism of experts"),
     **_works(
         {
-            "params_dtype": "torch/test_precision.py::test_bfloat16_training_follows_float32_training",
+            "params_dtype": _BFLOAT16,
             "pipeline_dtype": _RULES,
         },
         (None, "float32", "bfloat16", "float16"),
     ),
     **_works(
         {
-            "overlap_p2p_comm": f"{_LAW}::test_how_messages_travel_changes_no_bit",
-            "batch_p2p_comm": f"{_LAW}::test_how_messages_travel_changes_no_bit",
-            "batch_p2p_sync": "dist/test_p2p.py::test_activations_go_down_and_gradients_come_back",
-            "variable_seq_lengths": f"{_LAW}::test_how_messages_travel_changes_no_bit",
+            "overlap_p2p_comm": f"{_LAW}::test_any_cut_gives_the_bits_of_one_process",
+            "batch_p2p_comm": f"{_LAW}::test_any_cut_gives_the_bits_of_one_process",
+            "batch_p2p_sync": "dist/megatron/test_p2p.py::test_activations_go_down_and_gradients_come_back",
+            "variable_seq_lengths": f"{_LAW}::test_any_cut_gives_the_bits_of_one_process",
         }
     ),
     "pipeline_model_parallel_comm_backend": Support(
         WORKS,
         "NCCL between ranks: not yet run",
         None,
-        f"tests/{_LAW}::test_how_messages_travel_changes_no_bit",
+        f"tests/{_LAW}::test_any_cut_gives_the_bits_of_one_process",
     ),
     "overlap_p2p_comm_warmup_flush": Support(
         WORKS,
         "channels overlap warm-up and flush in any case",
         None,
-        f"tests/{_LAW}::test_how_messages_travel_changes_no_bit",
+        f"tests/{_LAW}::test_any_cut_gives_the_bits_of_one_process",
     ),
     **_each("sequence_parallel", PLANS, "tensor parallelism"),
     **_each("hierarchical_context_parallel_sizes", LATER),
@@ -159,10 +163,10 @@ _PIPELINE = {
         {
             "pp_schedule": f"{_LAW}::test_schedule_and_deallocation_change_no_bit",
             "pp_schedule_csv": f"{_LAW}::test_a_given_schedule_gives_the_bits_of_one_process",
-            "pp_microbatch_size": "unit/test_plan.py::test_the_world_and_the_batch_follow_from_what_was_given",
+            "pp_microbatch_size": f"{_PLAN}::test_the_world_and_the_batch_follow_from_what_was_given",
             "pp_batch_size": f"{_LAW}::test_several_schedule_calls_a_step_change_no_bit",
             "scale_grads_in_schedule": f"{_LAW}::test_scaling_in_the_schedule_weighs_every_microbatch_alike",
-            "p2p_capacity": "dist/test_engine.py::test_capacity_changes_nothing_but_time",
+            "p2p_capacity": "dist/engine/test_engine.py::test_capacity_changes_nothing_but_time",
             "extra_warmup": f"{_LAW}::test_a_longer_warmup_changes_no_bit",
             "layers_per_stage": f"{_SPLIT}::test_layers_per_stage_are_nemos",
             "round_virtual_stages_to_pp_multiple": f"{_SPLIT}::test_layers_per_stage_are_nemos",
@@ -178,13 +182,13 @@ _PIPELINE = {
 _ELSEWHERE = {
     **_works(
         {
-            "train.compile": "torch/test_compile.py::test_a_compiled_stage_agrees_to_a_millionth",
-            "train.eval_interval": "dist/test_evaluation.py::test_training_does_not_notice",
-            "train.eval_steps": "dist/test_evaluation.py::test_there_is_one_at_the_end_and_a_sample_counts_once",
-            "data.eod_mask_loss": "dist/test_own_data.py::test_what_follows_a_documents_end_does_not_count",
+            "train.compile": "torch/model/test_compile.py::test_a_compiled_stage_agrees_to_a_millionth",
+            "train.eval_interval": "dist/train/test_evaluation.py::test_training_does_not_notice",
+            "train.eval_steps": "dist/train/test_evaluation.py::test_there_is_one_at_the_end_and_a_sample_counts_once",
+            "data.eod_mask_loss": "dist/train/test_own_data.py::test_what_follows_a_documents_end_does_not_count",
             "data.reset_position_ids": _PACKED,
             "data.reset_attention_mask": _PACKED,
-            "data.validation_split": "dist/test_evaluation.py::test_a_held_out_sample_is_never_trained_on",
+            "data.validation_split": "dist/train/test_evaluation.py::test_a_held_out_sample_is_never_trained_on",
         }
     ),
     **_works(
@@ -214,12 +218,12 @@ _ELSEWHERE = {
 _OBJECTS = {
     name: Support(PYTHON, note, None, f"tests/{test}")
     for name, note, test in (
-        ("parallel.timers", _API, "torch/test_schedule_functions.py::test_the_timers_of_a_step"),
+        ("parallel.timers", _API, "torch/megatron/test_schedule_functions.py::test_the_timers_of_a_step"),
         ("parallel.finalize_model_grads_func", _API, f"{_CALLS}::{_STORES}"),
         ("parallel.grad_scale_func", _API, f"{_STEPS}::test_auxiliary_losses_are_scaled_as_the_loss_is"),
         ("parallel.no_sync_func", _API, f"{_CALLS}::test_an_exception_anywhere_leaves_no_sync_and_names_the_action"),
-        ("parallel.grad_sync_func", _API, "dist/test_trace.py::test_a_sample_of_the_traces"),
-        ("parallel.param_sync_func", _API, "dist/test_trace.py::test_a_sample_of_the_traces"),
+        ("parallel.grad_sync_func", _API, "dist/megatron/test_trace.py::test_a_sample_of_the_traces"),
+        ("parallel.param_sync_func", _API, "dist/megatron/test_trace.py::test_a_sample_of_the_traces"),
         ("pipeline.loss_fn", "", f"{_LAW}::test_a_given_loss_is_a_sum_over_tokens_or_a_mean"),
     )
 }
