@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from fnmatch import fnmatch
+from importlib.machinery import PathFinder
 from itertools import chain
 from pathlib import Path
 
@@ -24,10 +24,36 @@ def test_pytest_looks_into_every_directory_of_tests(pytestconfig: pytest.Config)
     assert not [name for name in directories for pattern in left_out if fnmatch(name, pattern)]
 
 
-def test_no_two_test_files_have_one_name() -> None:
-    """Pytest takes two files of one name for one module, and runs neither."""
-    names = Counter(file.name for file in TESTS.rglob("test_*.py"))
-    assert [name for name, count in names.items() if count > 1] == []
+def test_a_test_lies_in_the_room_of_what_it_tests() -> None:
+    """Tests of a module beside the rooms, of all of ppctl, or of the tests themselves lie beside the rooms, too."""
+    package = TESTS.parent / "ppctl"
+    rooms = {path.parent.name for path in package.glob("*/__init__.py")}
+    beside = {path.stem for path in package.glob("*.py")}
+    beside |= {
+        "frozen",
+        "frozen_run",
+        "imports",
+        "packaging",
+        "public_names",
+        "without_torch",
+        "pairwise",
+        "ranks",
+        "tiers",
+    }
+    files = [
+        file.relative_to(TESTS) for tier in ("unit", "torch", "dist") for file in (TESTS / tier).rglob("test_*.py")
+    ]
+    assert {path.parts[1] for path in files if len(path.parts) == 3} <= rooms
+    assert {path.stem.removeprefix("test_") for path in files if len(path.parts) == 2} <= beside
+    assert [path for path in files if len(path.parts) > 3] == []
+
+
+def test_no_helper_hides_a_module_of_the_same_name() -> None:
+    """Helpers come first on the path."""
+    elsewhere = [path for path in sys.path if Path(path or ".").resolve() not in {TESTS, TESTS / "helpers"}]
+    helpers = {path.stem for path in (TESTS / "helpers").glob("*.py")}
+    assert {"ranks", "command"} <= helpers
+    assert [name for name in helpers if PathFinder.find_spec(name, elsewhere)] == []
 
 
 @pytest.mark.parametrize(
@@ -84,7 +110,7 @@ def test_of_the_soak(n):
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository with four tests of the soak, and a tool that ends a call at the first test's end."""
-    for name in ("conftest.py", "soak.py"):
+    for name in ("conftest.py", "helpers/soak.py"):
         shutil.copy(TESTS / name, tmp_path)
     shutil.copy(TESTS.parent / ".gitignore", tmp_path)
     (tmp_path / "test_some.py").write_text(SOAKS)

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hostile_values import BASES, VALUES, Tally, attempt, planned_json, trials
+from remedies import BASES, VALUES, Tally, attempt, planned_json, trials
 
 DEEP_SMALL = ("+recipe=deepseek_v3", "+scale=smoke")
 BIG = 2**63
