@@ -17,7 +17,7 @@ from ppctl.cli.pipeline import Chunk, header, span, table_rows
 from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
-from ppctl.layout.text import LETTERS
+from ppctl.layout.letters import LETTERS
 
 KEY = "LAYOUT"
 """What this command calls the layout, in its usage line and in messages."""

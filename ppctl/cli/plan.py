@@ -20,9 +20,9 @@ from ppctl.cli.timeline import write_timeline
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan, plan_checked
-from ppctl.plan.given import not_trained
-from ppctl.plan.picture import picture
-from ppctl.schedule.slots import to_slots
+from ppctl.plan.plan_picture import picture
+from ppctl.plan.schedule_file import not_trained
+from ppctl.schedule.simulate import to_slots
 
 TELLS_PROBLEMS = True
 """Asks the front for its own problems: they are in the JSON, too."""

@@ -12,13 +12,11 @@ from ppctl.cli.pipeline import Chunk, Row, header, span, table_rows
 from ppctl.cli.table import aligned
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.layout.text import LETTERS, LayerType
+from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.amounts import amount, unit_for
-from ppctl.plan.fit import parts
-from ppctl.plan.prices import simulation_costs
-from ppctl.plan.timing import predicted
-from ppctl.schedule.timeline import timeline_text
+from ppctl.plan.memory_limit import amount, peak_terms, unit_for
+from ppctl.plan.prices import predicted, simulation_costs
+from ppctl.schedule.text_timeline import timeline_text
 
 _LONGEST_TIMELINE = 16
 """Most stages that a timeline shows."""
@@ -123,9 +121,9 @@ def table(plan: Plan, width: int) -> str:
 def memory_line(plan: Plan) -> str:
     """Where memory peaks."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
-    told = parts(worst)
-    made = " =" if "+" in told else "; at most"
-    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{made} {told}"
+    terms = peak_terms(worst)
+    made = " =" if "+" in terms else "; at most"
+    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{made} {terms}"
 
 
 def times(plan: Plan) -> list[str]:

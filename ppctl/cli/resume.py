@@ -18,6 +18,7 @@ from ppctl.checkpoint_folder import step_of
 from ppctl.cli import training
 from ppctl.cli.console import note
 from ppctl.config.compose import Composed, RefusedError, override
+from ppctl.config.keys import keys_with
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -26,17 +27,13 @@ from ppctl.launch.environment import Started, detect
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, go_on
 from ppctl.plan import Plan, plan_checked
-from ppctl.plan.given import not_trained
+from ppctl.plan.schedule_file import not_trained
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run
 
 TELLS_PROBLEMS = True
 """As for train."""
 
-_MATH = ("model.", "data.", "optim.")
-_MATH_KEYS = frozenset(
-    {"train.global_batch_size", "train.seed", "pipeline.scale_grads_in_schedule", "parallel.bf16", "parallel.fp16"}
-)
 _MICRO_BATCH = "train.micro_batch_size"  # pipeline.pp_microbatch_size is the same value
 
 
@@ -138,7 +135,7 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
 
     `before` is the run's config without the changes.
     """
-    reasons = {key: "" for key in changes if key.startswith(_MATH) or key in _MATH_KEYS or key.endswith("dtype")}
+    reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     weighed = weight_of_microbatches(before)
     if _MICRO_BATCH in changes and weighed is not None:
         reasons[_MICRO_BATCH] = f"{weighed}, and "

@@ -21,8 +21,8 @@ from ppctl.cli.console import note
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
 from ppctl.config.argv import retyped, typed_again
-from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang.limits import Limits
@@ -97,7 +97,7 @@ def settle(
 
 def not_for_submit(config: RunConfig, arguments: Sequence[str]) -> list[Problem]:
     """What would take effect in a submitted job alone: `train` runs the ranks itself, or is one of them."""
-    keys = only_for_slurm(config.launch)
+    keys = [name for name, key in keys_with("slurm").items() if value_of(config, name) != key.default]
     keys = ["launch.target=slurm"] if config.launch.target == "slurm" else keys
     if not keys:
         return []

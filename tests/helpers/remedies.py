@@ -19,7 +19,7 @@ from ppctl.config.flags import MEGATRON
 from ppctl.config.keys import text_keys
 from ppctl.config.limits import MOST_RANKS, MOST_STAGES
 from ppctl.errors import Problem
-from ppctl.plan.timing import MOST_ACTIONS
+from ppctl.plan.schedule_choice import MOST_ACTIONS
 
 ABOUT_A_WORD = ("PP-E101", "PP-E104", "PP-E105", "PP-E107", "PP-E108", "PP-E121", "PP-E122", "PP-E124")
 """Codes whose remedy stands for the word that the message names."""

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from ppctl.config.mapping import to_mapping
 from ppctl.schedule.action import Op
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.slots import to_slots
+from ppctl.schedule.simulate import to_slots
 
 
 def numbers_of_microbatches(pp: int) -> list[int]:

@@ -1,0 +1,110 @@
+"""Rules on the decoder's own sizes: heads, rotary positions, latent attention, experts.
+
+Knows relations inside ModelConfig. Must not know parallel sizes, layouts or how a block is built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ppctl.config.keys import Finding
+from ppctl.config.schema import ModelConfig
+
+
+def broken_rules(model: ModelConfig) -> Iterator[Finding]:
+    """Every rule that the model breaks."""
+    yield from _heads(model)
+    yield from _experts(model)
+
+
+def _heads(model: ModelConfig) -> Iterator[Finding]:
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if min(heads, groups or 1, model.hidden_size) < 1:
+        return
+    if not model.multi_latent_attention and model.kv_channels is None and model.hidden_size % heads:
+        yield (
+            ("model.hidden_size", "model.num_attention_heads"),
+            f"{heads} heads do not divide a hidden size of {model.hidden_size}",
+            f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}",
+        )
+    elif not model.multi_latent_attention and (model.kv_channels or model.hidden_size // heads) % 2:
+        yield (
+            ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
+            f"rotary positions turn pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
+            f"model.kv_channels={(model.kv_channels or model.hidden_size // heads) + 1}",
+        )
+    else:
+        yield from _rotary(model)
+    if groups and heads % groups:
+        yield (
+            ("model.num_query_groups", "model.num_attention_heads"),
+            f"{groups} key/value heads cannot be shared evenly by {heads} heads",
+            f"model.num_query_groups={max(g for g in range(1, min(groups, heads) + 1) if heads % g == 0)}",
+        )
+
+
+def _rotary(model: ModelConfig) -> Iterator[Finding]:
+    """Rules on rotary positions, of heads whose width is even."""
+    head = model.kv_channels or model.hidden_size // model.num_attention_heads
+    share = model.rotary_percent
+    turned = int(head * share) if 0 < share <= 1 else 0
+    if model.multi_latent_attention:
+        yield from _latent(model)
+    elif 0 < share < math.inf and head > 0 and (turned < 2 or turned % 2):
+        yield (
+            ("model.rotary_percent",),
+            f"rotary positions turn pairs within a head: {share:g} of its width of {head} cannot be turned",
+            f"model.rotary_percent={2 * min(max(round(turned / 2), 1), head // 2) / head:g}",
+        )
+    elif model.mscale_all_dim:
+        keys = ("model.mscale_all_dim", "model.multi_latent_attention")
+        yield keys, "mscale_all_dim has an effect on latent attention only", "model.mscale_all_dim=0"
+    if model.rotary_scaling_type == "llama3" and 0 < model.beta_fast <= model.beta_slow:
+        message = "beta_fast, the fast frequencies, must be above beta_slow"
+        yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
+    if model.rotary_scaling_factor is not None and 0 < model.rotary_base <= 1:
+        keys = ("model.rotary_base", "model.rotary_scaling_factor")
+        yield (
+            keys,
+            "YaRN separates fast frequencies from slow ones: the base must be above 1",
+            "model.rotary_base=10000",
+        )
+
+
+def _latent(model: ModelConfig) -> Iterator[Finding]:
+    """Rules on latent attention."""
+    width = model.qk_pos_emb_head_dim
+    if width % 2:
+        message = f"rotary positions turn pairs: a width of {width} is odd"
+        yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
+    for name in ("add_qkv_bias", "rotary_percent"):
+        default = getattr(ModelConfig(), name)
+        if getattr(model, name) != default:
+            keys = (f"model.{name}", "model.multi_latent_attention")
+            yield keys, f"{name} has no effect on latent attention", f"model.{name}={str(default).lower()}"
+
+
+def _experts(model: ModelConfig) -> Iterator[Finding]:
+    experts = model.num_moe_experts
+    if experts is None or experts < 1:
+        return
+    if model.moe_router_topk > experts:
+        keys = ("model.moe_router_topk", "model.num_moe_experts")
+        yield (
+            keys,
+            f"a token cannot go to {model.moe_router_topk} of {experts} experts",
+            f"model.moe_router_topk={experts}",
+        )
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups and experts % groups:
+        keys = ("model.moe_router_num_groups", "model.num_moe_experts")
+        yield keys, f"{experts} experts do not make {groups} equal groups", "model.moe_router_num_groups=1"
+    if chosen and chosen > (groups or 1):
+        keys = ("model.moe_router_group_topk", "model.moe_router_num_groups")
+        yield keys, f"{chosen} of {groups or 1} groups cannot be chosen", f"model.moe_router_group_topk={groups or 1}"
+    elif chosen and groups and experts % groups == 0 and model.moe_router_topk > chosen * experts // groups:
+        keys = ("model.moe_router_topk", "model.moe_router_group_topk")
+        message = f"{chosen} of {groups} groups have {chosen * experts // groups} experts, and a token goes to"
+        needed = -(-model.moe_router_topk * groups // experts)
+        yield keys, f"{message} {model.moe_router_topk}", f"model.moe_router_group_topk={needed}"

@@ -1,0 +1,217 @@
+"""What a search for a layout chooses from, and how good a layout looks without simulation.
+
+A candidate is the number of decoder layers by stage, and the stage of the MTP layers; E is in the first stage and L in
+the last. Knows which candidates are legal, prices of stages (asked through `price`) and the order of a schedule's F, B
+and W. Must not know where prices come from. A search asks many thousand times: prices are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from operator import mul
+from typing import NamedTuple
+
+from ppctl.layout.rules import even_counts
+from ppctl.schedule.action import LIFE_ENDS, Action, F, Schedule
+
+
+class Candidate(NamedTuple):
+    """A layout: decoder layers by stage, and the stage of the MTP layers (-1: the model has none)."""
+
+    counts: tuple[int, ...]
+    mtp_stage: int
+
+    @property
+    def legal(self) -> bool:
+        """Whether no decoder layer stands behind the MTP layers."""
+        return self.mtp_stage < 0 or not any(self.counts[self.mtp_stage + 1 :])
+
+    def pushed_before(self) -> Candidate:
+        """A legal one: what stands behind the MTP layers is spread over the stages before."""
+        front, behind = self.counts[: self.mtp_stage + 1], self.counts[self.mtp_stage + 1 :]
+        more = even_counts(sum(behind), len(front))
+        return self._replace(counts=(*(a + b for a, b in zip(front, more, strict=True)), *(0 for _ in behind)))
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All candidates for a model and a pipeline."""
+
+    num_layers: int
+    num_stages: int
+    homes: range
+    """The stages that may hold the MTP layers: -1 alone where the model has none."""
+
+    def even(self) -> Candidate:
+        """As even as can be, MTP in the last stage."""
+        return Candidate(even_counts(self.num_layers, self.num_stages), self.homes[-1])
+
+    def plain(self) -> Iterator[Candidate]:
+        """What a person would write: some layers beside E and at the end, even shares between, the last few empty."""
+        most = min(self.num_layers, -(-self.num_layers // self.num_stages) + 1)
+        for home, empty in product(self.homes[-2:], range(3)):
+            for first, final in product(range(most + 1), repeat=2):
+                middle = self.num_stages - 2 - empty
+                if middle < 1 or first + final > self.num_layers:
+                    continue
+                between = even_counts(self.num_layers - first - final, middle)
+                for inner in dict.fromkeys((between, between[::-1])):
+                    candidate = Candidate((first, *inner, final, *[0] * empty), home)
+                    if candidate.legal:
+                        yield candidate
+
+    def moves(self, candidate: Candidate, sources: Iterable[int] | None = None) -> Iterator[Candidate]:
+        """One decoder layer from a stage (of `sources`; none: of all) to another, those between shifting; or the MTP
+        layers to another stage."""
+        counts, home = candidate
+        for source in range(self.num_stages) if sources is None else sources:
+            if counts[source] == 0:
+                continue
+            for target in range(self.num_stages):
+                if target != source and not 0 <= home < target:
+                    moved = list(counts)
+                    moved[source] -= 1
+                    moved[target] += 1
+                    yield Candidate(tuple(moved), home)
+        for other in self.homes:
+            if other != home and (moved_home := Candidate(counts, other)).legal:
+                yield moved_home
+
+
+class StagePrice(NamedTuple):
+    """What a stage takes for one microbatch, in seconds, and holds on one device, in bytes."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    state: int
+    """Weights, gradients, optimizer."""
+    activation: int
+    """What one microbatch keeps from its F to its B."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+Price = Callable[[int, int, int, bool], StagePrice]
+"""`price(stage, first, count, mtp)` of a stage with decoder layers first .. first + count - 1, and MTP or not."""
+
+
+class Score(NamedTuple):
+    """How good a candidate looks; less is better."""
+
+    excess: int
+    """Bytes over the limit."""
+    slowest_rank: float
+    slowest_stage: float
+    spread: float
+
+
+class _Rank(NamedTuple):
+    """A pp_rank: its stages, and how many activations of each are alive at once, for every moment that may be worst."""
+
+    stages: tuple[int, ...]
+    alive: tuple[tuple[int, ...], ...]
+
+
+class Scores:
+    """Judges candidates for one schedule; `limit` is bytes of a device."""
+
+    def __init__(self, schedule: Schedule, price: Price, limit: int | None) -> None:
+        place = schedule.placement
+        stages = [place.stages_of(pp_rank) for pp_rank in range(place.pp)]
+        self._ranks = [_Rank(own, worst_moments(row, own)) for own, row in zip(stages, schedule.actions, strict=True)]
+        self._price = price
+        self._limit = limit
+        self._prices: dict[tuple[int, int, int, bool], StagePrice] = {}
+        self._seconds: dict[tuple[int, int, int, bool], float] = {}
+        self._held: dict[tuple[tuple[int, ...], tuple[StagePrice, ...]], int] = {}
+
+    def of(self, stage: int, first: int = 0, count: int = 0, mtp: bool = False) -> StagePrice:
+        """The price of one stage."""
+        key = (stage, first, count, mtp)
+        if key not in self._prices:
+            self._prices[key] = self._price(*key)
+        return self._prices[key]
+
+    def stage_prices(self, candidate: Candidate) -> list[StagePrice]:
+        """The prices of all stages."""
+        firsts = accumulate(candidate.counts, initial=0)
+        return [
+            self.of(stage, first, count, stage == candidate.mtp_stage)
+            for stage, (first, count) in enumerate(zip(firsts, candidate.counts, strict=False))
+        ]
+
+    def stage_seconds(self, candidate: Candidate) -> list[float]:
+        """The same, time alone."""
+        first, times, known = 0, [], self._seconds
+        for stage, count in enumerate(candidate.counts):
+            key = (stage, first, count, stage == candidate.mtp_stage)
+            if (seconds := known.get(key)) is None:
+                seconds = known[key] = self.of(*key).seconds
+            times.append(seconds)
+            first += count
+        return times
+
+    def rank_seconds(self, times: Sequence[float]) -> list[float]:
+        """What each pp_rank takes for a microbatch, of the times of its stages."""
+        return [sum(map(times.__getitem__, rank.stages)) for rank in self._ranks]
+
+    def peak(self, prices: Sequence[StagePrice]) -> int:
+        """Bytes on the device of the fullest pp_rank."""
+        return max(self._held_by(rank, prices) for rank in self._ranks)
+
+    def excess(self, peak: int) -> int:
+        """Of a peak, the bytes over the limit."""
+        return 0 if self._limit is None else max(0, peak - self._limit)
+
+    def score(self, candidate: Candidate) -> Score:
+        """The candidate's score."""
+        times = self.stage_seconds(candidate)
+        excess = self.excess(self.peak(self.stage_prices(candidate))) if self._limit is not None else 0
+        return Score(excess, max(self.rank_seconds(times)), max(times), sum(map(mul, times, times)))
+
+    def promise(self, candidate: Candidate) -> tuple[Score, Candidate]:
+        """What candidates are sorted by."""
+        return self.score(candidate), candidate
+
+    def burdened(self, candidate: Candidate) -> list[int]:
+        """The stages whose layers should go elsewhere: of the slowest rank, the slowest, of the fullest device."""
+        prices, times = self.stage_prices(candidate), self.stage_seconds(candidate)
+        slowest = max(self._ranks, key=lambda rank: sum(map(times.__getitem__, rank.stages)))
+        stages = {*slowest.stages, max(range(len(times)), key=times.__getitem__)}
+        if self._limit is not None:
+            stages.update(max(self._ranks, key=lambda rank: self._held_by(rank, prices)).stages)
+        return sorted(stages)
+
+    def _held_by(self, rank: _Rank, prices: Sequence[StagePrice]) -> int:
+        """Bytes on a rank's device at its worst moment. Most layouts differ on few ranks."""
+        own = tuple(map(prices.__getitem__, rank.stages))
+        key = (rank.stages, own)
+        if key not in self._held:
+            kept = [price.activation for price in own]
+            worst = max(int(sum(map(mul, alive, kept))) for alive in rank.alive)
+            self._held[key] = sum(price.state for price in own) + worst
+        return self._held[key]
+
+
+def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """How many activations of each stage are alive, for every moment that no other exceeds in all stages."""
+    position = {stage: index for index, stage in enumerate(stages)}
+    alive = [0] * len(stages)
+    seen: set[tuple[int, ...]] = {tuple(alive)}
+    for op, stage, _ in row:
+        if op is F:
+            alive[position[stage]] += 1
+            seen.add(tuple(alive))
+        elif op in LIFE_ENDS:
+            alive[position[stage]] -= 1
+    kept: list[tuple[int, ...]] = []
+    for moment in sorted(seen, reverse=True):
+        if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in kept):
+            kept.append(moment)
+    return tuple(kept)

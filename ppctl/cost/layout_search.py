@@ -1,0 +1,248 @@
+"""The layout that a schedule runs fastest: a search over how many layers every stage holds.
+
+Knows the schedule's order and how a search goes: `candidates` says what there is to choose from, `scores` what looks
+good without simulation. Must not know where prices come from. Deterministic: work is counted, never timed.
+
+Two descents. The first moves single layers between stages while the slowest rank gets faster (then the slowest stage):
+that ignores the order of work and needs no simulation. The second tries neighbours of what it finds, most promising
+first, by simulating the step, and stops when the best few have no better one or the allowance is used up. What it ends
+with is the best of what it simulated: small cases are compared with all layouts in the tests, of others no bound is
+known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from ppctl.cost.layout_scores import Candidate, Price, Scores, Space, StagePrice
+from ppctl.layout.rules import even_counts
+from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.executor import execute
+from ppctl.schedule.simulate import Costs
+
+ALLOWANCE = 2_000_000
+"""Actions that one search may simulate: two to three seconds. Finalists of long steps are as many actions again, and
+looking once at all neighbours of a layout of 128 stages takes a second more."""
+
+NEIGHBOURS = 24
+"""How many neighbours of the best layout are simulated before it is taken for a minimum."""
+
+_PATIENCE = 4
+"""How many layouts, the best first, may have no better neighbour before the search ends."""
+
+_FINALISTS = 6
+"""How many of the best are simulated with all their microbatches in the end."""
+
+_SETTLED = 2
+"""Rounds of the pipeline after which every further microbatch takes as long as the slowest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A candidate and what it comes to."""
+
+    candidate: Candidate
+    step_time: float
+    """Seconds."""
+    peak: int
+    """Bytes on the device of the fullest pp_rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best layout, the next best, the even split beside it, and how many were simulated."""
+
+    best: Simulated
+    runner_up: Simulated | None
+    even: Simulated
+    simulated: int
+
+
+def search_layout(
+    num_layers: int,
+    has_mtp: bool,
+    schedule: Schedule,
+    price: Price,
+    *,
+    message: float = 0.0,
+    limit: int | None = None,
+) -> SearchResult:
+    """Search. `schedule` may be lowered; `message` is seconds per message; `limit` is bytes of a device.
+
+    Where nothing fits into `limit`, the best is what exceeds it least.
+    """
+    return _Search(num_layers, has_mtp, schedule, price, message, limit).run()
+
+
+class _Search:
+    def __init__(
+        self, num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, message: float, limit: int | None
+    ) -> None:
+        stages, pp = schedule.placement.num_stages, schedule.placement.pp
+        self.space = Space(num_layers, stages, range(stages - pp, stages) if has_mtp else range(-1, 0))
+        self.scores = Scores(schedule, price, limit)
+        self.schedule = schedule
+        self.message = message
+        self.short, self.left_out = _shortened(schedule)
+        self.weight = sum(map(len, self.short.actions))
+        self.found: dict[Candidate, Simulated] = {}
+
+    def run(self) -> SearchResult:
+        promise = self.scores.promise
+        even = self.simulated(self.space.even())
+        starts = {self.descended(start) for start in _starts(self.space, self.scores)}
+        for candidate in (*sorted(starts, key=promise), *sorted(self.space.plain(), key=promise)):
+            if self.spent < ALLOWANCE // 2:
+                self.simulated(candidate)
+        tried: set[Candidate] = set()
+        fruitless = 0
+        while fruitless < _PATIENCE and self.spent < ALLOWANCE:
+            before = self.best()
+            open_ = [found for found in self.found.values() if found.candidate not in tried]
+            if not open_:
+                break
+            around = min(open_, key=self.order).candidate
+            tried.add(around)
+            for candidate in self.neighbours(around):
+                if self.spent < ALLOWANCE:
+                    self.simulated(candidate)
+            fruitless = 0 if self.best() != before else fruitless + 1
+        ranked = sorted(self.found.values(), key=self.order)
+        final = sorted(map(self.in_full, ranked[: self.finalists()]), key=self.order)
+        return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
+
+    def finalists(self) -> int:
+        """How many may be simulated in full: fewer where steps are very long, but two."""
+        return max(2, min(_FINALISTS, ALLOWANCE // 2 // sum(map(len, self.schedule.actions))))
+
+    @property
+    def spent(self) -> int:
+        """Actions simulated so far."""
+        return self.weight * len(self.found)
+
+    def order(self, found: Simulated) -> tuple[int, float, int, Candidate]:
+        """Least excess of memory, then least time, then least memory."""
+        return (self.scores.excess(found.peak), found.step_time, found.peak, found.candidate)
+
+    def best(self) -> Simulated:
+        return min(self.found.values(), key=self.order)
+
+    def descended(self, candidate: Candidate) -> Candidate:
+        """The local minimum of the score, reached by layers that leave the slowest rank, stage or fullest device."""
+        score = self.scores.score(candidate)
+        while True:
+            moves = self.space.moves(candidate, self.scores.burdened(candidate))
+            best = min(moves, key=self.scores.promise, default=candidate)
+            if (better := self.scores.score(best)) >= score:
+                return candidate
+            candidate, score = best, better
+
+    def neighbours(self, candidate: Candidate) -> list[Candidate]:
+        """The most promising by score, and by how even the stages are: in a short step that counts for more."""
+        fresh = [self.scores.promise(move) for move in self.space.moves(candidate) if move not in self.found]
+        by_score = sorted(fresh)[: NEIGHBOURS // 2]
+        by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
+        return [move for _, move in dict.fromkeys((*by_score, *by_spread))]
+
+    def simulated(self, candidate: Candidate) -> Simulated:
+        """The step simulated, with microbatches beyond the settled ones at the slowest rank's pace."""
+        if candidate not in self.found:
+            prices = self.scores.stage_prices(candidate)
+            pace = max(self.scores.rank_seconds([price.seconds for price in prices]))
+            seconds = _step_time(self.short, prices, self.message) + self.left_out * pace
+            self.found[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
+        return self.found[candidate]
+
+    def in_full(self, found: Simulated) -> Simulated:
+        """The same with every microbatch simulated."""
+        if not self.left_out:
+            return found
+        prices = self.scores.stage_prices(found.candidate)
+        return replace(found, step_time=_step_time(self.schedule, prices, self.message))
+
+
+def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
+    """Stages filled to a bound, for every home of the MTP layers; for the last, even shares of time or layers."""
+    last = space.num_stages - 1
+    for home in space.homes:
+        counted: list[Sequence[int]] = [_filled(space, scores, home)]
+        if home in (-1, last - 1, last):
+            counted += [_shares(space, scores, home), even_counts(space.num_layers, space.num_stages)]
+        for counts in counted:
+            candidate = Candidate(tuple(counts), home)
+            yield candidate if candidate.legal else candidate.pushed_before()
+
+
+def _shares(space: Space, scores: Scores, home: int) -> list[int]:
+    """Cuts where the time so far comes closest to the stage's share of the whole."""
+    last = space.num_stages - 1
+    ends = list(accumulate(scores.of(1, i, 1).seconds for i in range(space.num_layers)))
+    before, after = scores.of(0).seconds, scores.of(last).seconds
+    mtp = scores.of(1, mtp=True).seconds if home >= 0 else 0.0
+    share = (before + after + mtp + (ends[-1] if ends else 0.0)) / space.num_stages
+    cuts = [0]
+    for stage in range(last):
+        wanted = share * (stage + 1) - before - (mtp if 0 <= home <= stage else 0.0)
+        cuts.append(max(cuts[-1], min(space.num_layers, bisect_right(ends, wanted + 0.5 * share / space.num_stages))))
+    return [b - a for a, b in zip(cuts, [*cuts[1:], space.num_layers], strict=True)]
+
+
+def _filled(space: Space, scores: Scores, home: int) -> list[int]:
+    """The least bound on a stage's time under which stages filled one after another hold all layers."""
+    low, high = 0.0, sum(scores.of(1, i, 1).seconds for i in range(space.num_layers))
+    high += scores.of(space.num_stages - 1).seconds
+    for _ in range(40):
+        middle = (low + high) / 2
+        enough = sum(_filled_to(middle, space, scores, home)) == space.num_layers
+        low, high = (low, middle) if enough else (middle, high)
+    counts = _filled_to(high, space, scores, home)
+    counts[0] += space.num_layers - sum(counts)
+    return counts
+
+
+def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[int]:
+    first, counts = 0, []
+    for stage in range(space.num_stages):
+        count = 0
+        # Behind the MTP layers no decoder layer may stand.
+        while first + count < space.num_layers and not 0 <= home < stage:
+            if scores.of(stage, first, count + 1, stage == home).seconds > bound:
+                break
+            count += 1
+        counts.append(count)
+        first += count
+    return counts
+
+
+def _step_time(schedule: Schedule, prices: Sequence[StagePrice], message: float) -> float:
+    costs = Costs(
+        forward=[price.forward for price in prices],
+        backward=[price.input_gradient + price.weight_gradient for price in prices],
+        input_gradient=[price.input_gradient for price in prices],
+        weight_gradient=[price.weight_gradient for price in prices],
+    )
+    return max(ends[-1] for ends in execute(schedule, costs.seconds(), lambda _: message).ends if ends)
+
+
+def _shortened(schedule: Schedule) -> tuple[Schedule, int]:
+    """The schedule with so few microbatches that it settles only just, and how many were left out.
+
+    The middle of a step repeats itself: what is left out are whole rounds of the pipeline between its ends.
+    """
+    pp = schedule.placement.pp
+    rounds = (schedule.num_microbatches - 2 * _SETTLED * pp) // pp
+    if rounds <= 0:
+        return schedule, 0
+    kept = schedule.num_microbatches - rounds * pp
+    half = (kept // (2 * pp)) * pp
+
+    def renumbered(row: Sequence[Action]) -> tuple[Action, ...]:
+        end = half + rounds * pp
+        return tuple(
+            a if a.mb < half else Action(a.op, a.stage, a.mb - rounds * pp) for a in row if a.mb < half or a.mb >= end
+        )
+
+    return replace(schedule, num_microbatches=kept, actions=tuple(map(renumbered, schedule.actions))), rounds * pp

@@ -1,0 +1,126 @@
+"""Canonical names: the rows of the table of parameters by stage and by name, and which names are uses of one tensor.
+
+A canonical name is global: `layers.37.attention.wq.weight` means the same parameter in every cut. A tied parameter has
+one name per use; the first use in canonical order owns it. Must not know tensors or modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from ppctl.config.schema import ModelConfig
+from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds
+from ppctl.geometry.parameters import (
+    EMBEDDING,
+    MTP_EMBEDDING,
+    OUTPUT,
+    Parameter,
+    Sizes,
+    beside_layers,
+    final_norm,
+    kind_parameters,
+    mtp_embedding,
+    stack_name,
+)
+
+EMBEDDING_USES = (EMBEDDING, OUTPUT, MTP_EMBEDDING)
+"""In canonical order; all but the first are uses only where a model has them."""
+
+
+def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
+    """The rows of a stage, replicas included, each with the number of its layers that have it."""
+    held, sizes = tuple(layers), Sizes.of(model)
+    kinds = Counter(layer_kinds(model, held))
+    found = [(row, number) for kind, number in kinds.items() for row in kind_parameters(sizes, kind)]
+    if holds_final_norm(model, held):
+        found += [(row, 1) for row in final_norm(sizes)]
+    if any(kind.name == "mtp" for kind in kinds):
+        found.append((mtp_embedding(sizes), 1))
+    return found
+
+
+def stage_parameters(model: ModelConfig, layers: Iterable[Layer]) -> dict[str, Parameter]:
+    """Canonical name -> row of all that a stage holds, copies included, in canonical order.
+
+    Experts go by the name of their stack. Over all of a model's layers the order is the model's.
+    """
+    held, sizes = tuple(layers), Sizes.of(model)
+    kinds = dict(zip(held, layer_kinds(model, held), strict=True))
+    found: dict[str, Parameter] = {}
+
+    def add(rows: Iterable[Parameter], layer: int = 0) -> None:
+        found.update((row.called(layer), row) for row in rows)
+
+    def add_layers(name: str) -> None:
+        for layer in held:
+            if layer.kind == name:
+                add(kind_parameters(sizes, kinds[layer]), layer.index)
+
+    add_layers("embedding")
+    add_layers("decoder")
+    if holds_final_norm(model, held):
+        add(final_norm(sizes))
+    if any(layer.kind == "mtp" for layer in held):
+        add([mtp_embedding(sizes)])
+    add_layers("mtp")
+    add_layers("loss")
+    return found
+
+
+def canonical_names(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
+    """The names of what a stage trains by gradients; over all of a model's layers in the model's order."""
+    return tuple(name for name, row in stage_parameters(model, layers).items() if row.gradient != "none")
+
+
+_NUMBERED = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def parameter_of(name: str, model: ModelConfig) -> Parameter:
+    """The row of a canonical name, of one expert or of a stack. Raises LookupError for what the model does not have."""
+    sizes, general = Sizes.of(model), _EXPERT.sub(".experts.{expert}.", name)
+    row: Parameter | None = None
+    if found := _NUMBERED.fullmatch(general):
+        layer = Layer("decoder" if found[1] == "layers" else "mtp", int(found[2]))
+        if layer.index < (model.num_layers if layer.kind == "decoder" else model.mtp_num_layers or 0):
+            (kind,) = layer_kinds(model, [layer])
+            row = _by_name(sizes, kind).get(f"{found[1]}.{{layer}}.{found[3]}")
+    else:
+        row = _beside_layers(sizes).get(name)
+    if row is None:
+        raise LookupError(f"the table of parameters, ppctl/geometry/parameters.py, has no row for {name}")
+    return row
+
+
+@cache
+def _by_name(sizes: Sizes, kind: Kind) -> Mapping[str, Parameter]:
+    rows = kind_parameters(sizes, kind)
+    return {row.name: row for row in rows} | {stack_name(row.name): row for row in rows if row.experts}
+
+
+@cache
+def _beside_layers(sizes: Sizes) -> Mapping[str, Parameter]:
+    return {row.name: row for row in beside_layers(sizes)}
+
+
+def owner_of(name: str, model: ModelConfig) -> str:
+    """The name of the parameter that `name` is a use of: itself, or the token embedding for MTP's and a tied output."""
+    return parameter_of(name, model).copy_of or name
+
+
+def embedding_uses(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
+    """The names under which a stage uses the token embedding, in the order of `EMBEDDING_USES`."""
+    uses = {row.name for row, _ in stage_rows(model, layers) if EMBEDDING in (row.name, row.copy_of)}
+    return tuple(name for name in EMBEDDING_USES if name in uses)
+
+
+def expert_name(name: str, expert: int) -> str | None:
+    """The canonical name of one expert's matrix in a stack: `layers.3.moe.experts.7.w1.weight` of `...experts.w1`.
+
+    None for a name that is no stack.
+    """
+    stack, _, matrix = name.rpartition(".")
+    return f"{stack}.{expert}.{matrix}.weight" if stack.endswith(".experts") else None

@@ -1,0 +1,85 @@
+"""`layout=auto`: the layout that makes the simulated step shortest within the device's memory.
+
+Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/layout_search`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from ppctl.cost.layout_scores import Candidate, StagePrice
+from ppctl.cost.layout_search import SearchResult, Simulated, search_layout
+from ppctl.geometry.layers import Layer
+from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.layout.letters import canonical_text
+from ppctl.layout.rules import stages_of
+from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.extra_warmup import device_limit
+from ppctl.plan.layout_choice import Cut
+from ppctl.plan.memory import held_bytes, rank_costs
+from ppctl.plan.prices import pricer
+from ppctl.plan.profile import Measured
+from ppctl.plan.sizes import Batch
+from ppctl.plan.stages import stage_specs
+from ppctl.plan.types import Derived
+from ppctl.schedule.action import Schedule
+from ppctl.topology import ParallelSizes
+
+
+def balanced_cut(
+    values: ConfigValues,
+    cut: Cut,
+    batch: Batch,
+    schedule: Schedule,
+    sizes: ParallelSizes,
+    measured: Measured | None = None,
+) -> Cut:
+    """The best layout of as many stages as `cut` has, with what it was compared with."""
+    config, model = values.config, values.config.model
+    mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
+
+    last = len(cut.layout.stages) - 1
+
+    def price(stage: int, first: int, count: int, has_mtp: bool) -> StagePrice:
+        layers = (
+            *([Layer("embedding")] if stage == 0 else []),
+            *(Layer("decoder", index) for index in range(first, first + count)),
+            *(Layer("mtp", index) for index in range(mtp if has_mtp else 0)),
+            *([Layer("loss")] if stage == last else []),
+        )
+        return priced(layers, stage if per_stage else 0)
+
+    pricing = pricer(config, sizes, batch.micro_batch_size, measured)
+
+    @cache
+    def priced(layers: tuple[Layer, ...], stage: int) -> StagePrice:
+        cost = pricing(stage, layers, False)
+        state, activation = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
+        return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation)
+
+    stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
+    ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
+    limit = device_limit(values)
+    if limit is not None:
+        limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
+    message = pricing(0, (), False).message_s
+    found = search_layout(model.num_layers, mtp > 0, schedule, price, message=message, limit=limit)
+    layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
+    derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
+    return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
+
+
+def _text(candidate: Candidate, mtp: int) -> str:
+    return canonical_text(stages_of(candidate.counts, mtp, candidate.mtp_stage))
+
+
+def _equation(found: SearchResult, mtp: int, batch: Batch) -> str:
+    def timed(other: Simulated) -> str:
+        return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
+
+    beside = [f"even split {timed(found.even)}"]
+    if found.runner_up is not None:
+        beside.insert(0, f"next best {timed(found.runner_up)}")
+    count = f"{found.simulated} layouts simulated" if found.simulated > 1 else "the only one"
+    return f"layout {timed(found.best)} a step: {count}; {'; '.join(beside)}"

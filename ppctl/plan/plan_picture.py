@@ -1,0 +1,64 @@
+"""Plan -> Picture: the step as it is predicted, what every stage is, and what every device holds while it runs.
+
+Knows what is worth showing of a stage. Must not know how pictures are drawn (`ppctl.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ppctl.config.quantities import memory_bytes
+from ppctl.config.schema import RunConfig
+from ppctl.geometry.layers import NUMBERED, Layer
+from ppctl.plan.memory import held_bytes
+from ppctl.plan.plan import Plan
+from ppctl.plan.prices import predicted, simulation_costs
+from ppctl.plan.types import StageSpec
+from ppctl.schedule.picture import Picture, RankMemory, StageNote
+
+
+def picture(plan: Plan, config: RunConfig) -> Picture:
+    """What `--timeline` draws."""
+    flops = [stage.flops_forward for stage in plan.stages]
+    trace = predicted(plan.schedule, simulation_costs(plan.timing.stages, plan.stages))
+    sizes, calls = plan.sizes, plan.num_microbatches * plan.gradient_accumulation_steps
+    micro_batch_size = config.train.global_batch_size // (sizes.dp * calls)
+    title = f"{plan.name}: {plan.schedule.name}, pp {sizes.pp} x vpp {sizes.vpp}, {plan.num_microbatches} microbatches"
+    timed = "measured costs" if plan.time_calibrated else "predicted, uncalibrated: shares and order, not seconds"
+    return Picture(
+        title=title,
+        subtitle=f"layout {plan.layout}; {timed}",
+        trace=trace,
+        stages=tuple(_note(stage, sum(flops)) for stage in plan.stages),
+        memory=_memory(plan, config, micro_batch_size),
+        limit=None if config.launch.device_memory is None else memory_bytes(config.launch.device_memory),
+    )
+
+
+def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
+    kept = {
+        stage.stage: held_bytes(config, stage.stage, stage.layers, plan.sizes, micro_batch_size)[1]
+        for stage in plan.stages
+    }
+    own = [[stage.stage for stage in plan.stages if stage.pp_rank == cost.pp_rank] for cost in plan.pp_ranks]
+    return tuple(
+        RankMemory(cost.peak_bytes - cost.activation_bytes, {stage: kept[stage] for stage in stages})
+        for cost, stages in zip(plan.pp_ranks, own, strict=True)
+    )
+
+
+def _note(stage: StageSpec, total: int) -> StageNote:
+    share = f", {stage.flops_forward / total:.1%} of the model's forward" if total else ""
+    facts = (f"{stage.params:,} parameters{share}",)
+    return StageNote(stage.stage, stage.pp_rank, stage.vpp_rank, layers_text(stage.layers) or "empty", facts)
+
+
+def layers_text(layers: Sequence[Layer]) -> str:
+    """`embedding, decoder 0-2`."""
+    words = []
+    for kind, run in groupby(layers, key=lambda layer: layer.kind):
+        ids = [layer.index for layer in run]
+        numbers = f" {ids[0]}" if ids[0] == ids[-1] else f" {ids[0]}-{ids[-1]}"
+        words.append(kind + (numbers if kind in NUMBERED else ""))
+    return ", ".join(words)

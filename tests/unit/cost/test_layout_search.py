@@ -1,0 +1,106 @@
+"""The search for a layout: as good as trying every layout, where that can be done; deterministic; within memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
+
+import pytest
+
+from ppctl.cost.layout_scores import Candidate, Price, StagePrice, worst_moments
+from ppctl.cost.layout_search import search_layout
+from ppctl.schedule.action import Op, Schedule
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import Costs, simulate, step_time
+
+
+def every_layout(num_layers: int, schedule: Schedule, *, has_mtp: bool) -> Iterator[Candidate]:
+    stages, pp = schedule.placement.num_stages, schedule.placement.pp
+    for cuts in combinations_with_replacement(range(num_layers + 1), stages - 1):
+        counts = tuple(b - a for a, b in zip((0, *cuts), (*cuts, num_layers), strict=True))
+        for home in range(stages - pp, stages) if has_mtp else (-1,):
+            if home < 0 or not any(counts[home + 1 :]):
+                yield Candidate(counts, home)
+
+
+def prices_of(candidate: Candidate, price: Price) -> list[StagePrice]:
+    first, prices = 0, []
+    for stage, count in enumerate(candidate.counts):
+        prices.append(price(stage, first, count, stage == candidate.mtp_stage))
+        first += count
+    return prices
+
+
+def seconds_of(candidate: Candidate, schedule: Schedule, price: Price, message: float) -> float:
+    prices = prices_of(candidate, price)
+    backward = [p.input_gradient + p.weight_gradient for p in prices]
+    return step_time(simulate(schedule, Costs([p.forward for p in prices], backward, message=message)))
+
+
+def peak_of(candidate: Candidate, schedule: Schedule, price: Price) -> int:
+    """By walking every list: what a device holds at its worst moment."""
+    prices, worst = prices_of(candidate, price), 0
+    for pp_rank, row in enumerate(schedule.actions):
+        held = sum(prices[stage].state for stage in schedule.placement.stages_of(pp_rank))
+        for op, stage, _ in row:
+            held += prices[stage].activation * ((op is Op.F) - (op is Op.B))
+            worst = max(worst, held)
+    return worst
+
+
+def random_case(seed: int) -> tuple[int, bool, Schedule, Price, float]:
+    draw = random.Random(seed)
+    pp = draw.choice([1, 2, 3])
+    vpp = draw.choice([1, 2])
+    num_layers, has_mtp, m = draw.randint(2, 7), draw.random() < 0.5, draw.choice([1, 2, 4]) * pp
+    layers = [draw.uniform(0.8, 1.2) if draw.random() < 0.3 else 1.0 for _ in range(num_layers)]
+    e, loss, mtp = draw.uniform(0, 0.5), draw.uniform(0.2, 3), draw.uniform(0.8, 1.5)
+
+    def price(stage: int, first: int, count: int, has_m: bool) -> StagePrice:
+        embedding, has_loss = stage == 0, stage == pp * vpp - 1
+        work = sum(layers[first : first + count]) + e * embedding + loss * has_loss + mtp * has_m
+        state = 100 * (count + has_m) + 80 * (embedding + has_loss)
+        return StagePrice(work, 0.9 * work, 1.1 * work, state, 10 * (count + has_m) + 5 * has_loss)
+
+    name = "interleaved_1f1b" if vpp > 1 else "1f1b"
+    schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
+    return num_layers, has_mtp, schedule, price, draw.choice([0.0, 0.05])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_among_all_layouts_is_faster(seed: int) -> None:
+    num_layers, has_mtp, schedule, price, message = random_case(seed)
+    found = search_layout(num_layers, has_mtp, schedule, price, message=message)
+    fastest = min(seconds_of(c, schedule, price, message) for c in every_layout(num_layers, schedule, has_mtp=has_mtp))
+    assert found.best.step_time == pytest.approx(seconds_of(found.best.candidate, schedule, price, message))
+    assert found.best.step_time <= fastest * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_under_a_memory_limit_it_takes_the_fastest_that_fits(seed: int) -> None:
+    num_layers, has_mtp, schedule, price, message = random_case(seed)
+    layouts = list(every_layout(num_layers, schedule, has_mtp=has_mtp))
+    peaks = sorted(peak_of(layout, schedule, price) for layout in layouts)
+    limit = peaks[len(peaks) // 3]
+    found = search_layout(num_layers, has_mtp, schedule, price, message=message, limit=limit)
+    assert found.best.peak == peak_of(found.best.candidate, schedule, price) <= limit
+    fastest = min(seconds_of(c, schedule, price, message) for c in layouts if peak_of(c, schedule, price) <= limit)
+    assert found.best.step_time <= fastest * (1 + 1e-9)
+
+
+def test_where_nothing_fits_it_is_the_one_that_exceeds_least() -> None:
+    num_layers, has_mtp, schedule, price, message = random_case(3)
+    found = search_layout(num_layers, has_mtp, schedule, price, message=message, limit=1)
+    least = min(peak_of(c, schedule, price) for c in every_layout(num_layers, schedule, has_mtp=has_mtp))
+    assert found.best.peak <= 1.05 * least
+
+
+def test_it_is_the_same_every_time() -> None:
+    case = random_case(7)
+    assert search_layout(*case[:4], message=case[4]) == search_layout(*case[:4], message=case[4])
+
+
+def test_worst_moments_are_those_that_no_other_exceeds() -> None:
+    schedule = make_schedule("interleaved_1f1b", pp=2, vpp=2, num_microbatches=4)
+    assert worst_moments(schedule.actions[0], (0, 2)) == ((4, 1), (3, 2))
