@@ -6,24 +6,30 @@ PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 JOBS ?= 2
 
-.PHONY: train test test-all test-slurm check bench bench-plan golden fix test-gpu clean
+.PHONY: train test test-all soak test-slurm check bench bench-plan golden fix test-gpu clean
+
+logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
+  { $(PY) -m pytest $(1) 2>&1; echo $$? >$$log.code; } | tee -a $$log.log; code=$$(cat $$log.code); rm $$log.code; exit $$code
 
 train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 3 minutes
 	$(PY) -m ppctl train +recipe=quickstart
 
 test: .venv/ready-test       ## every test file, two at a time (JOBS=1: one); large grids as a seeded sample
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not whole and not gpu and not slurm"
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not whole and not soak and not gpu and not slurm"
 
 test-slurm: .venv/ready-test ## runs behind a real SLURM on this machine; skipped with a reason where it cannot start
-	$(PY) -m pytest -m slurm -rs -n 4 --dist loadfile --durations 10 tests/slurm
+	$(PY) -m pytest -m "slurm" -rs -n 4 --dist loadfile --durations 10 tests/slurm
 
-test-all: .venv/ready-test   ## whole grids, fault soaks and SLURM; dated logs under benchmarks/, one line for every struck run
-	log=benchmarks/test-all-$$(date +%F); export PPCTL_SOAK_LOG=$$PWD/$$log-soak.log; \
-	  { $(PY) -m pytest -m "not gpu" 2>&1; echo $$? >$$log.code; } | tee $$log.log; \
-	  code=$$(cat $$log.code); rm $$log.code; exit $$code
+test-all: .venv/ready-test   ## every pair of a grid's values, and SLURM: at most 75 minutes on two quiet cores; dated logs under benchmarks/
+	log=benchmarks/test-all-$$(date +%F); $(call logged,-n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	  -m "not soak and not gpu" --durations 30)
+
+soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at most an hour a call; again until it is finished
+	@test -n "$(SHARD)" || { echo "say which part: make soak SHARD=1/4"; exit 2; }
+	log=benchmarks/soak-$$(date +%F)-$(subst /,-of-,$(SHARD)); $(call logged,-m "soak" --shard $(SHARD) -vv)
 
 test-gpu: .venv/ready-test   ## what needs a CUDA device; then a stage's step against a bare loop, measured
-	$(PY) -m pytest -m gpu tests/gpu
+	$(PY) -m pytest -m "gpu" tests/gpu
 	$(PY) benchmarks/stage.py --device cuda
 
 check: .venv/ready-dev       ## format, lint, types, import contracts
@@ -46,7 +52,7 @@ bench-plan: .venv/ready-core ## plans against recorded memory, published through
 	$(PY) benchmarks/plan_on_cpu.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
-	PPCTL_GOLDEN=write $(PY) -m pytest -m "not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/test_doctor.py
+	PPCTL_GOLDEN=write $(PY) -m pytest -m "not whole and not soak and not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/cli/test_doctor.py
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -78,7 +78,7 @@ class Ppctl:
         self.recorder = make_recorder(harness.rank, self.schedule.actions[harness.rank], CPU)
         name = f"bench-{os.environ['MASTER_PORT']}-{extra}-{batched}"
         self.path = heartbeat.create(name, harness.rank, os.getpid())
-        self.heartbeat = heartbeat.Heartbeat.open(name, harness.rank)
+        self.heartbeat = heartbeat.HeartbeatFile(name, harness.rank)
 
     def _program(self, stage: int) -> StageProgram:
         cell, module, edge = self.work.cell, self.modules[stage], (self.work.spec(),)

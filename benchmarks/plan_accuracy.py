@@ -15,7 +15,7 @@ from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit" / "cost")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from published_models import MODELS
 from published_runs import kendall_tau, throughput_rows

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 import ppctl.rank.worker  # noqa: F401  the same imports
-from ppctl.rank.phases import Phases, process_age
-from ppctl.rank.rendezvous import Ranks, join_world, meet
+from ppctl.rank.rendezvous import START_UP, OwnRank, meet
+from ppctl.rank.times import Phases, process_age
+from ppctl.reach.start import join_world
 from ppctl.rundir import RunDir
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
@@ -20,12 +21,12 @@ from ppctl.train.step import Trainer
 def main() -> None:
     phases = Phases()
     phases.add("import", process_age())
-    run, ranks = RunDir(Path(sys.argv[1])), Ranks.from_environment()
+    run, own = RunDir(Path(sys.argv[1])), OwnRank.from_environment()
     config, plan, device = run.read_config(), run.read_plan(), torch.device("cpu")
     with phases("groups"):
-        join_world(meet(ranks), ranks, device)
+        join_world(meet(own), own.rank, own.world_size, device, START_UP)
     with phases("build"):
-        session = build_session(config, plan, ranks.rank, device)
+        session = build_session(config, plan, own.rank, device)
     trainer = Trainer(session, session.batches(), lambda: 0)
     with phases("first step"):
         trainer.step(0)

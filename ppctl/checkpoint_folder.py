@@ -4,8 +4,8 @@ Knows directories, the `latest` file and that the manifest is a checkpoint's las
 what is in a file. Standard library only: both towers use it, and nobody else knows these names (decision 23).
 
     step-20/        a checkpoint: complete, because it got this name by one rename, after its manifest was written
-    latest          text: the name of the checkpoint to go on from; replaced by rename
-    step-30.tmp/    being written or being deleted, or what a crash left of either: never read
+    latest          text: the name of the checkpoint to continue from; replaced by rename
+    step-30.tmp/    being written or being deleted, or left half-done by a crash: never read
     step-20.old/    moved aside while a new step-20 takes its place; read only if a crash left no step-20
 """
 
@@ -37,7 +37,7 @@ _LONGEST_NAME = 255
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The checkpoint that a start goes on from."""
+    """The checkpoint that a start continues from."""
 
     path: Path
     warning: str = ""
@@ -48,20 +48,17 @@ class Found:
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of `step` completed steps lives."""
+    """The directory of the checkpoint of `step` completed steps."""
     return directory / f"step-{step}"
 
 
 def temporary_path(directory: Path, step: int) -> Path:
-    """Where it is written before it has a name that is read."""
+    """The directory in which it is written, under a name that is never read."""
     return directory / f"step-{step}{_TEMPORARY}"
 
 
 def step_of(checkpoint: Path | str | None) -> int:
-    """The number of completed steps that a checkpoint's name says (`step-6` and `step-6.old`: 6).
-
-    0 for None and for a name of another kind.
-    """
+    """The number of completed steps in a checkpoint's name (`step-6` and `step-6.old`: 6); 0 for any other name."""
     match = _KEPT.fullmatch(Path(checkpoint or "").name)
     return int(match[1]) if match else 0
 
@@ -70,10 +67,10 @@ def step_of(checkpoint: Path | str | None) -> int:
 
 
 def find(directory: Path) -> Found | None:
-    """The checkpoint that every start of a run goes on from; None only where there is no checkpoint of any kind.
+    """The checkpoint that every start of a run continues from; None only if there is no checkpoint of any kind.
 
-    The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. Where
-    none is complete, the newest one: whoever loads it refuses it, and no run begins anew beside its checkpoints.
+    The one that the `latest` file names (or its `.old`, see `at`); else the newest complete one, with a warning. If
+    none is complete, the newest one: loading it fails, so that no run starts again at step 0 beside its checkpoints.
     Raises CheckpointError (PP-E505) where the directory cannot be read.
     """
     with _os_errors_as_problems(directory):
@@ -93,10 +90,10 @@ def find(directory: Path) -> Found | None:
 def at(path: Path) -> Path | None:
     """The checkpoint that a path names, or None.
 
-    Where a crash came while a new step-N took the place of an old one, this is `step-N.old`, also for the path
-    `step-N`; once the next save has given it its name back, it is `step-N`, also for the path `step-N.old`. Any other
-    directory with a manifest is a checkpoint, too (a copy under a name of its own), but never a `.tmp`.
-    Raises CheckpointError (PP-E505) where the file system does not let us look.
+    After a crash while a new step-N took the place of an old one, this is `step-N.old`, also for the path `step-N`;
+    once the next save has given it its name back, it is `step-N`, also for the path `step-N.old`. Any other directory
+    with a manifest is a checkpoint, too (a copy under a name of its own), but never a `.tmp`.
+    Raises CheckpointError (PP-E505) where the file system does not answer.
     """
     with _os_errors_as_problems(path):
         return _at(path)
@@ -112,9 +109,9 @@ def complete(directory: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the checkpoint at `path` has been written to its end, and nobody has begun to delete it.
+    """Whether the checkpoint at `path` has been written completely, and its deletion has not begun.
 
-    Raises OSError where the file system does not answer: that does not mean that the checkpoint is not there.
+    Raises OSError where the file system does not answer: then the checkpoint may be there.
     """
     try:
         return stat.S_ISREG((path / MANIFEST).stat().st_mode)
@@ -129,7 +126,7 @@ def _at(path: Path) -> Path | None:
     for place in places:
         if is_complete(place) and place.suffix != _TEMPORARY:
             return place
-    # Without a manifest it is damaged. Whoever loads it says so: to use another one in its place is not decided here.
+    # Without a manifest it is damaged. Loading it reports that: no other one is used in its place here.
     return next((place for place in places if _KEPT.fullmatch(place.name) and place.is_dir()), None)
 
 
@@ -171,16 +168,16 @@ def _os_errors_as_problems(path: Path) -> Iterator[None]:
         raise CheckpointError(Problem("PP-E505", message, remedy, str(error.filename or path))) from error
 
 
-# Writing. Between any two lines the machine may stop: what is there then must be what `find` expects.
+# Writing. The machine may stop between any two lines: `find` must understand every state in between.
 
 
 def prepare(directory: Path, step: int) -> Path:
-    """Make the empty directory that `step` is written into, after removing what a crashed save left."""
+    """Make the empty directory into which `step` is written, after removing the remains of crashed saves."""
     directory.mkdir(parents=True, exist_ok=True)
     sweep(directory)
     pointer = directory / LATEST
     if pointer.is_dir() and not pointer.is_symlink():
-        # Someone else's, and no file can take its place. It may hold what its owner needs: it is moved, not deleted.
+        # Not ours, and no file can take its place. Its owner may need it: it is moved, not deleted.
         pointer.rename(pointer.with_suffix(_OLD))
     path = temporary_path(directory, step)
     path.mkdir()
@@ -188,7 +185,7 @@ def prepare(directory: Path, step: int) -> Path:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what crashed saves left, and finish or undo replacements. Only where nobody else saves here."""
+    """Remove the remains of crashed saves, and finish or undo replacements. Only while no other process saves here."""
     for path in sorted(directory.iterdir()):
         if path.suffix == _OLD and _KEPT.fullmatch(path.name):
             _settle(path)
@@ -204,7 +201,7 @@ def _settle(moved: Path) -> None:
         moved.rename(path)
     elif os.path.lexists(path):
         discard(moved)
-    # Else it is damaged, but it shows that there was a checkpoint: without it a start would take the run for a new one.
+    # Else it is damaged, but it shows that there was a checkpoint: without it a start would begin at step 0.
 
 
 def publish(directory: Path, step: int) -> Path:
@@ -229,20 +226,18 @@ def publish(directory: Path, step: int) -> Path:
 def retain(directory: Path, step: int, keep: int) -> None:
     """Delete all but the last `keep` complete checkpoints up to `step` (0 keeps all).
 
-    Later ones belong to a run that was set back; they stay until this run reaches them. Each loses its name first, so
-    that a half-deleted checkpoint is never read. What cannot be deleted now is tried again at the next save.
+    Later ones are there if the run was resumed from an earlier step; they stay until it reaches them. Each is renamed
+    first, so that a half-deleted checkpoint is never read. What cannot be deleted now is tried again at the next save.
     """
     past = [path for path in complete(directory) if step_of(path) <= step]
     for path in past[:-keep] if keep else []:
-        gone = temporary_path(directory, step_of(path))
-        path.rename(gone)
-        discard(gone)
+        discard(path.rename(temporary_path(directory, step_of(path))))
 
 
 def discard(path: Path) -> None:
-    """Delete a file or a directory that nobody reads, as far as the file system lets us.
+    """Delete a file or a directory that is not read any more, as far as the file system allows.
 
-    A checkpoint loses its manifest first: what is left of it after a crash is not complete under any name.
+    Of a checkpoint the manifest is deleted first: after a crash its remains are not complete under any name.
     """
     if path.is_dir() and not path.is_symlink():
         try:

@@ -1,4 +1,4 @@
-"""Which kind of device the ranks of one machine take.
+"""Which kind of device the ranks of one machine use.
 
 Knows the rule alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor configs.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 
 def device_type(asked: str, gpus: int, ranks: int) -> str:
-    """`cuda` or `cpu` for all `ranks` of a machine that has `gpus`; `asked` is one of them, or `any`.
+    """`cuda` or `cpu`, for all `ranks` of a machine with `gpus`; `asked` is one of these, or `any`.
 
-    `any` is cuda where every rank has a GPU of its own. The answer is the same for every rank of a machine: were each
-    to look for its own GPU alone, the first ranks would wait in NCCL for others that are on gloo.
+    `any` is cuda if every rank has a GPU of its own. All ranks of a machine get the same: if each one looked for its
+    own GPU alone, the first ranks would wait in NCCL for others that use gloo.
     """
     if asked != "any":
         return asked

@@ -1,5 +1,4 @@
-"""Writing files so that no reader, crash or full disk ever meets half of one; reading none without end; locks; closed
-streams.
+"""Files: never half-written, whatever crashes or fills the disk; read up to a limit; locked. And closed streams.
 
 Knows the operating system. Must not know what is written, nor where.
 """
@@ -45,7 +44,7 @@ def read_whole(path: Path | str, most: int = MOST_READ) -> bytes:
     """
     path = _expanded(path)
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # of a directory the system itself tells
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() reports a directory
         raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
     with open(path, "rb") as file:
         data = file.read(most + 1)
@@ -60,7 +59,7 @@ def read_text(path: Path | str, most: int = MOST_READ) -> str:
 
 
 def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> None:
-    """Replace `path`: written beside, synced (unless not `durable`), renamed. OSError leaves the old one."""
+    """Replace `path`: written beside it, synced if `durable`, renamed. After an OSError the old file is there."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb") as file:
@@ -77,7 +76,7 @@ def write_atomically(path: Path, text: str | bytes, *, durable: bool = True) -> 
 def append(path: Path, line: str) -> None:
     """Append `line` in a single write: lines of two writers never mix.
 
-    Raises OSError where the disk is full; half a line does not stay.
+    Raises OSError where the disk is full; then no half of the line is left.
     """
     data = line.encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -96,9 +95,9 @@ TAKEN = -1
 
 
 def lock(path: Path, patience: float = 0.0) -> int | None:
-    """A descriptor that holds the directory's lock; TAKEN where another process has it; None without locks.
+    """A descriptor that holds the directory's lock; TAKEN if another process has it; None without locks.
 
-    `patience` seconds outlast someone who only looks whether it is held.
+    For `patience` seconds it tries again: a process that only tests the lock has it for a moment, too.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     deadline = time.monotonic() + patience
@@ -117,12 +116,12 @@ def lock(path: Path, patience: float = 0.0) -> int | None:
 
 
 def release(descriptor: int | None) -> None:
-    """Let go of what `lock` returned."""
+    """Release what `lock` returned."""
     if descriptor not in (None, TAKEN):
         os.close(descriptor)
 
 
 def silence(out: TextIO) -> None:
-    """Let all that is still written to `out`, whose reader has left, go nowhere instead of failing at exit."""
+    """Discard what is still written to `out`, whose reader has closed it, instead of failing at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

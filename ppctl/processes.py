@@ -1,6 +1,6 @@
-"""Processes of this machine, seen from outside: which one it is, whether it still lives, whether it is stopped.
+"""The processes of this machine: a name that stays unique, and whether a process has ended or is stopped.
 
-Knows what the system tells of a process. Must not know what it does, nor runs.
+Knows /proc. Must not know what a process does, nor runs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,36 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def identity() -> dict[str, Any]:
-    """What this process alone is called: machine, boot, number and start. Stays when it becomes another program."""
+    """This process and no other one: machine, boot, number and start. The same after the process has called exec."""
     return {"machine": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """Whether the process with this identity was one of this machine's and has ended; False where nobody can say."""
+    """Whether the process with this identity ran on this machine and has ended; False where that is not known."""
     pid, began = process.get("pid"), process.get("started")
     here = process.get("machine") == socket.gethostname() and process.get("boot") == _boot() != ""
     return here and isinstance(pid, int) and began is not None and (started(pid) != began or _state(pid) == "Z")
 
 
+def exists(pid: int) -> bool:
+    """Whether there is a process with this number, whoever owns it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None where the system does not say."""
+    """When a process started, in clock ticks after the machine; None on a system without /proc."""
     fields = _fields(pid)
     return int(fields[19]) if fields else None
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, a debugger); False where the system does not say."""
+    """Whether a process is stopped (SIGSTOP, a debugger); False on a system without /proc."""
     return _state(pid) in ("T", "t")
 
 
@@ -43,7 +54,7 @@ def _state(pid: int) -> str:
 
 
 def _fields(pid: int) -> list[str]:
-    """/proc/PID/stat behind the name: the state first. Empty where there is no such process, or no such file."""
+    """/proc/PID/stat after the process's name: the state first. Empty where there is no such file."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

@@ -1,7 +1,7 @@
-"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to go on from.
+"""Finding runs and their checkpoints: all runs, the one that a person means, and the checkpoint to continue from.
 
-Knows how runs lie under their root and what people call them by. Must not know what is in a run's files, nor which
-checkpoint a start reads (`checkpoint_folder`).
+Knows where runs are under their root, and by which names people call them. Must not know what is in a run's files, nor
+the rule by which a checkpoint is chosen (`checkpoint_folder`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def find_run(reference: str | None, root: Path) -> RunDir:
     if not found:
         message = f"no run under {root} is called {reference}; the newest are below"
         raise ConfigError(Problem("PP-E611", message, f"ppctl runs show {runs[0].id}", listed))
-    message = f"{reference} means {len(found)} runs; say more of the id"
+    message = f"{reference} means {len(found)} runs; type more of the id"
     raise ConfigError(Problem("PP-E612", message, f"ppctl runs show {found[0].id}", listed))
 
 
@@ -66,7 +66,7 @@ def _matching(reference: str, runs: Sequence[RunDir]) -> list[RunDir]:
 
 
 def last_checkpoint(run: RunDir) -> Path | None:
-    """The checkpoint that a start of `run` goes on from; one line on stderr where it is not the one of `latest`.
+    """The checkpoint that a start of `run` continues from; a warning on stderr if it is not the one of `latest`.
 
     Raises CheckpointError (PP-E505) where the directory of checkpoints cannot be read.
     """
@@ -80,7 +80,7 @@ def last_checkpoint(run: RunDir) -> Path | None:
 
 @cache
 def _warn(line: str) -> None:
-    """Once in a process: a start may look for its checkpoint several times."""
+    """Print it once in a process: a start may look for its checkpoint several times."""
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 

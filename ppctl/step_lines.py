@@ -1,4 +1,4 @@
-"""A step as a line for a person: what rank 0 prints while it trains, and what `ppctl logs` shows again.
+"""A step as a line for a person: rank 0 prints it while it trains, and `ppctl logs` shows it later.
 
 Knows the keys of a metrics record and how wide a line may be. Must not know where records come from, nor torch.
 """
@@ -11,7 +11,7 @@ from typing import Any
 Record = Mapping[str, Any]
 
 WIDE = 120
-"""Columns from which a step's line is written out."""
+"""From this number of columns on, a step's line has its long form."""
 
 
 def clock_text(seconds: float) -> str:
@@ -22,7 +22,7 @@ def clock_text(seconds: float) -> str:
 
 
 def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
-    """One step for the screen: what a person watches, in fixed columns; shorter where a line of 120 does not fit."""
+    """One step in fixed columns; in a short form on a screen of less than WIDE columns."""
     done = f"{record['step']:>{len(str(steps))}}/{steps}"
     if columns < WIDE:
         return (
@@ -38,7 +38,7 @@ def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> 
 
 
 class StepLines:
-    """The lines of one step after another, with the time that is left judged from the last twenty steps."""
+    """The lines of consecutive steps; the remaining time is estimated from the last twenty steps."""
 
     def __init__(self, steps: int, columns: int) -> None:
         self.steps = steps
@@ -46,7 +46,7 @@ class StepLines:
         self.recent: list[float] = []
 
     def lines(self, record: Record) -> list[str]:
-        """The step's line, and one for what was held out where there was an evaluation."""
+        """The step's line, and one for its evaluation if there was one."""
         self.recent = [*self.recent[-19:], record["step_time_s"]]
         left = self.steps - record["step"]
         lines = [step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns)]

@@ -1,15 +1,13 @@
-"""Shared test set-up: `tests/` is importable (ranks.py, oracle), and every process computes on one thread."""
+"""Shared test set-up: every process computes on one thread, and a test that fails leaves no process behind."""
 
 import os
 import signal
 import sys
-from pathlib import Path
 
 import hypothesis
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
 # pytest-xdist's workers are told of a terminal of 80 columns, which would be news to what they start.
@@ -18,6 +16,22 @@ for name in ("COLUMNS", "LINES"):
 # A shell's background job ignores SIGINT and nohup's SIGHUP, and so would what is started here, as it should.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="i/n: of the tests that -m selects, the i-th of n parts; what passed is left out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("shard"):
+        from soak import Soak
+
+        config.pluginmanager.register(Soak(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes one worker twenty minutes in `make test-all` comes first; another runs the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_hostile_values.py")
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, go_on
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.schedule_file import not_trained
+from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         become_worker(started, "--join")
     with training.told_once(started, args.json):
         found = find_run(args.run, Path(args.dir))
-        with found.hold():
+        with hold(found):
             launch, checkpoint = prepare(args, found, started)
             return training.conduct(launch, _going_on(found, launch, checkpoint), started, args.json)
 

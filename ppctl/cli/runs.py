@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ppctl import checkpoint_folder
 from ppctl.cli.table import aligned
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
+from ppctl.run_starts import holder, is_held
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run, list_runs
 
@@ -77,27 +79,28 @@ def facts(run: RunDir) -> dict[str, Any]:
 def checkpoint_of(run: RunDir) -> Path | None:
     """The checkpoint that a start would go on from, to be shown: None also where the directory cannot be read."""
     try:
-        return run.latest_checkpoint()
+        found = checkpoint_folder.find(run.checkpoints)
     except CheckpointError:
         return None
+    return None if found is None else found.path
 
 
 def _state(run: RunDir, status: dict[str, Any]) -> str:
     """As status.json says, but `lost` where nobody runs it: at once where its process is known."""
     state = str(status["state"])
-    if state not in _LIVES or run.is_held():
+    if state not in _LIVES or is_held(run):
         return state
-    if is_gone(run.holder()):
+    if is_gone(holder(run)):
         return LOST
     files = [run.path, *run.path.glob("*.json*"), *(run.path / "heartbeats").glob("*.json")]
     return LOST if time.time() - max(file.stat().st_mtime for file in files) > _QUIET else state
 
 
 def _why_lost(run: RunDir, state: str) -> str | None:
-    holder = run.holder()
-    if state != LOST or not is_gone(holder):
+    last = holder(run)
+    if state != LOST or not is_gone(last):
         return None
-    return f"the process that ran it ({holder['pid']} on {holder['machine']}) is gone, and its ranks with it"
+    return f"the process that ran it ({last['pid']} on {last['machine']}) is gone, and its ranks with it"
 
 
 def table(found: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from ppctl.cli.jobs import Submitted, meant, submitted, together
 from ppctl.cli.runs import facts
 from ppctl.cli.table import aligned
 from ppctl.errors import PpctlError
-from ppctl.hang.waits import published, root, waits
+from ppctl.hang.waits import published_states, root, waits
 from ppctl.rundir import RunDir
 
 
@@ -39,7 +39,9 @@ def collect(one: RunDir, job: Submitted | None) -> dict[str, Any]:
     told = facts(one)
     told["start_up"] = one.result().get("start_up") or one.status().get("start_up")
     told["slowest_edge"] = _slowest_edge(one.edges())
-    told["errors"] = [{key: error.get(key) for key in ("rank", "type", "message", "place")} for error in one.errors()]
+    told["errors"] = [
+        {key: getattr(error, key) for key in ("rank", "type", "message", "place")} for error in one.errors()
+    ]
     hosts = [host for host in one.heartbeats().values() if "host" in host]
     told["ranks"] = sorted(
         ({"host": host["host"], "told": host["time"], **row} for host in hosts for row in host["ranks"]),
@@ -69,8 +71,7 @@ def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
 def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
     """To each rank's row its last and its current action, whom it waits for, and whether all wait for it."""
     with suppress(PpctlError, OSError):  # a damaged plan is for others to tell
-        standings = published(one.heartbeats(), time.time(), _SILENT)
-        found = waits(one.read_plan(), standings)
+        found = waits(one.read_plan(), published_states(one.heartbeats(), time.time(), _SILENT))
         culprit = root(found) if any(wait.on is not None for wait in found) else None
         for row, wait in zip(rows, found, strict=True):
             row["done"] = None if wait.done is None else str(wait.done)
@@ -78,7 +79,7 @@ def _add_waits(one: RunDir, rows: list[dict[str, Any]]) -> None:
             row["waits_for"] = wait.on
             row["needs"] = None if wait.needs is None else str(wait.needs)
             row["sent"] = wait.sent
-            row["gone"] = wait.standing.gone
+            row["gone"] = wait.state.stopped
             row["root"] = wait is culprit
 
 

@@ -22,6 +22,7 @@ from ppctl.launch.environment import Started, detect
 from ppctl.launch.others import become_worker
 from ppctl.launch.prepare import Launch, new_run, with_value
 from ppctl.launch.weights import check_weights, find_weights
+from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _held(launch: Launch, started: Started) -> Iterator[RunDir]:
     run = new_run(launch, started)
-    with run.hold():
+    with hold(run):
         yield run
 
 

@@ -25,42 +25,40 @@ MEANING = {
 """Each state begins with one of four words: works, later, needs, ignored."""
 
 _SHOWN_BY = {
-    "tests/dist/test_bitwise_law.py": {
+    "tests/dist/train/test_bitwise_law.py": {
         "test_any_cut_gives_the_bits_of_one_process": (
-            "parallel.pipeline_model_parallel_size parallel.virtual_pipeline_model_parallel_size"
+            "parallel.pipeline_model_parallel_size parallel.virtual_pipeline_model_parallel_size "
+            "parallel.overlap_p2p_comm parallel.batch_p2p_comm parallel.variable_seq_lengths "
+            "parallel.pipeline_model_parallel_comm_backend parallel.overlap_p2p_comm_warmup_flush"
         ),
         "test_any_layout_gives_the_bits_of_one_process": "parallel.pipeline_model_parallel_layout",
         "test_two_replicas_agree_with_one_process_to_a_millionth": "parallel.data_parallel_size",
         "test_schedule_and_deallocation_change_no_bit": "parallel.deallocate_pipeline_outputs pipeline.pp_schedule",
-        "test_how_messages_travel_changes_no_bit": (
-            "parallel.overlap_p2p_comm parallel.batch_p2p_comm parallel.variable_seq_lengths "
-            "parallel.pipeline_model_parallel_comm_backend parallel.overlap_p2p_comm_warmup_flush"
-        ),
         "test_a_given_schedule_gives_the_bits_of_one_process": "pipeline.pp_schedule_csv",
         "test_several_schedule_calls_a_step_change_no_bit": "pipeline.pp_batch_size",
         "test_scaling_in_the_schedule_weighs_every_microbatch_alike": "pipeline.scale_grads_in_schedule",
         "test_a_longer_warmup_changes_no_bit": "pipeline.extra_warmup",
         "test_a_given_loss_is_a_sum_over_tokens_or_a_mean": "pipeline.loss_fn",
     },
-    "tests/unit/test_plan.py": {
+    "tests/unit/plan/test_plan.py": {
         "test_a_group_size_counts_only_when_it_was_given": "parallel.microbatch_group_size_per_vp_stage",
         "test_the_world_and_the_batch_follow_from_what_was_given": "pipeline.pp_microbatch_size",
     },
-    "tests/dist/test_recompute.py": {
+    "tests/dist/train/test_recompute.py": {
         "test_recompute_changes_no_bit": (
             "parallel.num_microbatches_with_partial_activation_checkpoints train.recompute_granularity "
             "train.recompute_method train.recompute_num_layers train.recompute_modules train.recompute_stages"
         ),
     },
-    "tests/torch/test_precision.py": {
+    "tests/torch/train/test_precision.py": {
         "test_bfloat16_training_follows_float32_training": "parallel.bf16 parallel.params_dtype"
     },
-    "tests/dist/test_precision_ranks.py": {
+    "tests/dist/train/test_precision_ranks.py": {
         "test_float16_follows_float32_under_any_scale_until_one_overflows": "parallel.fp16",
         "test_autocast_computes_in_bfloat16_and_keeps_float32": "parallel.enable_autocast parallel.autocast_dtype",
         "test_deterministic_mode_refuses_other_kernels": "parallel.deterministic_mode",
     },
-    "tests/unit/test_plan_split.py": {
+    "tests/unit/plan/test_plan_split.py": {
         "test_megatrons_splits_have_the_recorded_rows": (
             "parallel.num_layers_in_first_pipeline_stage parallel.num_layers_in_last_pipeline_stage "
             "parallel.account_for_embedding_in_pipeline_split parallel.account_for_loss_in_pipeline_split"
@@ -69,7 +67,7 @@ _SHOWN_BY = {
         "test_layers_per_stage_are_nemos": "pipeline.layers_per_stage pipeline.round_virtual_stages_to_pp_multiple",
         "test_modules_by_name_are_a_layout": "pipeline.module_fqns_per_model_part",
     },
-    "tests/dist/test_bitwise_models.py": {
+    "tests/dist/train/test_bitwise_models.py": {
         "test_experts_spread_over_ranks_agree_with_replicas_to_a_millionth": "parallel.expert_model_parallel_size",
         "test_any_cut_of_a_model_with_experts_and_mtp_gives_the_same_bits": (
             "model.num_moe_experts model.mtp_num_layers"
@@ -80,19 +78,19 @@ _SHOWN_BY = {
             "parallel.pipeline_dtype pipeline.pp_seq_len pipeline.dtype"
         ),
     },
-    "tests/dist/test_p2p.py": {"test_activations_go_down_and_gradients_come_back": "parallel.batch_p2p_sync"},
-    "tests/dist/test_sharded.py": {
+    "tests/dist/megatron/test_p2p.py": {"test_activations_go_down_and_gradients_come_back": "parallel.batch_p2p_sync"},
+    "tests/dist/parallel/test_sharded.py": {
         "test_every_way_of_sharding_agrees_with_replicas": "parallel.data_parallel_sharding"
     },
-    "tests/dist/test_engine.py": {"test_capacity_changes_nothing_but_time": "pipeline.p2p_capacity"},
-    "tests/torch/test_compile.py": {"test_a_compiled_stage_agrees_to_a_millionth": "train.compile"},
-    "tests/dist/test_evaluation.py": {
+    "tests/dist/engine/test_engine.py": {"test_capacity_changes_nothing_but_time": "pipeline.p2p_capacity"},
+    "tests/torch/model/test_compile.py": {"test_a_compiled_stage_agrees_to_a_millionth": "train.compile"},
+    "tests/dist/train/test_evaluation.py": {
         "test_training_does_not_notice": "train.eval_interval",
         "test_there_is_one_at_the_end_and_a_sample_counts_once": "train.eval_steps",
         "test_a_held_out_sample_is_never_trained_on": "data.validation_split",
     },
-    "tests/dist/test_own_data.py": {"test_what_follows_a_documents_end_does_not_count": "data.eod_mask_loss"},
-    "tests/dist/test_packed_documents.py": {
+    "tests/dist/train/test_own_data.py": {"test_what_follows_a_documents_end_does_not_count": "data.eod_mask_loss"},
+    "tests/dist/train/test_packed_documents.py": {
         "test_any_cut_of_packed_documents_gives_the_same_bits": "data.reset_position_ids data.reset_attention_mask"
     },
     "tests/unit/launch/test_script.py": {
@@ -100,15 +98,17 @@ _SHOWN_BY = {
             "launch.container_image launch.container_mounts launch.container_workdir"
         ),
     },
-    "tests/torch/test_schedule_functions.py": {
+    "tests/torch/megatron/test_schedule_functions.py": {
         "test_the_timers_of_a_step": "parallel.timers",
         "test_a_step_stores_finalizes_and_leaves_the_config_alone": "parallel.finalize_model_grads_func",
         "test_an_exception_anywhere_leaves_no_sync_and_names_the_action": "parallel.no_sync_func",
     },
-    "tests/torch/test_schedule_steps.py": {
+    "tests/torch/megatron/test_schedule_steps.py": {
         "test_auxiliary_losses_are_scaled_as_the_loss_is": "parallel.grad_scale_func"
     },
-    "tests/dist/test_trace.py": {"test_a_sample_of_the_traces": "parallel.grad_sync_func parallel.param_sync_func"},
+    "tests/dist/megatron/test_trace.py": {
+        "test_a_sample_of_the_traces": "parallel.grad_sync_func parallel.param_sync_func"
+    },
 }
 """Test file -> test -> the keys that it shows to work: of `parallel` and `pipeline` all, of other sections some."""
 

@@ -62,7 +62,7 @@ ALLOCATORS = {
 }
 
 TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
-"""torch's CPU build runs RMSNorm step by step. Checked by tests/dist/test_plan_memory.py."""
+"""torch's CPU build runs RMSNorm step by step. Checked by tests/dist/train/test_plan_memory.py."""
 
 
 class Part(NamedTuple):

@@ -1,1 +1,4 @@
-"""When a job hangs, and whom all others wait for: records and plan in, culprit out."""
+"""Whether a job hangs (`limits`), which rank waits for which (`waits`), and which rank is the cause (`verdict`).
+
+From the ranks' states and the plan alone: no processes, clocks or files.
+"""

@@ -1,17 +1,16 @@
-"""Who keeps whom waiting: the ranks' records and the plan in, the one that is waited for in the end out.
+"""Which rank waits for which, and which one all wait for in the end, by the ranks' states and the plan.
 
-Knows what every action of a list needs, and which states are collective. Must not know processes, clocks or files: a
-record says since when a rank has been where it is, on a clock that the caller knows.
+Knows what every action of a list needs, and which states are collective. Must not know processes, clocks or files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ppctl.heartbeat import NO_ACTION
 from ppctl.plan import Plan
+from ppctl.rank_records import NO_ACTION, RankState
 from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Schedule, input_gradient_of
 from ppctl.topology import RankGrid
 
@@ -22,79 +21,63 @@ _ORDER = (
 )
 
 
-class Standing(NamedTuple):
-    """Where a rank is."""
+def published_states(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[RankState]:
+    """The states of all ranks in what `hosts` published; stopped where a host has not published for `silence` seconds.
 
-    rank: int
-    state: str
-    step: int
-    at: int
-    """Index of the action in its list, whose length behind it; -1 outside the list."""
-    since: float
-    """When it got there, in seconds."""
-    working: bool = False
-    """Whether the action has the message that it needs."""
-    gone: bool = False
-    """Whether its process is stopped, or its host has fallen silent."""
-    host: str = ""
-
-
-def published(hosts: Mapping[str, Mapping[str, Any]], now: float, silence: float) -> list[Standing]:
-    """The standings in what hosts have published; one that has said nothing for `silence` seconds is gone."""
-    return [
-        Standing(
-            *(int(row["rank"]), str(row["state"]), int(row["step"]), int(row["index"]), float(row["since"])),
-            working=bool(row.get("working")),
-            gone=bool(row.get("stopped")) or now - float(record.get("time", now)) > silence,
-            host=host,
-        )
-        for host, record in hosts.items()
-        for row in record.get("ranks", ())
-    ]
+    `now` is in seconds since the epoch, as the hosts' own times are.
+    """
+    states = []
+    for host, record in hosts.items():
+        silent = now - float(record.get("time", now)) > silence
+        for row in record.get("ranks", ()):
+            state = RankState.from_json(row, host)
+            states.append(replace(state, stopped=state.stopped or silent))
+    return states
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One row of the picture: where a rank is, what it did last, and whom it waits for."""
+    """What one rank does, and which rank it waits for."""
 
-    standing: Standing
+    state: RankState
     done: Action | None = None
+    """The last action that it completed."""
     current: Action | None = None
     needs: Action | None = None
-    """What it waits for, if that is another rank's."""
+    """The action of another rank that it waits for."""
     on: int | None = None
-    """The rank that it waits for; None: nobody, as far as can be known."""
+    """The rank that it waits for; None if that is not known, or if it waits for none."""
     sent: bool = False
-    """Whether that rank has sent it: then it waits for the message alone."""
+    """Whether that rank has sent the message: then only the message is missing."""
 
 
-def waits(plan: Plan, standings: Iterable[Standing]) -> tuple[Wait, ...]:
-    """For every rank whom it waits for, by rank."""
-    by_rank = {standing.rank: standing for standing in standings}
-    return tuple(_wait(plan, by_rank, standing) for _, standing in sorted(by_rank.items()))
+def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
+    """For every rank which rank it waits for, in the order of ranks."""
+    by_rank = {state.rank: state for state in states}
+    return tuple(_wait(plan, by_rank, state) for _, state in sorted(by_rank.items()))
 
 
 def root(found: Sequence[Wait]) -> Wait | None:
-    """The rank that all others wait for in the end: it is gone, or waits for nobody, or for a message that was sent.
+    """The rank that all other ranks wait for in the end: stopped, or waiting for none, or for a message that was sent.
 
-    Of several, the one that has stood longest. A message that was sent and does not come while both ends wait (for each
-    other, in the end) is lost between them: a sender that computes, or is stopped, may not have got to it.
+    Of several, the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
+    each other, in the end) is lost between them: a sender that computes, or is stopped, may not have delivered it.
     """
     if not found:
         return None
-    by_rank = {wait.standing.rank: wait for wait in found}
-    ends = {_follow(by_rank, wait).standing.rank for wait in found if wait.on is not None}
+    by_rank = {wait.state.rank: wait for wait in found}
+    ends = {_follow(by_rank, wait).state.rank for wait in found if wait.on is not None}
     candidates = (
-        [wait for wait in found if wait.standing.gone]
+        [wait for wait in found if wait.state.stopped]
         or [by_rank[rank] for rank in ends]
         or [wait for wait in found if wait.on is None]
         or list(found)
     )
-    return min(candidates, key=lambda wait: (wait.standing.since, wait.standing.rank))
+    return min(candidates, key=lambda wait: (wait.state.since, wait.state.rank))
 
 
 def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
-    """The end of a chain of waits; of a circle its message that was sent, else whoever closes it."""
+    """The end of a chain of waits; of a circle the wait for a message that was sent, else the one that closes it."""
     seen: list[Wait] = []
     while wait.on is not None and wait.on in by_rank and wait not in seen:
         seen.append(wait)
@@ -103,46 +86,46 @@ def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
     return next((each for each in circle if each.sent), wait)
 
 
-def _wait(plan: Plan, by_rank: Mapping[int, Standing], standing: Standing) -> Wait:
-    if standing.at == NO_ACTION or standing.state not in _LISTED:
-        return Wait(standing, on=_behind(by_rank, standing))
-    schedule = schedule_of(plan, standing.state)
-    row = schedule.actions[plan.for_rank(standing.rank).pp_rank]
-    done = next((action for action in reversed(row[: standing.at]) if action.op not in MESSAGES), None)
-    current = row[standing.at] if standing.at < len(row) else _under_way(plan, by_rank, standing, schedule, row)
+def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
+    if own.index == NO_ACTION or own.state not in _LISTED:
+        return Wait(own, on=_furthest_behind(by_rank, own))
+    schedule = schedule_of(plan, own.state)
+    row = schedule.actions[plan.for_rank(own.rank).pp_rank]
+    done = next((action for action in reversed(row[: own.index]) if action.op not in MESSAGES), None)
+    current = row[own.index] if own.index < len(row) else _unreceived_send(plan, by_rank, own, schedule, row)
     if current is None:
-        return Wait(standing, done)
-    needs = None if standing.working else _need(schedule, current)
-    owner = None if needs is None else _peer(plan, standing.rank, schedule.placement.rank_of(needs.stage))
-    other = None if owner in (None, standing.rank) else by_rank.get(owner)
+        return Wait(own, done)
+    needs = None if own.working else _need(schedule, current)
+    owner = None if needs is None else _peer(plan, own.rank, schedule.placement.rank_of(needs.stage))
+    other = None if owner in (None, own.rank) else by_rank.get(owner)
     if needs is None or other is None:
-        return Wait(standing, done, current)
-    if current.op in SENDS:  # over once the other end has taken it
-        taken = _is_past(plan, schedule, other, standing, needs)
-        return Wait(standing, done, current) if taken else Wait(standing, done, current, needs, owner)
-    return Wait(standing, done, current, needs, owner, _is_past(plan, schedule, other, standing, _sending(needs)))
+        return Wait(own, done, current)
+    if current.op in SENDS:  # complete when the other end has received it
+        received = _is_past(plan, schedule, other, own, needs)
+        return Wait(own, done, current) if received else Wait(own, done, current, needs, owner)
+    return Wait(own, done, current, needs, owner, _is_past(plan, schedule, other, own, _send_of(needs)))
 
 
-def _under_way(
-    plan: Plan, by_rank: Mapping[int, Standing], standing: Standing, schedule: Schedule, row: Sequence[Action]
+def _unreceived_send(
+    plan: Plan, by_rank: Mapping[int, RankState], own: RankState, schedule: Schedule, row: Sequence[Action]
 ) -> Action | None:
-    """Behind its list a rank waits until all it sent is taken: its first send that, as far as is known, is not."""
+    """At the end of its list a rank waits until all its messages are received: its first send that is not, yet."""
     for action in row:
         needs = _need(schedule, action) if action.op in SENDS else None
         if needs is not None:
-            other = by_rank.get(_peer(plan, standing.rank, schedule.placement.rank_of(needs.stage)))
-            if other is not None and not _is_past(plan, schedule, other, standing, needs):
+            other = by_rank.get(_peer(plan, own.rank, schedule.placement.rank_of(needs.stage)))
+            if other is not None and not _is_past(plan, schedule, other, own, needs):
                 return action
     return None
 
 
 def schedule_of(plan: Plan, state: str) -> Schedule:
-    """The schedule that a rank runs in a state."""
+    """The schedule that ranks run in a state."""
     return plan.schedule if state == "training" else plan.forward_schedule
 
 
 def _need(schedule: Schedule, action: Action) -> Action | None:
-    """What another stage computes for an action: what it works on, or what it makes of what is sent to it."""
+    """The other stage's action that one waits for: it makes the input, or, for a send, uses the message."""
     op, stage, mb = action
     last = schedule.placement.num_stages - 1
     if op in (Op.F, Op.RECV_F):
@@ -156,8 +139,8 @@ def _need(schedule: Schedule, action: Action) -> Action | None:
     return None
 
 
-def _sending(made: Action) -> Action:
-    """The action that sends what `made` makes."""
+def _send_of(made: Action) -> Action:
+    """The action that sends the result of `made`."""
     return Action(Op.SEND_F if made.op is Op.F else Op.SEND_B, made.stage, made.mb)
 
 
@@ -166,24 +149,24 @@ def _peer(plan: Plan, rank: int, pp_rank: int) -> int:
     return RankGrid(plan.sizes).group_of("pp", rank)[pp_rank]
 
 
-def _is_past(plan: Plan, schedule: Schedule, other: Standing, own: Standing, action: Action) -> bool:
-    """Whether `other` is past an action of the step that `own` is in."""
+def _is_past(plan: Plan, schedule: Schedule, other: RankState, own: RankState, action: Action) -> bool:
+    """Whether `other` has completed an action of the step that `own` is in."""
     if (other.step, other.state) != (own.step, own.state):
         return (other.step, _order(other)) > (own.step, _order(own))
-    if other.at == NO_ACTION:
+    if other.index == NO_ACTION:
         return False
-    return action in schedule.actions[plan.for_rank(other.rank).pp_rank][: other.at]
+    return action in schedule.actions[plan.for_rank(other.rank).pp_rank][: other.index]
 
 
-def _order(standing: Standing) -> int:
-    return _ORDER.index(standing.state)
+def _order(state: RankState) -> int:
+    return _ORDER.index(state.state)
 
 
-def _behind(by_rank: Mapping[int, Standing], standing: Standing) -> int | None:
-    """Outside the list ranks meet in collectives: whoever is furthest behind is waited for."""
+def _furthest_behind(by_rank: Mapping[int, RankState], own: RankState) -> int | None:
+    """The rank that `own` waits for outside the list, in a collective: the one that is furthest behind."""
 
-    def progress(other: Standing) -> tuple[int, int, int]:
-        return other.step, _order(other), other.at
+    def progress(other: RankState) -> tuple[int, int, int]:
+        return other.step, _order(other), other.index
 
-    least = min(by_rank.values(), key=lambda other: (progress(other), other.since, other.rank))
-    return least.rank if progress(least) < progress(standing) else None
+    last = min(by_rank.values(), key=lambda other: (progress(other), other.since, other.rank))
+    return last.rank if progress(last) < progress(own) else None

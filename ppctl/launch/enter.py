@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppctl import run_starts
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.heartbeat import host_name
 from ppctl.launch.prepare import with_value
@@ -65,8 +66,8 @@ def package_digest(package: Path = _PACKAGE) -> str:
 
 def go_on(run: RunDir) -> None:
     """Let the run go on from its last checkpoint, if it has one, and forget how its last life ended."""
-    run.begin_life(f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}")
-    run.sweep()
+    run_starts.begin_start(run, run_starts.slurm_start() or "")
+    run_starts.sweep(run)
     last, config = last_checkpoint(run), run.read_config()
     if last is not None and config.checkpoint.resume != str(last):
         run.write_config(with_value(config, "checkpoint", resume=str(last)))

@@ -8,14 +8,15 @@ status.json and leaves with the job's exit code.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ppctl.heartbeat import Beat
+from ppctl.hang.waits import published_states
 from ppctl.launch.report import failures, report
 from ppctl.launch.supervisor import DONE, STOPPED, TERMINATED, Outcome
+from ppctl.rank_records import RankState
 from ppctl.rundir import RunDir
 
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if outcome.report:
         print(outcome.report, file=sys.stderr)
     if run.status()["state"] != outcome.state or outcome.report:
-        step = max((beat.step for beat in beats(run).values()), default=run.status().get("step"))
+        step = max((state.step for state in _states(run)), default=run.status().get("step"))
         line = outcome.report.partition("\n")[0]
         run.write_status(outcome.state, step=step, exit_code=outcome.exit_code, message=line)
     return outcome.exit_code
@@ -52,23 +53,14 @@ def judge(run: RunDir, step_code: int, *, ended: bool) -> Outcome:
     if ended:
         return Outcome(TERMINATED, "interrupted", "terminated: the job was ended before all ranks had saved")
     text = f"error PP-E703: the ranks ended (srun: exit code {step_code}) and none of them told why"
-    last = [f"  rank {beat.rank} was {beat.state} at step {beat.step + 1}" for beat in beats(run).values()][:8]
+    last = [f"  rank {each.rank} was {each.state} at step {each.step + 1}" for each in _states(run)][:8]
     said = "  SIGKILL from the kernel (out of memory), a node that went away, or srun itself: srun's lines are in"
     return Outcome(1, "failed", "\n".join([text, *last, f"{said} {run.job_log}", "  more: ppctl explain PP-E703"]))
 
 
-def beats(run: RunDir) -> dict[int, Beat]:
-    """Each rank's last published heartbeat."""
-    rows = [row for host in run.heartbeats().values() for row in host.get("ranks", ())]
-    return {beat.rank: beat for beat in map(_beat, rows)}
-
-
-def _beat(row: Mapping[str, Any]) -> Beat:
-    return Beat(
-        *(int(row["rank"]), int(row["pid"]), str(row["state"]), int(row["step"]), int(row["index"])),
-        working=bool(row.get("working")),
-        since=float(row["since"]),
-    )
+def _states(run: RunDir) -> list[RankState]:
+    """What the ranks have published last."""
+    return published_states(run.heartbeats(), now=0.0, silence=math.inf)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.launch.environment import Started
 from ppctl.launch.record import environment_record
 from ppctl.plan import Plan
+from ppctl.run_starts import set_aside
 from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint
 
@@ -49,7 +50,7 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     """Set `run` to go on from `checkpoint` as `launch` says; what it was before is kept under numbered names."""
     resume = launch.config.checkpoint.resume if checkpoint is None else str(checkpoint)
-    run.set_aside()
+    set_aside(run)
     _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     return run
 

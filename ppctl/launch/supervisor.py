@@ -62,8 +62,8 @@ def supervise(job: Job, out: TextIO | None = None) -> Outcome:
 def _judge(watch: Watch) -> Outcome:
     said = watch.job.run.status()["state"]
     if watch.cause == "failure":
-        found = failures(list(watch.exits.values()), [*watch.job.run.errors(), *watch.words])
-        return Outcome(found[0].exit_code, "failed", report(watch.job.run, found, watch.beats, watch.job.world_size))
+        found = failures(list(watch.exits.values()), [*watch.job.run.errors(), *watch.unwritten])
+        return Outcome(found[0].exit_code, "failed", report(watch.job.run, found, watch.states, watch.job.world_size))
     if watch.cause == "interrupt":
         return Outcome(INTERRUPTED, "interrupted", "interrupted: all ranks were ended, nothing more was saved")
     if watch.cause == "terminated":
@@ -78,7 +78,7 @@ def _judge(watch: Watch) -> Outcome:
 
 def _write_status(watch: Watch, outcome: Outcome) -> None:
     run = watch.job.run
-    step = max((beat.step for beat in watch.beats.values()), default=run.status().get("step"))
+    step = max((state.step for state in watch.states.values()), default=run.status().get("step"))
     line = outcome.report.partition("\n")[0]
     told = {"step": step, "exit_code": outcome.exit_code, "message": line}
     try:
@@ -95,7 +95,7 @@ def _port_was_lost(watch: Watch) -> bool:
     """Whether rank 0 found the port taken, between its choice here and its use there."""
     if watch.cause != "failure" or "MASTER_PORT" in os.environ | dict(watch.job.environment):
         return False
-    text = " ".join(str(error.get("message")) for error in watch.job.run.errors())
+    text = " ".join(failure.message for failure in watch.job.run.errors())
     return "EADDRINUSE" in text or "address already in use" in text.lower()
 
 

@@ -16,18 +16,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import TextIO
 
 from ppctl import heartbeat
 from ppctl.hang.limits import Limits, Progress
 from ppctl.hang.verdict import verdict
-from ppctl.hang.waits import Standing
 from ppctl.launch.environment import rank_environment
 from ppctl.launch.output import Pump
 from ppctl.launch.process import RankProcess
 from ppctl.launch.report import Exit
 from ppctl.launch.signals import Signals
-from ppctl.processes import is_stopped
+from ppctl.rank_records import RankFailure, RankState
+from ppctl.run_starts import sweep
 from ppctl.rundir import RunDir
 
 _ASK_AGAIN = 1.0
@@ -61,14 +61,14 @@ class Job:
 
 
 class Watch:
-    """One attempt to run a job. What it found is in `exits`, `beats`, `cause` and `asked`."""
+    """One attempt to run a job. What it found is in `exits`, `states`, `cause` and `asked`."""
 
     def __init__(self, job: Job, signals: Signals, out: TextIO) -> None:
         self.job = job
         self.exits: dict[int, Exit] = {}
-        self.beats: dict[int, heartbeat.Beat] = {}
-        """Each rank's last heartbeat."""
-        self.words: list[dict[str, Any]] = []
+        self.states: dict[int, RankState] = {}
+        """What each rank was doing last."""
+        self.unwritten: list[RankFailure] = []
         """Failures that ranks could not write to the run directory."""
         self.cause: str | None = None
         """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None where it did not."""
@@ -103,11 +103,11 @@ class Watch:
             publisher.publish()
             if pump is not None:
                 pump.finish()
-            self.beats = {beat.rank: beat for beat in heartbeat.read_all(run.id, everyone)}
-            self.words += heartbeat.words(run.id, everyone)
+            self.states = {state.rank: state for state in heartbeat.read_all(run.id, everyone)}
+            self.unwritten += heartbeat.take_failures(run.id, everyone)
             heartbeat.remove(run.id, everyone)
             if not self._alive():
-                run.sweep()
+                sweep(run)
 
     def _start(self, rank: int, port: int) -> RankProcess:
         job = self.job
@@ -130,20 +130,17 @@ class Watch:
     def _look(self, progress: Progress) -> None:
         """End a job in which nothing moves any more: who is waited for is told first."""
         now = time.monotonic()
-        standings = [
-            Standing(b.rank, b.state, b.step, b.index, b.since, b.working, is_stopped(b.pid), heartbeat.host_name())
-            for b in heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
-        ]
-        still = progress.late(standings, now)
+        states = heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
+        still = progress.late(states, now)
         if still is None:
             return
         for rank in self._alive():  # every stack goes to its log, also out of a call that never returns
             rank.ask(signal.SIGUSR2)
-        record = verdict(self.job.run.read_plan(), standings, still, now) | {"time": time.time()}
+        failure = verdict(self.job.run.read_plan(), states, still, now)
         try:
-            self.job.run.write_error(int(str(record["rank"])), record)
+            self.job.run.write_error(failure)
         except OSError:
-            self.words.append(record)
+            self.unwritten.append(failure)
         self._signals.wait(_STACKS)
         self._end("failure", signal.SIGKILL)
 
@@ -175,9 +172,9 @@ class Watch:
         """
         for rank in self._alive():
             if rank.rank in self._unheard:
-                beat = heartbeat.read(self.job.run.id, rank.rank)
+                state = heartbeat.read(self.job.run.id, rank.rank)
                 rank.ask(number)
-                if beat is not None and beat.state != "starting":
+                if state is not None and state.state != "starting":
                     self._unheard.discard(rank.rank)
 
     def _reap(self) -> None:

@@ -1,13 +1,13 @@
-"""What one rank does, top to bottom.
+"""The program of one rank, in the order in which it happens.
 
-    python -m ppctl.rank.worker --run DIR      started by ppctl's launcher: the run directory holds config and plan
-    python -m ppctl.rank.worker --submitted DIR  the same, in a job of SLURM's: no launcher of ppctl's watches
-    python -m ppctl.rank.worker --publish DIR  rank 0 of ranks that others started: hands config and plan to the others
-    python -m ppctl.rank.worker --join         every other such rank
-        --json                            rank 0 of these prints one object on stdout, and all else on stderr
-    python -m ppctl.rank.worker --refuse CODE  rank 0 found a mistake and has printed it: all ranks leave with CODE
+    python -m ppctl.rank.worker --run DIR        started by ppctl's launcher: config and plan are in the run directory
+    python -m ppctl.rank.worker --submitted DIR  the same in a job of SLURM's, where no launcher of ppctl's watches
+    python -m ppctl.rank.worker --publish DIR    rank 0 of another launcher's ranks: gives config and plan to the others
+    python -m ppctl.rank.worker --join           every other such rank
+        --json                                   rank 0 prints one object on stdout, and all else on stderr
+    python -m ppctl.rank.worker --refuse CODE    rank 0 has printed what is wrong: all ranks exit with CODE
 
-Knows the order of things. Must not know Hydra or how a config was composed.
+Knows the order. Must not know Hydra or how a config was composed.
 """
 
 from __future__ import annotations
@@ -20,53 +20,33 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ppctl import checkpoint_folder
-from ppctl.comm.channels import PeerLost
 from ppctl.config.gpu_environment import gpu_environment
-from ppctl.config.mapping import to_mapping
 from ppctl.config.quantities import seconds
 from ppctl.devices import device_type
-from ppctl.engine.interpreter import EngineError
-from ppctl.errors import ConfigError, PpctlError
+from ppctl.errors import ConfigError
 from ppctl.hang.limits import GRACE, Limits
-from ppctl.heartbeat import Heartbeat, Publisher, Write, leave_word
-from ppctl.plan import Plan
-from ppctl.rank import flight_record
-from ppctl.rank.log import lose_lines_rather_than_fail
-from ppctl.rank.phases import Phases, process_age
-from ppctl.rank.rendezvous import (
-    START_UP,
-    Job,
-    Ranks,
-    join_world,
-    meet,
-    publish_job,
-    read_job,
-    receive_job,
-    refuse_job,
-)
-from ppctl.rank.signals import Listener, StopRequest, end_after
-from ppctl.rank.sockets import raise_file_limit
-from ppctl.rank.time_left import TimeLeft, job_end
-from ppctl.rank.watchdog import Alarm, NodeWatch, write_stacks_on_request
-from ppctl.reach.roll_call import call_roll
-from ppctl.reach.warm_up import warm_up
+from ppctl.heartbeat import HeartbeatFile, Publisher, Write
+from ppctl.rank.failure import fail
+from ppctl.rank.hang_dump import dump_on_request
+from ppctl.rank.launcher import ExternalLauncher, PpctlLauncher
+from ppctl.rank.own_process import Listener, StopRequest, keep_stdout, lose_lines_rather_than_fail, raise_file_limit
+from ppctl.rank.rendezvous import START_UP, OwnRank, SharedRun, meet, publish_run, read_run, receive_run, refuse_run
+from ppctl.rank.results import final_state, metrics_writer, write_results, write_start_up
+from ppctl.rank.times import Phases, TimeLeft, job_end, process_age
+from ppctl.rank.watchdog import Alarm, NodeWatch
+from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.rundir import RunDir
-from ppctl.topology import RankGrid
-from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome, train
-from ppctl.train.measured_costs import gather_costs
-from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
 
@@ -75,31 +55,32 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank; returns its exit code. A failure is told in the run directory before anything else."""
+    """Run one rank; returns its exit code. A failure is written into the run directory before anything else."""
     arguments = _parse(argv)
     stop, phases = StopRequest(), Phases()
     lose_lines_rather_than_fail()
     raise_file_limit()
     phases.add("import", process_age())
-    ranks = Ranks.from_environment()
-    directory, by_others = arguments.run or arguments.submitted or arguments.publish, arguments.run is None
-    answers = _keep_stdout() if arguments.json else None
+    own = OwnRank.from_environment()
+    launcher = ExternalLauncher() if arguments.run is None else PpctlLauncher()
+    directory = arguments.run or arguments.submitted or arguments.publish
+    answers = keep_stdout() if arguments.json else None
     run, plan = None if directory is None else RunDir(directory), None
-    with ExitStack() as to_close:
+    with ExitStack() as at_end:
         try:
-            known = None if directory is None else read_job(directory)
-            plan = None if known is None else known.plan
+            known = None if directory is None else read_run(directory)
             with phases("groups"):
-                store = meet(ranks, START_UP if known is None else _patience(known))
-            job = known or _receive(arguments.refuse, ranks, store)
-            if isinstance(job, int):
-                return job
+                store = meet(own, START_UP if known is None else _patience(known))
+            shared = known or _receive(arguments.refuse, own, store)
+            if isinstance(shared, int):
+                return shared
             if arguments.publish is not None:
-                publish_job(store, job)
-            run, plan = job.run, job.plan
-            state, code, message = _work(job, ranks, store, stop, phases, to_close, by_others=by_others), 0, ""
+                publish_run(store, shared)
+            run, plan = shared.run, shared.plan
+            outcome = _run(shared, own, launcher, store, stop, phases, at_end)
+            state, code, message = final_state(outcome), 0, ""
         except Exception as error:
-            code = _fail(error, run, ranks, plan, by_others=by_others)
+            code = fail(error, run, own.rank, plan, launcher)
             state, message = "failed", str(error)
     if answers is not None and run is not None:
         print(json.dumps(run.answer(state, code, message)), file=answers)
@@ -119,62 +100,61 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _keep_stdout() -> TextIO:
-    """Stdout for the one answer: all else that is written there, by libraries too, goes to stderr from now on."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
+def _patience(shared: SharedRun) -> timedelta:
+    """How long to wait for the other ranks: a little longer than the watch, which reports first."""
+    return timedelta(seconds=seconds(shared.config.launch.start_limit) + 10)
 
 
-def _patience(job: Job) -> timedelta:
-    """How long to wait for the other ranks: whoever watches the job is to speak first."""
-    return timedelta(seconds=seconds(job.config.launch.start_limit) + 10)
-
-
-def _receive(refused: int | None, ranks: Ranks, store: Store) -> Job | int:
-    """The job that rank 0 publishes, or the code to leave with: rank 0's own is `refused`."""
+def _receive(refused: int | None, own: OwnRank, store: Store) -> SharedRun | int:
+    """The run that rank 0 publishes, or the code to exit with: on rank 0 itself, `refused`."""
     if refused is not None:
-        refuse_job(store, refused, ranks)
+        refuse_run(store, refused, own.world_size)
         return refused
-    job = receive_job(store)
-    if isinstance(job, Job):
-        _become(job.config.launch.env)
-    return job
+    shared = receive_run(store)
+    if isinstance(shared, SharedRun):
+        _exec_with(shared.config.launch.env)
+    return shared
 
 
-def _become(environment: Mapping[str, str]) -> None:
-    """Start this process anew with `launch.env`, as rank 0 was: some variables count at the start alone."""
+def _exec_with(environment: Mapping[str, str]) -> None:
+    """Start this process again with `launch.env`, as rank 0 was started: some variables count at the start alone."""
     if environment.items() - os.environ.items():
-        # Kept back until the new process hears them.
+        # Blocked until the new process handles them.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", "--join"], os.environ | dict(environment))
 
 
-def _work(
-    job: Job, ranks: Ranks, store: Store, stop: StopRequest, phases: Phases, to_close: ExitStack, *, by_others: bool
-) -> str:
-    """Train; returns how the run ended: `finished` or `stopped`."""
-    device = _device(job, ranks)
-    heartbeat = Heartbeat.open(job.run.id, ranks.rank)
-    to_close.callback(heartbeat.close)
-    listener = _ready_for_a_hang(job.run, ranks.rank)
-    limits = Limits.of(job.config.launch)
-    alarm = Alarm(limits)
-    watch = _watch(job, limits) if by_others else None
-    publisher = _publisher(job, ranks, limits, job.run.write_heartbeats if watch is None else watch)
+def _run(
+    shared: SharedRun,
+    own: OwnRank,
+    launcher: PpctlLauncher,
+    store: Store,
+    stop: StopRequest,
+    phases: Phases,
+    at_end: ExitStack,
+) -> Outcome:
+    """Connect, build, warm up, train, and write what came of it. A collective over the world."""
+    run, config, leads = shared.run, shared.config, own.rank == 0
+    device = _device(shared, own)
+    heartbeat = HeartbeatFile(run.id, own.rank)
+    at_end.callback(heartbeat.close)
+    listener = Listener()
+    dump_on_request(run, own.rank, listener)
+    limits = Limits.of(config.launch)
+    alarm, watch = Alarm(limits), launcher.make_watch(shared, limits)
+    publisher = _publisher(run, own, limits, run.write_heartbeats if watch is None else watch)
     with phases("groups"):
-        _join(job, ranks, store, device, limits, watch)
+        _join(shared, own, store, device, limits, watch)
     with phases("build"):
-        session = build_session(job.config, job.plan, ranks.rank, device, heartbeat)
-    leads = ranks.rank == 0
-    if leads and by_others:
-        _lead(job.run, listener, heartbeat)
-    time_left = _time_left(job) if leads else TimeLeft()
+        session = build_session(config, shared.plan, own.rank, device, heartbeat)
+    if leads:
+        launcher.begin(run, listener, heartbeat)
+    time_left = _time_left(config.train.exit_after) if leads else TimeLeft()
     with phases("warm-up"):
         heartbeat.set_state("warming up")
-        edges = warm_up(store, job.config.launch, device, session.communicator, session.groups, ties=session.ties.group)
+        edges = warm_up(store, config.launch, device, session.communicator, session.groups, ties=session.ties.group)
         if edges is not None:
-            job.run.write_edges(edges)
+            run.write_edges(edges)
     heartbeat.set_state("loading")
     load_began = time.perf_counter()
 
@@ -182,7 +162,7 @@ def _work(
         if "load" not in phases.seconds:
             phases.add("load", time.perf_counter() - load_began)
             if leads:
-                _tell_start(job, phases, by_others=by_others)
+                write_start_up(run, phases)
         heartbeat.step = step
         heartbeat.set_state(state)
         alarm.set(state)
@@ -190,26 +170,72 @@ def _work(
 
     outcome = train(
         session,
-        job.run.checkpoints,
-        resume=_resumed(job),
-        write=_writer(job, to_close) if leads else None,
+        run.checkpoints,
+        resume=_checkpoint(config.checkpoint.resume),
+        write=metrics_writer(shared, at_end) if leads else None,
         stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
         enter=enter,
     )
     heartbeat.set_state("generating")
-    _conclude(job, session, outcome, phases, leads=leads, by_others=by_others)
-    # Nobody leaves before the last word is written: a rank that has left may take the others with it.
+    write_results(shared, session, outcome, phases, leads=leads)
+    if leads:
+        launcher.end(outcome)
+    # No rank exits before the result is written: the others may fail when it does.
     dist.all_reduce(torch.zeros(1))
     heartbeat.set_state("done")
     alarm.off()
     if publisher is not None:
         publisher.stop()
-    _leave(session)
-    return _state(outcome)
+    _disconnect(session)
+    return outcome
 
 
-def _leave(session: Session) -> None:
-    """End the connections in one order. The run is over and written down: nothing that fails here changes that."""
+def _device(shared: SharedRun, own: OwnRank) -> torch.device:
+    """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
+    # The launcher's environment is not always the rank's: a job's setup and a node's own profile come later.
+    missing, problems = gpu_environment(shared.config, shared.plan.sizes.pp, os.environ, {})
+    if shared.config.launch.device != "cpu":
+        os.environ |= missing  # before CUDA is used at all: even counting devices may read it
+    if device_type(shared.config.launch.device, torch.cuda.device_count(), own.local_world_size) == "cpu":
+        return torch.device("cpu")
+    if problems:
+        raise ConfigError(problems)
+    device = torch.device("cuda", own.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _publisher(run: RunDir, own: OwnRank, limits: Limits, write: Write) -> Publisher | None:
+    """On one rank of a node, the thread that publishes the states of all its ranks."""
+    if own.local_rank != 0:
+        return None
+    publisher = Publisher(run.id, range(own.rank, own.rank + own.local_world_size), write, limits.look)
+    publisher.start()
+    return publisher
+
+
+def _join(
+    shared: SharedRun, own: OwnRank, store: Store, device: torch.device, limits: Limits, watch: NodeWatch | None
+) -> None:
+    """Join the world once all ranks have come and their hosts reach each other."""
+    edge_limit, patience = float(seconds(shared.config.launch.edge_limit)), _patience(shared).total_seconds()
+    hosts = call_roll(store, own.rank, own.world_size, shared.digest, edge_limit=edge_limit, patience=patience)
+    if watch is not None:
+        watch.meet(hosts)
+    join_world(store, own.rank, own.world_size, device, limits.of_groups)
+
+
+def _time_left(exit_after: str | None) -> TimeLeft:
+    return TimeLeft(None if exit_after is None else time.time() - process_age() + seconds(exit_after), job_end())
+
+
+def _checkpoint(resume: str | None) -> Path | None:
+    """The checkpoint to go on from, where it is now: a `step-N.old` of the config may have its name back."""
+    return None if resume is None else checkpoint_folder.at(Path(resume)) or Path(resume)
+
+
+def _disconnect(session: Session) -> None:
+    """End the connections, on all ranks in one order. The result is written: an error here does not change it."""
     patience = Timer(GRACE, os._exit, (0,))
     patience.daemon = True
     patience.start()
@@ -219,214 +245,6 @@ def _leave(session: Session) -> None:
     except Exception:
         traceback.print_exc()
     patience.cancel()
-
-
-def _lead(run: RunDir, listener: Listener, heartbeat: Heartbeat) -> None:
-    """Where no launcher of ours does, rank 0 says that the run goes on, and says so when Ctrl-C ends it."""
-    run.write_status("running", step=0)
-    last_words = partial(run.write_status, "interrupted")
-    listener.on(signal.SIGINT, lambda: end_after(lambda: last_words(step=heartbeat.step)))
-
-
-def _ready_for_a_hang(run: RunDir, rank: int) -> Listener:
-    """From now on SIGUSR2 makes this rank tell where it is: stacks to its log, torch's flight records to the run."""
-    listener = Listener()
-    flight_record.turn_on(run)
-    listener.on(signal.SIGUSR2, lambda: flight_record.write(run, rank, flight_record.dumps()))
-    write_stacks_on_request()
-    return listener
-
-
-def _device(job: Job, ranks: Ranks) -> torch.device:
-    """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
-    # What the launcher has seen is not always what reaches a rank: a job's setup and a node's own profile come later.
-    missing, problems = gpu_environment(job.config, job.plan.sizes.pp, os.environ, {})
-    if job.config.launch.device != "cpu":
-        os.environ |= missing  # before CUDA is used at all: even to count devices may read it
-    if device_type(job.config.launch.device, torch.cuda.device_count(), ranks.local_world_size) == "cpu":
-        return torch.device("cpu")
-    if problems:
-        raise ConfigError(problems)
-    device = torch.device("cuda", ranks.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _join(job: Job, ranks: Ranks, store: Store, device: torch.device, limits: Limits, watch: NodeWatch | None) -> None:
-    """Join the world, when all are there and reach each other."""
-    hosts = call_roll(
-        store,
-        ranks.rank,
-        ranks.world_size,
-        job.digest,
-        edge_limit=seconds(job.config.launch.edge_limit),
-        patience=_patience(job).total_seconds(),
-    )
-    if watch is not None:
-        watch.meet(hosts)
-    join_world(store, ranks, device, limits.of_groups)
-
-
-def _watch(job: Job, limits: Limits) -> NodeWatch:
-    """What watches the job where no launcher of ours does."""
-    return NodeWatch(job.run, job.plan, limits, checkpoint_folder.step_of(job.config.checkpoint.resume))
-
-
-def _publisher(job: Job, ranks: Ranks, limits: Limits, write: Write) -> Publisher | None:
-    """One rank a node publishes the records of all its ranks."""
-    if ranks.local_rank != 0:
-        return None
-    own = range(ranks.rank, ranks.rank + ranks.local_world_size)
-    publisher = Publisher(job.run.id, own, write, limits.look)
-    publisher.start()
-    return publisher
-
-
-def _resumed(job: Job) -> Path | None:
-    """The checkpoint to go on from, where it is now: a `step-N.old` of the config may have its name back."""
-    if job.config.checkpoint.resume is None:
-        return None
-    named = Path(job.config.checkpoint.resume)
-    return checkpoint_folder.at(named) or named
-
-
-def _writer(job: Job, to_close: ExitStack) -> Writer:
-    """What takes each step's record; trackers that have to be closed in the end are entered into `to_close`."""
-    log, others = job.config.log, []
-    directory = str(job.run.trace)
-    if log.tensorboard:
-        others.append(to_close.enter_context(tensorboard_writer(directory)))
-    if log.wandb:
-        job.run.trace.mkdir(exist_ok=True)
-        to_wandb = wandb_writer(directory, log.name, job.run.id, to_mapping(job.config))
-        others.append(to_close.enter_context(to_wandb))
-    return writers(_append_to(job.run), others, screen=True, steps=job.config.train.steps)
-
-
-def _append_to(run: RunDir) -> Writer:
-    """What adds a record to metrics.jsonl.
-
-    The first one takes the place of its step's and later ones of an earlier life: no sooner, because until then the
-    checkpoint may turn out not to fit.
-    """
-    begun = False
-
-    def append(record: Mapping[str, Any]) -> None:
-        nonlocal begun
-        if not begun:
-            run.drop_metrics_from(record["step"])
-        begun = True
-        run.add_metrics(record)
-
-    return append
-
-
-def _time_left(job: Job) -> TimeLeft:
-    after = job.config.train.exit_after
-    return TimeLeft(None if after is None else time.time() - process_age() + seconds(after), job_end())
-
-
-def _tell_start(job: Job, phases: Phases, *, by_others: bool) -> None:
-    """Show and record how long the start took, just before the first step."""
-    told = Phases()
-    told.add("compose", float(job.run.environment().get("compose_s", 0.0)))
-    told.seconds |= phases.seconds
-    print(told.line(), flush=True)
-    phases.seconds = told.seconds
-    state = "running" if by_others else str(job.run.status()["state"])
-    job.run.write_status(state, step=0, start_up=told.seconds)
-
-
-def _conclude(job: Job, session: Session, outcome: Outcome, phases: Phases, *, leads: bool, by_others: bool) -> None:
-    """Write what the run came to: the result, measured costs, and a sample where it ran to its end."""
-    state = _state(outcome)
-    sample = None if outcome.stopped else write_sample(session)
-    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
-    costs = gather_costs(session.steps, spans, session.plan, session.config, session.device.type)
-    if not leads:
-        return
-    if costs is not None:
-        job.run.write_profile(costs)
-    job.run.write_result(
-        {
-            "state": state,
-            "step": outcome.step,
-            "loss": outcome.loss,
-            "eval_loss": outcome.eval_loss,
-            "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
-            "sample": sample,
-            "start_up": phases.seconds,
-        }
-    )
-    job.run.write_status(state, step=outcome.step, message=outcome.why)
-    slurm_job = os.environ.get("SLURM_JOB_ID")
-    if outcome.stopped and slurm_job:
-        job.run.write_requeue_mark(slurm_job, int(os.environ.get("SLURM_RESTART_COUNT") or 0), str(outcome.why))
-    if by_others:
-        why = f"stopped after step {outcome.step}, all saved: {outcome.why}" if outcome.stopped else "finished"
-        print(f"{why}; {outcome.checkpoint}", flush=True)
-
-
-def _state(outcome: Outcome) -> str:
-    return "stopped" if outcome.stopped else "finished"
-
-
-def _fail(error: Exception, run: RunDir | None, ranks: Ranks, plan: Plan | None, *, by_others: bool) -> int:
-    """Tell the failure where the launcher looks for it, then in the log; returns the exit code."""
-    code = error.exit_code if isinstance(error, PpctlError) else 1
-    # Where a watch has told of this rank, what it says itself is what came of that.
-    if run is not None and not _outlived(run) and not run.has_error(ranks.rank):
-        record = _error_record(error, ranks, plan, code)
-        try:
-            run.write_error(ranks.rank, record)
-        except OSError:
-            with suppress(OSError):
-                leave_word(run.id, ranks.rank, record)
-        with suppress(OSError):
-            if by_others:
-                run.write_status("failed", rank=ranks.rank)
-    if (
-        by_others and isinstance(error, PpctlError) and not isinstance(error, EngineError)
-    ):  # a person reads it: where it was raised is in the record
-        print("\n".join(f"error {problem}" for problem in error.problems), file=sys.stderr)
-    else:
-        traceback.print_exception(error)
-    return code
-
-
-def _outlived(run: RunDir) -> bool:
-    """Whether the run goes on without this rank: its node was lost, and came back when the job had been requeued."""
-    own = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-    return run.life() not in ("", own)
-
-
-def _error_record(error: Exception, ranks: Ranks, plan: Plan | None, exit_code: int) -> dict[str, Any]:
-    engine = error if isinstance(error, EngineError) else None
-    cause = error.__cause__ if engine is not None and error.__cause__ is not None else error
-    problem, *others = cause.problems if isinstance(cause, PpctlError) else [None]
-    return {
-        "rank": ranks.rank,
-        "stage": None if engine is None else engine.action.stage,
-        "action": None if engine is None else str(engine.action),
-        "time": time.time(),
-        "code": None if problem is None else problem.code,
-        "type": type(cause).__name__,
-        "message": str(cause) if problem is None else problem.message,
-        "place": "" if problem is None else problem.place,
-        "remedy": "" if problem is None else problem.remedy,
-        "others": [str(other) for other in others],
-        "ends": _ends(cause, ranks, plan),
-        "traceback": "".join(traceback.format_exception(error)),
-        "exit_code": exit_code,
-    }
-
-
-def _ends(cause: BaseException, ranks: Ranks, plan: Plan | None) -> list[int] | None:
-    """The global ranks between which a connection broke."""
-    if plan is None or not isinstance(cause, PeerLost):
-        return None
-    pipeline = RankGrid(plan.sizes).group_of("pp", ranks.rank)
-    return [pipeline[end] for end in cause.channel[:2]]
 
 
 if __name__ == "__main__":

@@ -1,45 +1,54 @@
-"""Whether hosts reach each other at all, tried with plain sockets before gloo connects.
+"""Whether hosts reach each other, tried with plain sockets before gloo connects; and what gloo's errors mean.
 
-Knows addresses and sockets. Must not know the store, runs or configs.
+Knows addresses, sockets and the texts of gloo's exceptions. Must not know the store, runs or configs.
 
-gloo connects ranks while a group is made, or on first use. To a host that drops what comes it waits five times the
-group's timeout, meanwhile the ranks that are connected go on, and what any of them says in the end names no rank.
+gloo connects ranks while a group is made, or on first use. If a host drops its packets, gloo waits for five times the
+group's timeout; meanwhile the ranks that are connected go on, and no error names a rank in the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
-import selectors
+import re
 import socket
 import struct
 import sys
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 
-from ppctl.errors import Problem
-from ppctl.reach.contact import DeadEdge
-from ppctl.reach.gloo_failures import in_words
+from ppctl.errors import TrainingError
 
 Address = tuple[str, int]
 
-WAY_OUT = "launch.env.GLOO_SOCKET_IFNAME=eth0"
-LIKELY = "a firewall between them, or an interface that they do not share (`ip -br address` lists a host's)"
+REMEDY = "launch.env.GLOO_SOCKET_IFNAME=eth0"
+CAUSES = "a firewall between them, or an interface that they do not share (`ip -br address` lists a host's)"
 _SIOCGIFADDR = 0x8915
-_WHY = {
-    errno.ECONNREFUSED: "the connection was refused",
-    errno.EHOSTUNREACH: "there is no route to it",
-    errno.ENETUNREACH: "there is no route to it",
+_REFUSED, _NO_ROUTE = "the connection was refused", "there is no route to it"
+_REASONS = {
+    errno.ECONNREFUSED: _REFUSED,
+    errno.EHOSTUNREACH: _NO_ROUTE,
+    errno.ENETUNREACH: _NO_ROUTE,
     errno.ETIMEDOUT: "nothing answered",
 }
+_GLOO_REASONS = (
+    (r"closed by peer|reset by peer|broken pipe", "the other end closed the connection"),
+    (r"refused", _REFUSED),
+    (r"no route|unreachable", _NO_ROUTE),
+    (r"timed? ?out", "nothing answered in time"),
+)
+
+
+class DeadEdge(TrainingError):
+    """Two ranks do not reach each other, or one does not answer at all."""
 
 
 def listen() -> tuple[socket.socket, Address]:
-    """A socket that others can connect to where they would connect to this process's gloo, and its address.
+    """A socket to which others connect as they would connect to this process's gloo, and its address.
 
-    The kernel answers by itself; nothing is accepted.
+    The kernel answers by itself; no connection is accepted.
     """
     host = own_address()
     server = socket.socket(_family(host))
@@ -49,12 +58,12 @@ def listen() -> tuple[socket.socket, Address]:
 
 
 def own_address() -> str:
-    """The address that gloo gives to other ranks: its interface's, the host name's, or else the loopback's."""
+    """The address under which gloo publishes itself: its interface's, else the host name's, else the loopback's."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface and sys.platform == "linux":
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            asked = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)[20:24])
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24])
     with suppress(OSError):
         for family, *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family) as trial:
@@ -64,51 +73,41 @@ def own_address() -> str:
 
 
 def unreached(addresses: Mapping[int, Address], limit: float) -> dict[int, str]:
-    """Of these, by rank, why one cannot be connected to. All are tried at once, for `limit` seconds."""
-    found, trials = {}, selectors.DefaultSelector()
-    for rank, address in addresses.items():
-        trial = socket.socket(_family(address[0]))
-        trial.setblocking(False)
-        code = trial.connect_ex(address)
-        if code in (0, errno.EINPROGRESS):
-            trials.register(trial, selectors.EVENT_WRITE, rank)
-        else:
-            found[rank] = _why(code)
-            trial.close()
-    deadline = time.monotonic() + limit
-    while trials.get_map() and time.monotonic() < deadline:
-        for key, _ in trials.select(deadline - time.monotonic()):
-            assert isinstance(key.fileobj, socket.socket)
-            code = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                found[key.data] = _why(code)
-            trials.unregister(key.fileobj)
-            key.fileobj.close()
-    for key in list(trials.get_map().values()):
-        found[key.data] = f"nothing answered for {limit:g} s"
-        assert isinstance(key.fileobj, socket.socket)
-        key.fileobj.close()
-    trials.close()
-    return {rank: why + _only_local(addresses[rank][0]) for rank, why in found.items()}
+    """The ranks whose address cannot be connected to, with the reason. All are tried at once, for `limit` seconds."""
+    return asyncio.run(_unreached(addresses, limit))
+
+
+async def _unreached(addresses: Mapping[int, Address], limit: float) -> dict[int, str]:
+    reasons = await asyncio.gather(*(_why_unreached(*address, limit) for address in addresses.values()))
+    return {rank: reason for rank, reason in zip(addresses, reasons, strict=True) if reason is not None}
+
+
+async def _why_unreached(host: str, port: int, limit: float) -> str | None:
+    try:
+        async with asyncio.timeout(limit):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError as error:
+        # The limit's own TimeoutError has no number.
+        reason = f"nothing answered for {limit:g} s" if error.errno is None else _reason(error.errno)
+        loopback = f" ({host} is an address that its own machine alone knows)" if host.startswith("127.") else ""
+        return reason + loopback
+    writer.close()
+    return None
 
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _why(code: int) -> str:
-    return _WHY.get(code, os.strerror(code))
+def _reason(code: int) -> str:
+    return _REASONS.get(code, os.strerror(code))
 
 
-def _only_local(host: str) -> str:
-    return f" ({host} is an address that its own machine alone knows)" if host.startswith("127.") else ""
-
-
-@contextmanager
-def connecting(rank: int, host: str, what: str) -> Iterator[None]:
-    """Inside, a group of processes is made: where its connections do not come about, DeadEdge (PP-E707) says whose."""
-    try:
-        yield
-    except RuntimeError as error:
-        message = f"rank {rank} on {host} could not connect to all ranks of {what}: {in_words(error)}"
-        raise DeadEdge(Problem("PP-E707", message, WAY_OUT, LIKELY)) from error
+def reason_of(error: BaseException) -> str:
+    """The reason that an error of gloo's gives, with the address in it; the error's own first line if it is unknown."""
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    reason = next((why for pattern, why in _GLOO_REASONS if re.search(pattern, text, re.IGNORECASE)), None)
+    if reason is None:
+        return text
+    remote = re.search(r"\[([0-9a-fA-F.:]+)\]:(\d+)", text)
+    return reason + (f" ({remote[1]} port {remote[2]})" if remote else "")

@@ -1,8 +1,8 @@
-"""How fast messages are between neighbours: run as `python -m ppctl.reach.probe`, once per rank.
+"""How fast messages between neighbours are: `python -m ppctl.reach.probe`, started once per rank.
 
 Knows the rank variables, gloo and NCCL. Must not know runs, plans or configs. Rank 0 prints one JSON object: versions,
-and a row for every edge of the ring, measured one edge at a time: seconds of an empty message, bytes per second
-of a large one. An edge that does not answer within its limit is told with both host names.
+and a row for every edge of the ring, measured one edge at a time: seconds of a message of 4 bytes, bytes per second
+of a large one. For an edge that does not answer within its limit the row has the error.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def main() -> int:
 
 
 def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> torch.device:
-    """What a rank measures with, on a machine with `gpus`: what a worker takes for launch.device=any."""
+    """The device that a rank measures with, on a machine with `gpus`: as in a run with launch.device=any."""
     kind = device_type("any", gpus, int(environ.get("LOCAL_WORLD_SIZE", world)))
     return torch.device(kind, int(environ.get("LOCAL_RANK", rank))) if kind == "cuda" else torch.device(kind)
 
 
 def versions() -> dict[str, Any]:
-    """What is installed and what is there."""
+    """Versions of what is installed, and the devices of this machine."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -67,8 +67,7 @@ def versions() -> dict[str, Any]:
 
 
 def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> dict[str, Any]:
-    """One edge, while the other ranks wait."""
-    told: dict[str, Any] = {"source": source, "target": target, "hosts": [hosts[source], hosts[target]], "error": None}
+    """One edge's row, measured by its two ranks while all others wait. A collective over the world."""
     measured: list[Any] = [None, None, None]
     if dist.get_rank() in (source, target):
         try:
@@ -79,9 +78,14 @@ def _edge(source: int, target: int, hosts: list[Any], device: torch.device) -> d
     dist.all_gather_object(rows, measured)
     small, large, failure = rows[source]
     wrong = failure or rows[target][2]
-    if wrong:
-        return told | {"error": wrong, "latency_s": None, "bytes_per_s": None}
-    return told | {"latency_s": small, "bytes_per_s": 4 * LARGE / large}
+    return {
+        "source": source,
+        "target": target,
+        "hosts": [hosts[source], hosts[target]],
+        "error": wrong,
+        "latency_s": None if wrong else small,
+        "bytes_per_s": None if wrong else 4 * LARGE / large,
+    }
 
 
 def _seconds(source: int, target: int, elements: int, device: torch.device) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,10 +21,10 @@ from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.parameters import Parameter
+from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import build_stage, experts_of
@@ -41,13 +40,6 @@ from ppctl.train.measured_costs import KEPT
 from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
-
-
-class Heartbeat(EngineHeartbeat, Protocol):
-    """Where a rank says what it is about to do."""
-
-    def set_state(self, state: str) -> None:
-        """The rank is in this state from now on, and in no action."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class Session:
     recorder: Recorder
     steps: deque[StepTotals]
     """This rank's last steps, for profile.json."""
-    heartbeat: Heartbeat | None
+    heartbeat: HeartbeatFile | None
 
     @property
     def gathered(self) -> GatheredWeights | None:
@@ -146,7 +138,7 @@ def reads_data(stage: StageSpec, data: DataConfig) -> bool:
 
 
 def build_session(
-    config: RunConfig, plan: Plan, rank: int, device: torch.device, heartbeat: Heartbeat | None = None
+    config: RunConfig, plan: Plan, rank: int, device: torch.device, heartbeat: HeartbeatFile | None = None
 ) -> Session:
     """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
     own = plan.for_rank(rank)

@@ -25,7 +25,9 @@ pytestmark = [
 ]
 
 DIST = Path(__file__).parents[1] / "dist"
-BETWEEN_RANKS = [str(DIST / name) for name in ("test_p2p.py", "test_engine.py", "test_schedules_api.py")]
+BETWEEN_RANKS = [
+    str(DIST / name) for name in ("megatron/test_p2p.py", "engine/test_engine.py", "megatron/test_schedules_api.py")
+]
 """The part of the dist tier that computes its references where the ranks compute."""
 
 

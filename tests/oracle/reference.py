@@ -4,12 +4,16 @@ No engine, no schedule, no stages: the answer that every cut is held to, bit by 
 """
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import yaml
+from oracle import data
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppctl.config.mapping import from_mapping
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.packing import ROWS
 from ppctl.model.stage import build_stage
@@ -112,3 +116,11 @@ def move_biases(model, routers):
     for router in routers if model.moe_router_enable_expert_bias else ():
         load = router.ledger.counts.float()
         router.expert_bias += model.moe_router_bias_update_rate * torch.sign(load.mean() - load)
+
+
+def reference_losses(run: Path, steps: int) -> list[float]:
+    """What one plain-torch process makes of the run's own config."""
+    config = from_mapping(yaml.safe_load((run / "config.yaml").read_text()))
+    return train_reference(
+        config.model, config.optim, config.train.seed, data.microbatches(config, steps), config.train.steps
+    )[0]

@@ -2,16 +2,12 @@
 
 import fcntl
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cluster import HERE, Cluster, missing
+from cluster import SLURM, Cluster, missing
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +40,6 @@ def count(home: Path, more: int, turn: str) -> None:
         users.seek(0)
         before = int(users.read() or 0)
         if 0 in (before, before + more):
-            subprocess.run([str(HERE / "cluster.sh"), turn, str(home)], check=True, timeout=120)
+            subprocess.run([str(SLURM / "cluster.sh"), turn, str(home)], check=True, timeout=120)
         users.truncate(0)
         users.write(str(before + more))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ppctl import heartbeat
-from ppctl.heartbeat import Heartbeat, Publisher
+from ppctl.heartbeat import HeartbeatFile, Publisher
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def run_id(tmp_path: Path) -> Iterator[str]:
 
 
 def test_what_a_rank_enters_is_read_by_others(run_id: str) -> None:
-    own = Heartbeat.open(run_id, 3)
+    own = HeartbeatFile(run_id, 3)
     assert heartbeat.read(run_id, 3) is not None
     own.set_state("training")
     own.step = 41
@@ -46,23 +46,23 @@ def test_a_record_that_nobody_made_is_none(run_id: str) -> None:
 
 
 def test_who_made_the_record_removes_it(run_id: str) -> None:
-    Heartbeat.open(run_id, 0).close()
+    HeartbeatFile(run_id, 0).close()
     assert heartbeat.read(run_id, 0) is None, "made by the rank itself"
     heartbeat.create(run_id, 0, owner=os.getppid())
-    Heartbeat.open(run_id, 0).close()
+    HeartbeatFile(run_id, 0).close()
     beat = heartbeat.read(run_id, 0)
     assert beat is not None and beat.pid == os.getpid(), "made by a launcher, which has yet to read it"
 
 
 def test_a_killed_ranks_record_stays_and_is_swept_when_its_owner_is_gone(run_id: str) -> None:
     program = (
-        "import os, signal, sys; from ppctl.heartbeat import Heartbeat\n"
-        "beat = Heartbeat.open(sys.argv[1], 0); beat.step = 5; beat.enter(2); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from ppctl.heartbeat import HeartbeatFile\n"
+        "beat = HeartbeatFile(sys.argv[1], 0); beat.step = 5; beat.enter(2); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program, run_id], check=False)
     beat = heartbeat.read(run_id, 0)
     assert beat is not None and (beat.step, beat.index) == (5, 2)
-    mine = Heartbeat.open(run_id, 1)
+    mine = HeartbeatFile(run_id, 1)
     heartbeat.sweep()
     assert [beat.rank for beat in heartbeat.read_all(run_id, range(2))] == [1]
     mine.close()
@@ -71,8 +71,8 @@ def test_a_killed_ranks_record_stays_and_is_swept_when_its_owner_is_gone(run_id:
 @pytest.mark.skipif(subprocess.run(["which", "strace"], capture_output=True).returncode != 0, reason="needs strace")
 def test_an_action_costs_no_system_call(run_id: str, tmp_path: Path) -> None:
     program = (
-        "import os, sys; from ppctl.heartbeat import Heartbeat\n"
-        "beat = Heartbeat.open(sys.argv[1], 0); beat.enter(0); os.getppid()\n"
+        "import os, sys; from ppctl.heartbeat import HeartbeatFile\n"
+        "beat = HeartbeatFile(sys.argv[1], 0); beat.enter(0); os.getppid()\n"
         "for index in range(1000): beat.enter(index)\n"
         "os.getppid(); beat.close()"
     )
@@ -95,7 +95,7 @@ def test_the_publisher_writes_at_once_when_asked_and_at_the_end(run_id: str) -> 
         written.append((host, record))
         first.set()
 
-    beats = [Heartbeat.open(run_id, rank) for rank in (4, 5)]
+    beats = [HeartbeatFile(run_id, rank) for rank in (4, 5)]
     publisher = Publisher(run_id, [4, 5, 6], write)
     assert publisher.every == 10.0
     publisher.start()

@@ -15,8 +15,9 @@ from ppctl.rundir import RunDir
 HOLDING = """
 import sys, time
 from pathlib import Path
+from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
-with RunDir(Path(sys.argv[1])).hold():
+with hold(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)
 """

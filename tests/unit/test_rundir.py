@@ -16,8 +16,10 @@ from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.files import append, write_atomically
+from ppctl.rank_records import RankFailure
+from ppctl.run_starts import begin_start, hold, is_held, set_aside, sweep
 from ppctl.rundir import RunDir
-from ppctl.runs import list_runs
+from ppctl.runs import last_checkpoint, list_runs
 
 
 def make(root: Path, run_id: str | None = None, name: str = "job", config: RunConfig | None = None) -> RunDir:
@@ -137,19 +139,19 @@ def test_readers_never_meet_half_of_a_status(run: RunDir) -> None:
 
 
 def test_errors_come_earliest_first_and_unreadable_ones_are_left_out(run: RunDir) -> None:
-    run.write_error(2, {"rank": 2, "time": 20.0})
-    run.write_error(11, {"rank": 11, "time": 10.0})
+    run.write_error(RankFailure(2, time=20.0))
+    run.write_error(RankFailure(11, time=10.0))
     (run.path / "errors" / "rank-0003.json").write_text("{")
-    assert [error["rank"] for error in run.errors()] == [11, 2]
+    assert [error.rank for error in run.errors()] == [11, 2]
     assert (run.path / "errors" / "rank-0011.json").exists()
 
 
 def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
     for life in (1, 2):
-        run.write_plan_text(f'"plan of life {life}"')
-        run.write_error(0, {"rank": 0, "time": float(life)})
+        (run.path / "plan.json").write_text(f'"plan of life {life}"\n')
+        run.write_error(RankFailure(0, time=float(life)))
         run.write_result({"state": "stopped"})
-        run.set_aside()
+        set_aside(run)
         assert run.errors() == []
         assert run.result() == {}
         assert (run.path / f"plan-{life}.json").read_text() == f'"plan of life {life}"\n'
@@ -158,27 +160,29 @@ def test_the_life_that_has_ended_is_kept_under_numbers(run: RunDir) -> None:
 
 
 def test_a_requeued_life_and_a_resumed_one_keep_their_errors_apart(run: RunDir) -> None:
-    for number, end in enumerate((lambda: run.begin_life("7.1"), run.set_aside, lambda: run.begin_life("8.0")), 1):
-        run.write_error(number, {"rank": number})
+    for number, end in enumerate(
+        (lambda: begin_start(run, "7.1"), lambda: set_aside(run), lambda: begin_start(run, "8.0")), 1
+    ):
+        run.write_error(RankFailure(number))
         end()
         assert (run.path / f"errors-{number}" / f"rank-{number:04d}.json").exists()
         assert (run.path / "errors").is_dir(), "flight records go there, too"
 
 
 def test_the_latest_checkpoint_is_the_one_that_latest_names(run: RunDir) -> None:
-    assert run.latest_checkpoint() is None
+    assert last_checkpoint(run) is None
     for name in ("step-4", "step-12", "step-8", "step-16.tmp", "step-x"):
         write(run.checkpoints / name, name)
-    assert run.latest_checkpoint() == run.checkpoints / "step-12", "a crash came before the first `latest`"
+    assert last_checkpoint(run) == run.checkpoints / "step-12", "a crash came before the first `latest`"
     (run.checkpoints / "latest").write_text("step-4\n")
-    assert run.latest_checkpoint() == run.checkpoints / "step-4"
+    assert last_checkpoint(run) == run.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("text", ["step-99\n", "", "../../..", "step-4.tmp", "\0{"])
 def test_a_latest_that_names_nothing_does_not_hide_the_checkpoints(run: RunDir, text: str) -> None:
     write(run.checkpoints / "step-4", "4")
     (run.checkpoints / "latest").write_text(text)
-    assert run.latest_checkpoint() == run.checkpoints / "step-4"
+    assert last_checkpoint(run) == run.checkpoints / "step-4"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "plan.json"])
@@ -222,34 +226,35 @@ def test_what_killed_writers_left_is_swept(run: RunDir) -> None:
         "errors/rank-0001.json",
     ):
         (run.path / name).write_text("{")
-    run.sweep()
+    sweep(run)
     assert [path.name for path in run.path.rglob("*.tmp")] == []
-    assert mark_of(run.latest_checkpoint()) == "4" and (run.path / "errors" / "rank-0001.json").exists()
+    assert mark_of(last_checkpoint(run)) == "4" and (run.path / "errors" / "rank-0001.json").exists()
 
 
 HOLD = """
 import sys, pathlib
+from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
-with RunDir(pathlib.Path(sys.argv[1])).hold():
+with hold(RunDir(pathlib.Path(sys.argv[1]))):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def test_one_process_at_a_time_holds_a_run_and_its_death_lets_go(run: RunDir) -> None:
-    assert not run.is_held()
+    assert not is_held(run)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    assert run.is_held()
-    with pytest.raises(ConfigError, match=r"PP-E613: run .* is still going on"), run.hold():
+    assert is_held(run)
+    with pytest.raises(ConfigError, match=r"PP-E613: run .* is still going on"), hold(run):
         pass
     holder.kill()
     holder.communicate()
-    with run.hold():
-        assert run.is_held()
+    with hold(run):
+        assert is_held(run)
 
 
 def test_looking_at_a_run_does_not_keep_a_launcher_from_it(run: RunDir) -> None:
@@ -257,13 +262,13 @@ def test_looking_at_a_run_does_not_keep_a_launcher_from_it(run: RunDir) -> None:
 
     def look() -> None:
         while not over.is_set():
-            run.is_held()
+            is_held(run)
 
     looker = threading.Thread(target=look)
     looker.start()
     try:
         for _ in range(50):
-            with run.hold():
+            with hold(run):
                 pass
     finally:
         over.set()

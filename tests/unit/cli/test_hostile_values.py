@@ -7,10 +7,11 @@ import os
 import random
 import shlex
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
-from hostile_values import VALUES, Tally, attempt, planned_json, trials
+from remedies import BASES, VALUES, Tally, attempt, planned_json, trials
 
 DEEP_SMALL = ("+recipe=deepseek_v3", "+scale=smoke")
 BIG = 2**63
@@ -80,11 +81,28 @@ def test_a_sample_of_hostile_values_meets_no_traceback_and_every_remedy_works() 
     assert_every_remedy_works(fates([line for value in VALUES for line in chosen.sample([*trials(value)], 2)]))
 
 
-@pytest.mark.whole
-@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "shift",
+    [
+        pytest.param(shift, marks=[pytest.mark.soak if shift else pytest.mark.whole, pytest.mark.timeout(480)])
+        for shift in range(len(BASES))
+    ],
+)
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: ascii(value[:12]))
-def test_every_key_with_a_hostile_value_meets_no_traceback_and_every_remedy_works(value: str) -> None:
-    assert_every_remedy_works(fates([*trials(value)]))
+def test_every_key_with_a_hostile_value_meets_no_traceback_and_every_remedy_works(value: str, shift: int) -> None:
+    """Each `shift` has every pair of key and value, of key and base, and of value and base; all of them every three."""
+    assert_every_remedy_works(fates([*trials(value, shift)]))
+
+
+def test_trials_hold_every_pair_of_key_value_and_base_and_with_every_shift_all_three() -> None:
+    each = [[(*typed[-1].split("=", 1), typed[:-1]) for value in VALUES for typed in trials(value, shift)]
+            for shift in range(len(BASES))]  # fmt: skip
+    keys = {key for key, _, _ in each[0]}
+    for rows in each:
+        assert len(rows) == len(keys) * len(VALUES)
+        assert {(key, base) for key, _, base in rows} == {*product(keys, BASES)}
+        assert {(value, base) for _, value, base in rows} == {*product(VALUES, BASES)}
+    assert {row for rows in each for row in rows} == {*product(keys, VALUES, BASES)}
 
 
 def endless(directory: Path, name: str) -> Path:

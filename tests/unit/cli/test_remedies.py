@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from typed_remedies import mended, problems
+from remedies import mended, problems
 
 from ppctl.cli.main import main
 

@@ -15,6 +15,7 @@ from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.prepare import Launch, go_on, new_run, with_value
+from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 
 PERSON = Started("person")
@@ -214,7 +215,7 @@ def test_a_run_stays_where_it_is(run: RunDir, typed: str) -> None:
 
 
 def test_a_run_that_is_going_on_is_left_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    with run.hold():
+    with hold(run):
         assert main(["resume", run.id]) == 2
     assert "PP-E613" in capsys.readouterr().err
     assert not (run.path / "plan-1.json").exists()

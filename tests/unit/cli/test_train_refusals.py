@@ -17,7 +17,7 @@ from ppctl.config.argv import retyped
 from ppctl.launch.environment import Started
 from ppctl.launch.prepare import Launch, new_run
 from ppctl.rundir import RunDir
-from ppctl.runs import list_runs
+from ppctl.runs import last_checkpoint, list_runs
 
 QUICK = ["recipe=quickstart", "launch.device=cpu"]
 
@@ -226,7 +226,7 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     other = prepared(*cut[1:])
     assert other.config.model == launch.config.model
     assert (other.plan.sizes.pp, other.plan.sizes.vpp) != (launch.plan.sizes.pp, launch.plan.sizes.vpp)
-    assert RunDir(Path(resume[1]).absolute()).latest_checkpoint() is not None
+    assert last_checkpoint(RunDir(Path(resume[1]).absolute())) is not None
 
 
 def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
@@ -238,7 +238,7 @@ def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
     (run.checkpoints / "latest").write_text("step-9\n")
     advice = training.saved_before(run, interrupted)
     assert "step-9" in advice
-    assert RunDir(Path(shlex.split(advice)[-1]).absolute()).latest_checkpoint() is not None
+    assert last_checkpoint(RunDir(Path(shlex.split(advice)[-1]).absolute())) is not None
     assert training.saved_before(run, training.Outcome(1, "failed", "error")) == ""
 
 

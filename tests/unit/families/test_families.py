@@ -214,7 +214,7 @@ def test_a_deepseek_v2_that_divides_weights_is_refused_because_transformers_neve
 
 
 def test_a_file_that_says_nothing_means_the_first_model_of_its_family():
-    """tests/torch/test_config_defaults.py holds every default against transformers' classes."""
+    """tests/torch/families/test_config_defaults.py holds every default against transformers' classes."""
     assert read("llama") == replace(canonical(shipped("llama2_7b")), norm_epsilon=1e-6, max_position_embeddings=2048)
     learning = dict(mtp_num_layers=None, mtp_loss_scaling_factor=0.1, init_method_std=0.02, moe_aux_loss_coeff=0.0)
     published = replace(shipped("deepseek_v3"), **learning, moe_router_load_balancing_type="aux_loss")

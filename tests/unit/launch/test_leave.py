@@ -11,6 +11,7 @@ from ppctl.config.compose import compose
 from ppctl.launch.enter import go_on, package_digest, wrong_here
 from ppctl.launch.leave import judge, main
 from ppctl.plan import build_plan
+from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
 
 
@@ -28,8 +29,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def fail(run: RunDir, rank: int, when: float) -> None:
-    error = {"rank": rank, "time": when, "type": "ValueError", "message": f"from {rank}", "exit_code": 1}
-    run.write_error(rank, error)
+    run.write_error(RankFailure(rank, f"from {rank}", "ValueError", time=when))
 
 
 @pytest.mark.parametrize("code", [0, 1, 143])

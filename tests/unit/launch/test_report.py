@@ -1,13 +1,14 @@
 """The report: the culprit first, whatever its victims say and when."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ppctl.heartbeat import Beat
 from ppctl.launch.report import Exit, failures, report
+from ppctl.rank_records import RankFailure, RankState
 from ppctl.rundir import RunDir
 
 ECHOES = [
@@ -21,8 +22,8 @@ ECHOES = [
 ]
 
 
-def told(rank: int, at: float, message: str = "boom", **more: Any) -> dict[str, Any]:
-    return {"rank": rank, "time": at, "type": "ValueError", "message": message, "exit_code": 1} | more
+def told(rank: int, at: float, message: str = "boom", **more: Any) -> RankFailure:
+    return RankFailure.from_json({"rank": rank, "time": at, "type": "ValueError", "message": message} | more)
 
 
 @pytest.fixture
@@ -30,9 +31,9 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, "job", lambda draft: None)
 
 
-def culprit(exits: list[Exit], errors: list[dict[str, Any]]) -> tuple[int, str]:
+def culprit(exits: list[Exit], errors: list[RankFailure]) -> tuple[int, str]:
     first = failures(exits, errors)[0]
-    return first.rank, first.code
+    return first.rank, first.code or "PP-E701"
 
 
 @pytest.mark.parametrize("echo", ECHOES)
@@ -57,11 +58,9 @@ def culprit(exits: list[Exit], errors: list[dict[str, Any]]) -> tuple[int, str]:
         "raised, then crashed on its way out",
     ],
 )
-def test_the_culprit_is_found(
-    exits: list[Exit], errors: list[dict[str, Any]], wanted: tuple[int, str], echo: str
-) -> None:
+def test_the_culprit_is_found(exits: list[Exit], errors: list[RankFailure], wanted: tuple[int, str], echo: str) -> None:
     code = {"code": "PP-E711"} if echo.startswith("PP-E711") else {}
-    errors = [error | {"message": echo} | code if error["message"] == "ECHO" else error for error in errors]
+    errors = [replace(error, message=echo, **code) if error.message == "ECHO" else error for error in errors]
     rank, wanted_code = wanted
     assert culprit(exits, errors) in {(rank, wanted_code), (rank, code.get("code", wanted_code))}
 
@@ -70,36 +69,40 @@ def test_of_two_that_fail_by_themselves_the_earlier_counts() -> None:
     assert culprit([], [told(5, 2.0), told(1, 3.0)]) == (5, "PP-E701")
 
 
-def text(run: RunDir, exits: list[Exit], errors: list[dict[str, Any]], beats: dict[int, Beat], world: int) -> list[str]:
-    return report(run, failures(exits, errors), beats, world).splitlines()
+def text(
+    run: RunDir, exits: list[Exit], errors: list[RankFailure], states: dict[int, RankState], world: int
+) -> list[str]:
+    return report(run, failures(exits, errors), states, world).splitlines()
 
 
 def test_a_rank_is_believed_where_it_says_what_it_did(run: RunDir) -> None:
-    beats = {3: Beat(3, 1, "training", 16, 99, True, time.monotonic())}
-    lines = text(run, [], [told(3, 1.0, stage=5, action="5B2")], beats, 1)
+    states = {3: RankState(3, "training", 16, 99, time.monotonic(), working=True)}
+    lines = text(run, [], [told(3, 1.0, stage=5, action="5B2")], states, 1)
     assert lines[0] == "error PP-E701: rank 3 (stage 5) failed in 5B2: ValueError: boom"
     assert lines[1] == f"  at step 17; its log: {run.log(3)}"
 
 
 def test_a_rank_that_failed_outside_its_list_is_not_given_its_last_action(run: RunDir) -> None:
-    beats = {3: Beat(3, 1, "training", 16, 99, True, time.monotonic())}
+    states = {3: RankState(3, "training", 16, 99, time.monotonic(), working=True)}
     error = told(3, 1.0, "step 17: the gradient norm is not finite", code="PP-E733", remedy="lower optim.lr")
-    lines = text(run, [], [error], beats, 1)
+    lines = text(run, [], [error], states, 1)
     assert lines[0] == "error PP-E733: rank 3 failed: step 17: the gradient norm is not finite"
     assert lines[1] == "  try: lower optim.lr"
 
 
 @pytest.mark.parametrize("state", ["starting", "warming up", "saving"])
 def test_outside_the_list_the_state_says_what_it_did(run: RunDir, state: str) -> None:
-    beats = {0: Beat(0, 1, state, 0, -1, False, time.monotonic())}
-    assert text(run, [Exit(0, -11, 1.0, False)], [], beats, 1)[0] == (
+    states = {0: RankState(0, state, 0, -1, time.monotonic())}
+    assert text(run, [Exit(0, -11, 1.0, False)], [], states, 1)[0] == (
         f"error PP-E702: rank 0 failed while {state}: killed by signal 11 (SIGSEGV)"
     )
 
 
 def test_without_a_plan_and_a_heartbeat_the_report_comes_all_the_same(run: RunDir) -> None:
-    beats = {0: Beat(0, 1, "training", 0, 4, True, time.monotonic())}
-    assert text(run, [Exit(0, -9, 1.0, False)], [], beats, 1)[0].startswith("error PP-E702: rank 0 failed in action 4:")
+    states = {0: RankState(0, "training", 0, 4, time.monotonic(), working=True)}
+    assert text(run, [Exit(0, -9, 1.0, False)], [], states, 1)[0].startswith(
+        "error PP-E702: rank 0 failed in action 4:"
+    )
     assert text(run, [Exit(0, -9, 1.0, False)], [], {}, 1)[0].startswith("error PP-E702: rank 0 failed: killed")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
+from pairwise import pairwise
 from schedule_sizes import made, out_of_order, sample, v_shaped
 
 from ppctl.errors import ScheduleError
@@ -152,24 +153,32 @@ def _never_drained(schedule: Schedule) -> list[str]:
     return found
 
 
-def every_policy() -> Iterator[Schedule]:
+def every_policy() -> Iterator[tuple[tuple[str, int, int, int], Schedule]]:
     """Each policy at the sizes where its lists differ in shape, and every way of using more channels or fewer."""
     for pp in range(2, 9):
         for vpp in range(1, 5):
             for m in sorted({1, pp - 1, pp, pp + 1, 2 * pp + 1}):
                 for name in POLICIES:
                     with suppress(ScheduleError):
-                        yield make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m, microbatch_group_size=pp)
+                        made = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m, microbatch_group_size=pp)
+                        yield (name, pp, vpp, m), made
                 if vpp == 1:
-                    yield make_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m, extra_warmup=pp - 1)
+                    made = make_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m, extra_warmup=pp - 1)
+                    yield ("1f1b, warmed up", pp, 1, m), made
 
 
-@pytest.mark.whole
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("capacity", [None, 2, 5])
-def test_no_receive_is_posted_before_what_its_message_comes_of(capacity: int | None) -> None:
-    seen = set()
-    for schedule in every_policy():
+@pytest.mark.parametrize(
+    "design",
+    [
+        pytest.param(pairwise, marks=pytest.mark.whole, id="pairs"),
+        pytest.param(list, marks=[pytest.mark.soak, pytest.mark.timeout(480)], id="grid"),
+    ],
+)
+def test_no_receive_is_posted_before_what_its_message_comes_of(design: Callable, capacity: int | None) -> None:
+    seen, schedules = set(), dict(every_policy())
+    for sizes in design(schedules):
+        schedule = schedules[sizes]
         lowered = lower(schedule, capacity=capacity)
         if not verify(lowered):
             seen.add(schedule.name)
@@ -179,7 +188,7 @@ def test_no_receive_is_posted_before_what_its_message_comes_of(capacity: int | N
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_no_receive_is_posted_before_what_its_message_comes_of_in_a_sample(batched: bool) -> None:
-    sampled = [s for s in every_policy() if s.placement.pp in (2, 3, 5) and s.num_microbatches <= 6]
+    sampled = [s for _, s in every_policy() if s.placement.pp in (2, 3, 5) and s.num_microbatches <= 6]
     assert {schedule.name for schedule in sampled} == POLICIES.keys()
     for schedule in [*random.Random(7).sample(sampled, 40), *SAMPLE]:
         lowered = lower(schedule, batched=batched)

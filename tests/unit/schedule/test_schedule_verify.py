@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from pairwise import pairwise
 from schedule_sizes import grid, made, out_of_order, sample, v_shaped, with_row
 
 from ppctl.schedule.action import COMPUTE, MESSAGES, Action, Channel, Op, Placement, Schedule
@@ -46,7 +47,13 @@ def test_a_sample_of_the_grid_is_clean() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.timeout(600)
+def test_every_pair_of_values_of_the_grid_is_clean() -> None:
+    for sizes in pairwise(grid()):
+        assert_clean(sizes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(480)
 def test_the_whole_grid_is_clean() -> None:
     for sizes in grid():
         assert_clean(sizes)

@@ -1,0 +1,116 @@
+"""A rank's own process: what signals do to it, how many files it may open, and where its output goes.
+
+Knows signals, limits and the standard streams. Must not know runs, nor what is printed.
+
+TERM and USR1 ask a rank to save and exit; for other signals an action is run at once. A handler in Python waits for the
+main thread, which may be in C++ for as long as a message takes, so urgent actions run in a thread that reads the
+wake-up pipe, into which the interpreter's own handler writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+INTERRUPTED = 130
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class StopRequest:
+    """Whether TERM or USR1 has asked this rank to save and exit; the ranks agree on it at the end of a step."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, also inside a wait in C++
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._ask)
+        # Whoever started this process has blocked them until now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGUSR1))
+
+    def _ask(self, number: int, _: object) -> None:
+        self.asked = self.asked or number
+
+    def __call__(self) -> int:
+        """The number of the first such signal; 0 before one comes."""
+        return self.asked
+
+
+class Listener:
+    """Runs the actions of signals in a thread. Construct it, and call `on`, in the main thread."""
+
+    def __init__(self) -> None:
+        self._actions: dict[int, Callable[[], object]] = {}
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
+
+    def on(self, number: int, action: Callable[[], object]) -> None:
+        """From now on `action` is called for signal `number`, as soon as the GIL is free."""
+        self._actions[number] = action
+        signal.signal(number, lambda *_: None)
+
+    def _listen(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 64):
+                with suppress(Exception):  # the next signal must be handled, too
+                    self._actions.get(number, int)()
+
+
+def end_after(action: Callable[[], object]) -> NoReturn:
+    """Call `action`, then end this process with 130, as interrupted."""
+    try:
+        action()
+    finally:
+        os._exit(INTERRUPTED)
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what its disk has no room for."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write all of `data`, or drop all of it."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            return memoryview(data).nbytes
+
+
+def raise_file_limit() -> None:
+    """From now on this process may open as many files and sockets as its hard limit allows.
+
+    Rank 0 has two sockets for every rank: in its store, and in a gather to it.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS allows fewer than the limit that it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def lose_lines_rather_than_fail() -> None:
+    """From now on stdout and stderr drop what does not fit on a full disk."""
+    sys.stdout, sys.stderr = (_lossy(number) for number in (1, 2))
+
+
+def _lossy(number: int) -> io.TextIOWrapper:
+    raw = _LossyFile(number, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def keep_stdout() -> TextIO:
+    """Stdout as it was; what this process and its libraries write to stdout from now on goes to stderr."""
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return kept

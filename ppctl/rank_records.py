@@ -1,0 +1,90 @@
+"""What a rank is doing, and why one failed: the two records that ranks, launcher and commands exchange through files.
+
+Knows their fields and their JSON, in which later versions only add fields: records of older runs are read as well.
+Must not know where a record is stored, nor what is concluded from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
+NO_ACTION = -1
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank is doing."""
+
+    rank: int
+    state: str
+    """One of STATES."""
+    step: int
+    """The number of completed steps."""
+    index: int
+    """Of the current action in the rank's list; the list's length at its end, NO_ACTION outside the list."""
+    since: float
+    """When this began, in seconds: on the machine's monotonic clock in shared memory, since the epoch in a file."""
+    working: bool = False
+    """Whether the action has the message that it needs, and computes."""
+    stopped: bool = False
+    """Whether the process is stopped (SIGSTOP, a debugger), or its host does not publish any more."""
+    host: str = ""
+    pid: int = 0
+    """0 until the rank has opened its record."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The rank's row in the file of its host."""
+        return {"version": _VERSION, **{name: value for name, value in asdict(self).items() if name != "host"}}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
+        """Read a row of the file of `host`. Raises TypeError if a field is missing that every version has."""
+        return cls(**{**_known(cls, row), "host": host})
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why a rank failed: errors/rank-NNNN.json."""
+
+    rank: int
+    message: str = ""
+    type: str = ""
+    """The exception's name; `Hang` for a rank that others have waited for too long."""
+    code: str | None = None
+    """PP-Exxx; None for an exception that is not ppctl's."""
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    exit_code: int = 1
+    stage: int | None = None
+    action: str | None = None
+    """The action that failed, as the schedule's text has it; None outside the list."""
+    place: str = ""
+    remedy: str = ""
+    others: tuple[str, ...] = ()
+    """Further problems that the rank found, each as a text for a person."""
+    ends: tuple[int, ...] = ()
+    """The global ranks between which a connection broke: sender, receiver."""
+    traceback: str = ""
+    host: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a JSON object."""
+        return {"version": _VERSION, **asdict(self), "ends": self.ends or None}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RankFailure:
+        """Read a record. Raises TypeError if it names no rank; any other field may be missing."""
+        known = {"time": 0.0, **_known(cls, record)}
+        for name in ("others", "ends"):
+            known[name] = tuple(known.get(name, ()))
+        return cls(**known)
+
+
+def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `kind` that have a value in a record, which may be of an older or a newer version."""
+    return {each.name: record[each.name] for each in fields(kind) if record.get(each.name) is not None}

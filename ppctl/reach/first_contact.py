@@ -1,0 +1,241 @@
+"""The first contact of ranks before they train: every channel and every group once, timed, each with its own limit.
+
+Knows channel ends, backends and the rendezvous store, through which ranks still communicate when a connection between
+them is dead. Must not know what an axis means, plans, runs or configs.
+
+All ranks make their contacts in one common order, so that no ranks wait for each other in a circle. When one contact
+takes too long, many ranks may wait, and only some of them for the dead connection: each writes into the store in which
+contact it waits, and from these entries all conclude the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ppctl.comm.channel_ends import other_end
+from ppctl.comm.channels import DirectEnd, Pending, Transport
+from ppctl.comm.variable_shapes import VariableEnd
+from ppctl.errors import Problem
+from ppctl.reach.hosts import DeadEdge, reason_of
+from ppctl.schedule.action import Channel
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_ROUNDS = 3
+"""Messages of one contact: the first makes the connection, the fastest shows its speed."""
+_KEY = "ppctl/contact"
+_SETTLE = 1.0
+"""Seconds after a limit in which all ranks that wait write where."""
+_REMEDY = "ppctl doctor, started on these hosts as the run was, times their edges; launch.edge_limit=5m waits longer"
+_TAG = 5
+"""Of messages round a group; channels have 1 to 4."""
+_CPU = torch.device("cpu")
+
+
+class Contact(NamedTuple):
+    """A message or a collective of several ranks."""
+
+    name: str
+    """As a person reads it: `channel 0->1 F`, `group dp`."""
+    ranks: tuple[int, ...]
+    """Global ranks; of an edge the sender first."""
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedContact:
+    """A contact that succeeded."""
+
+    name: str
+    ranks: tuple[int, ...]
+    first_s: float
+    """Seconds of the first message, waiting for the other ranks included."""
+    best_s: float
+    """Seconds of the fastest."""
+
+
+def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: torch.device) -> list[Contact]:
+    """This rank's channels, in the order that all ranks of the pipeline follow."""
+    rank, ranks = pp_group.rank(), dist.get_process_group_ranks(pp_group)
+    contacts = []
+    for end in sorted(ends, key=lambda end: (_turn(end.channel, len(ranks)), end.channel)):
+        name, between = f"channel {end.channel}", (ranks[end.channel.source], ranks[end.channel.target])
+        if isinstance(end, VariableEnd):
+            contacts.append(Contact(name, between, _message(end.headers, end.header_device, rank)))
+            contacts.append(Contact(name, between, _message(end.body, device, rank)))
+        else:
+            contacts.append(Contact(name, between, _message(end, device, rank)))
+    return contacts
+
+
+def group_contacts(name: str, group: ProcessGroup, device: torch.device, *, ring: bool = True) -> list[Contact]:
+    """A group's contacts: on gloo a message over every edge of its ring, then a collective on each of its backends."""
+    size, rank, ranks = group.size(), group.rank(), tuple(dist.get_process_group_ranks(group))
+    if size == 1:
+        return []
+    contacts = []
+    gloo = _gloo(group)
+    if ring and gloo is not None:
+        edges = [Channel(source, (source + 1) % size, "F") for source in range(size)]
+        for edge in sorted((edge for edge in edges if rank in edge[:2]), key=lambda edge: _turn(edge, size)):
+            end = DirectEnd(edge, gloo, other_end(edge, rank), _TAG)
+            between = (ranks[edge.source], ranks[edge.target])
+            contacts.append(Contact(f"edge of group {name}", between, _message(end, _CPU, rank)))
+    devices = [_CPU] * (gloo is not None) + [device] * (gloo is None or device != _CPU)
+    return contacts + [Contact(f"group {name} ({on.type})", ranks, _collective(group, on)) for on in devices]
+
+
+def _gloo(group: ProcessGroup) -> Transport | None:
+    """The group's gloo backend; None where CPUs have none, or another one."""
+    try:
+        backend = group._get_backend(_CPU)
+    except RuntimeError:
+        return None
+    return cast(Transport, backend) if backend.name() == "gloo" else None
+
+
+def _turn(edge: Channel, size: int) -> tuple[int, int]:
+    """The place of a ring's edge in the order: first every second edge, then the others; the last of an odd ring alone.
+
+    Thus no two edges of one rank have the same turn.
+    """
+    index = edge.source if edge.target == (edge.source + 1) % size else edge.target
+    return (2 if size % 2 and index == size - 1 else index % 2), index
+
+
+def _message(end: DirectEnd, device: torch.device, rank: int) -> Callable[[], None]:
+    def send_or_receive() -> None:
+        number = (torch.zeros(1, device=device),)
+        works: Sequence[Pending] = end.start_send(number) if end.channel.source == rank else end.receive_into(number)
+        for work in works:
+            work.wait()
+        _synchronize(device)
+
+    return send_or_receive
+
+
+def _collective(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
+    def all_reduce() -> None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _synchronize(device)
+
+    return all_reduce
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstContact:
+    """One rank's part in the first contact."""
+
+    store: Store
+    rank: int
+    world: int
+    host: str
+    """This rank's."""
+    patience: float
+    """Seconds to wait for all ranks to arrive: they build their stages at different speeds."""
+    _entries: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def make(self, contacts: Sequence[Contact], limit: float, enter: Callable[[], None]) -> list[TimedContact]:
+        """Make `contacts` in a thread, which calls `enter()` first, each within `limit` seconds.
+
+        Raises DeadEdge (PP-E707), which names ranks and hosts, with the same text on every rank that waited.
+        """
+        self._write(at=None)
+        self._arrive()
+        results: SimpleQueue[list[float] | Exception] = SimpleQueue()
+        Thread(target=_make_all, args=(contacts, results, enter), name="contacts", daemon=True).start()
+        made = []
+        for contact in contacts:
+            try:
+                result = results.get(timeout=limit)
+            except Empty:
+                self._fail(contact, f"took longer than {limit:g} s")
+            else:
+                if isinstance(result, Exception):
+                    self._fail(contact, f"broke: {reason_of(result)}")
+                else:
+                    made.append(TimedContact(contact.name, contact.ranks, result[0], min(result)))
+        self._write(at=None, over=True)
+        return made
+
+    def _write(self, **entry: Any) -> None:
+        self.store.set(f"{_KEY}/{self.rank}", json.dumps({"host": self.host, "over": False, **entry}))
+
+    def _read(self, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+        """What these ranks had written when they were first read."""
+        for rank in ranks:
+            if rank not in self._entries:
+                self._entries[rank] = json.loads(self.store.get(f"{_KEY}/{rank}"))
+        return {rank: self._entries[rank] for rank in ranks}
+
+    def _arrive(self) -> None:
+        """Wait until all ranks have arrived: their limits begin at the same time."""
+        if self.store.add(f"{_KEY}/arrived", 1) == self.world:
+            self.store.set(f"{_KEY}/all", "1")
+        self.store.wait([f"{_KEY}/all"], timedelta(seconds=self.patience))
+
+    def _fail(self, contact: Contact, how: str) -> None:
+        at = [contact.name, list(contact.ranks)]
+        self._write(at=at, how=how)
+        time.sleep(_SETTLE)
+        ranks, message = self._dead_contact(at)
+        if self.rank not in ranks:
+            time.sleep(_SETTLE)  # the ranks of the dead contact fail first
+        raise DeadEdge(Problem("PP-E707", message, _REMEDY))
+
+    def _dead_contact(self, at: list[Any]) -> tuple[list[int], str]:
+        """Its ranks, and a message.
+
+        From contact to contact: the one in which all its ranks wait, or of which one rank has written nothing.
+        """
+        seen: list[list[Any]] = []
+        while at not in seen:
+            seen.append(at)
+            elsewhere = [entry["at"] for entry in self._read(at[1]).values() if entry["at"] not in (None, at)]
+            if not elsewhere:
+                break
+            at = elsewhere[0]
+        name, ranks = at
+        entries = self._read(ranks)
+        silent = [rank for rank, entry in entries.items() if entry["at"] is None and not entry["over"]]
+        how = next((entry["how"] for entry in entries.values() if entry["at"] == at), "took too long")
+        named = [f"rank {rank} on {entry['host']}" for rank, entry in entries.items()]
+        if silent:
+            return ranks, f"rank {silent[0]} on {entries[silent[0]]['host']} does not answer: {name} {how}"
+        if len(named) == 2:
+            return ranks, f"{named[0]} does not reach {named[1]}: {name} {how}, and both are alive"
+        return ranks, f"{', '.join(named)} do not reach each other: {name} {how}, and all are alive"
+
+
+def _make_all(
+    contacts: Sequence[Contact], results: SimpleQueue[list[float] | Exception], enter: Callable[[], None]
+) -> None:
+    enter()
+    for contact in contacts:
+        times = []
+        try:
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                contact.run()
+                times.append(time.perf_counter() - began)
+        except Exception as error:
+            results.put(error)
+            return
+        results.put(times)

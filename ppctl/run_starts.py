@@ -1,0 +1,115 @@
+"""The starts of one run: at most one process holds it at a time, and a later start keeps what an earlier one has left.
+
+Knows which files belong to one start. Must not know what is in them, nor how ranks are started. A run is started by
+`ppctl train` or `submit`, and again by `ppctl resume`, or by SLURM when its job is requeued.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ppctl import checkpoint_folder
+from ppctl.errors import ConfigError, Problem
+from ppctl.files import TAKEN, lock, release, write_atomically
+from ppctl.processes import identity
+from ppctl.rundir import RunDir
+
+_KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
+
+
+@contextmanager
+def hold(run: RunDir) -> Iterator[None]:
+    """Hold the run for this process, so that no second launcher continues it.
+
+    It stays held after an exec, and at most as long as the process exists. Raises ConfigError (PP-E613) if another
+    process holds it. On a file system without locks nothing is held.
+    """
+    descriptor = lock(run.path, patience=0.2)
+    if descriptor == TAKEN:
+        message = f"run {run.id} is still going on"
+        raise ConfigError(Problem("PP-E613", message, f"ppctl runs show {run.path}", str(run.path)))
+    if descriptor is not None:
+        os.set_inheritable(descriptor, True)
+    try:
+        with suppress(OSError):  # only with it is the loss of this process known at once
+            write_atomically(run.path / "holder.json", json.dumps(identity()) + "\n", durable=False)
+        yield
+    finally:
+        release(descriptor)
+
+
+def holder(run: RunDir) -> dict[str, Any]:
+    """The `processes.identity` of the process that held the run last; empty if none has held it."""
+    return run.read_object("holder.json")
+
+
+def is_held(run: RunDir) -> bool:
+    """Whether a launcher on a machine that shares this file system's locks is running it now."""
+    descriptor = lock(run.path)
+    release(descriptor)
+    return descriptor == TAKEN
+
+
+def slurm_start() -> str | None:
+    """The name of this process's start of a submitted run, `<job>.<restarts>`; None outside a job of SLURM's."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else None
+
+
+def begin_start(run: RunDir, name: str) -> None:
+    """Prepare the next start of a submitted run: the last result is deleted, its failures are kept aside."""
+    write_atomically(run.path / "life", name)
+    (run.path / "result.json").unlink(missing_ok=True)
+    if run.errors():
+        _keep_errors(run, _free_number(run))
+    run.forget_heartbeats()
+
+
+def start_name(run: RunDir) -> str:
+    """The name of the newest start; empty for a run that was not submitted."""
+    try:
+        return (run.path / "life").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def set_aside(run: RunDir) -> None:
+    """Keep plan, config, environment, errors and result of the last start, as plan-1.json and so on."""
+    number = _free_number(run)
+    for name in ("plan.json", "config.yaml", "env.json", "result.json"):
+        old = run.path / name
+        if old.exists():
+            # A copy, not a move: the file stays readable until its successor replaces it.
+            shutil.copy2(old, old.with_name(f"{old.stem}-{number}{old.suffix}"))
+    (run.path / "result.json").unlink(missing_ok=True)
+    _keep_errors(run, number)
+
+
+def sweep(run: RunDir) -> None:
+    """Delete half-written files of killed processes. Only while no process of the run exists."""
+    with suppress(OSError):
+        for place in (run.path, run.path / "errors", run.path / "heartbeats"):
+            for draft in place.glob("*.tmp"):
+                if not draft.is_dir():
+                    draft.unlink(missing_ok=True)
+    with suppress(OSError):
+        checkpoint_folder.sweep(run.checkpoints)
+
+
+def _free_number(run: RunDir) -> int:
+    """The first number under which nothing of an earlier start is kept: a requeued run keeps errors alone."""
+    kept = (_KEPT.fullmatch(path.name) for path in run.path.iterdir())
+    return 1 + max((int(found[1]) for found in kept if found), default=0)
+
+
+def _keep_errors(run: RunDir, number: int) -> None:
+    errors = run.path / "errors"
+    if errors.exists():
+        errors.rename(run.path / f"errors-{number}")
+    errors.mkdir()

@@ -1,0 +1,82 @@
+"""The plan's memory against live storages of ppctl's own runs: every rank, at the peak of a step, within 5 %."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from dense_runs import CPU, trainer_of
+from live_memory import LiveBytes
+from ranks import run_ranks
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import DataConfig, LaunchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from ppctl.plan.build import build_plan
+from ppctl.train.session import build_session
+
+DENSE = ModelConfig(
+    num_layers=8, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, num_query_groups=2, vocab_size=320
+)
+
+
+def config_of(path: Path, model: ModelConfig, **parallel: object) -> RunConfig:
+    return RunConfig(
+        model=model,
+        parallel=ParallelConfig(
+            pipeline_model_parallel_size=4,
+            virtual_pipeline_model_parallel_size=2,
+            overlap_p2p_comm=True,
+            batch_p2p_comm=False,
+            batch_p2p_sync=False,
+            deallocate_pipeline_outputs=True,
+            **parallel,  # type: ignore[arg-type]
+        ),
+        data=DataConfig(path=str(path), seq_length=128),
+        train=TrainConfig(global_batch_size=32, micro_batch_size=4),
+        launch=LaunchConfig(device="cpu"),
+    )
+
+
+def live_and_planned(mapping):
+    """(bytes of live storages at the peak of the second step, RankCost) of this rank."""
+    config = from_mapping(mapping)
+    plan = build_plan(config, {})
+    assert not plan.problems, plan.problems
+    with LiveBytes() as live:
+        session = build_session(config, plan, dist.get_rank(), CPU)
+        trainer = trainer_of(session)
+        trainer.step(0)
+        live.peak = 0
+        trainer.step(1)
+    cost = plan.pp_ranks[session.own.pp_rank]
+    return live.peak, cost
+
+
+@pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_live_storages_at_the_peak_are_the_planned_bytes_on_every_rank(text: Path, more: dict) -> None:
+    found = run_ranks(live_and_planned, 4, to_mapping(config_of(text, DENSE, **more)))
+    for rank, (live, cost) in enumerate(found):
+        assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"
+
+
+WIDE = ModelConfig(num_layers=4, hidden_size=96, ffn_hidden_size=288, num_attention_heads=4, vocab_size=260)
+"""Of weights rather than activations, with short sequences."""
+
+
+def live_and_planned_each(mappings):
+    return [live_and_planned(mapping) for mapping in mappings]
+
+
+def test_weights_and_gradients_of_full_sharding_live_when_the_plan_says_so(text: Path) -> None:
+    """Also in a schedule that is through with one chunk's gradients before it makes the next one's."""
+    configs = []
+    for name, vpp, bf16 in (("interleaved_1f1b", 2, False), ("gpipe", 2, True), ("1f1b", None, True)):
+        config = config_of(text, WIDE, data_parallel_sharding="full", data_parallel_size=2, bf16=bf16)
+        config.parallel.pipeline_model_parallel_size, config.pipeline.pp_schedule = 2, name
+        config.parallel.virtual_pipeline_model_parallel_size = vpp
+        config.data.seq_length, config.train.micro_batch_size, config.train.global_batch_size = 16, 1, 8
+        configs.append(to_mapping(config))
+    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, configs)):
+        for live, cost in found:
+            assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"

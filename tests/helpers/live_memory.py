@@ -1,0 +1,77 @@
+"""What lives, counted from outside the engine: activations in flight, and bytes."""
+
+import weakref
+from dataclasses import replace
+
+import torch
+from dense_runs import session_of, trainer_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Packed:
+    """A tensor that autograd saved; when it dies, nobody needs it any more."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Census:
+    """Which (stage, microbatch) have saved tensors alive, and the most there ever were at once."""
+
+    def __init__(self):
+        self.alive = {}
+        self.peak = 0
+
+    def watch(self, program):
+        def forward(mb, inputs):
+            key = (program.stage, mb)
+
+            def pack(tensor):
+                packed = Packed(tensor)
+                self.alive[key] = self.alive.get(key, 0) + 1
+                self.peak = max(self.peak, len(self.alive))
+                weakref.finalize(packed, self.forget, key)
+                return packed
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+                return program.forward(mb, inputs)
+
+        return replace(program, forward=forward)
+
+    def forget(self, key):
+        self.alive[key] -= 1
+        if not self.alive[key]:
+            del self.alive[key]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that ever were alive in storages made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self):
+        self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
+        return sum(size for _, size in self.storages.values())
+
+
+def count_in_flight(mapping):
+    """(most activations alive at once, what the plan says) on this rank."""
+    session = session_of(mapping)
+    trainer, census = trainer_of(session), Census()
+    trainer.programs = [census.watch(program) for program in trainer.programs]
+    trainer.step(0)
+    assert not census.alive
+    return census.peak, session.plan.pp_ranks[session.own.pp_rank].in_flight

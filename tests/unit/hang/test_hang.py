@@ -1,0 +1,204 @@
+"""Who waits for whom, who is waited for in the end, and when nothing has moved for too long."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from unit_plan import plan
+
+from ppctl.hang.limits import GRACE, LEAST, TIMES, Limits, Progress
+from ppctl.hang.verdict import verdict
+from ppctl.hang.waits import root, waits
+from ppctl.plan import Plan
+from ppctl.rank_records import RankState
+from ppctl.schedule.action import MESSAGES, Action, Op, Schedule, deps
+
+PLANS = {
+    "1f1b": dict(pp=4, gbs=8, mbs=1),
+    "interleaved": dict(pp=4, vpp=2, gbs=8, mbs=1),
+    "two pipelines": dict(pp=2, dp=2, gbs=16, mbs=1),
+}
+
+
+def stuck_at(schedule: Schedule, culprit: int, at: int) -> list[int]:
+    """Where every pp_rank stands when one never gets past entry `at` of its list: all run until nobody can go on."""
+    positions = [0] * len(schedule.actions)
+    done: set = set()
+    moved = True
+    while moved:
+        moved = False
+        for pp_rank, row in enumerate(schedule.actions):
+            while positions[pp_rank] < len(row) and (pp_rank, positions[pp_rank]) != (culprit, at):
+                action = row[positions[pp_rank]]
+                sends = action.op.name.startswith("SEND")
+                if (
+                    not sends
+                    and action.op.name != "REDUCE_GRAD"
+                    and any(need not in done for need in deps(action, schedule))
+                ):
+                    break
+                done.add(action)
+                positions[pp_rank] += 1
+                moved = True
+    return positions
+
+
+def stands(made: Plan, rank: int, at: int, *, flushed: bool, working: bool = False) -> RankState:
+    """A rank that is through its list waits for its sends; only where they are delivered it goes on."""
+    over = at >= len(made.schedule.actions[made.for_rank(rank).pp_rank])
+    state, at = ("updating", -1) if over and flushed else ("training", at)
+    return RankState(rank, state, 3, at, 10.0, working=working, host=f"host{rank}")
+
+
+def every_way(test: Callable) -> Callable:
+    """Several sizes, random places, and ranks that are through with their list before or behind its flush."""
+    for mark in (
+        pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS),
+        pytest.mark.parametrize("seed", range(12)),
+        pytest.mark.parametrize("flushed", [True, False]),
+    ):
+        test = mark(test)
+    return test
+
+
+@every_way
+def test_the_rank_that_stands_still_is_found(sizes: dict, seed: int, flushed: bool) -> None:
+    made, draw = plan(**sizes), random.Random(seed)
+    culprit = draw.randrange(made.sizes.pp)
+    row = made.schedule.actions[culprit]
+    at = draw.choice([i for i, action in enumerate(row) if action.op not in MESSAGES and action.mb >= 0])
+    positions = stuck_at(made.schedule, culprit, at)
+    states = []
+    for rank in range(made.sizes.world):
+        pp_rank = made.for_rank(rank).pp_rank
+        states.append(stands(made, rank, positions[pp_rank], flushed=flushed, working=pp_rank == culprit))
+    found = waits(made, states)
+    told = root(found)
+    assert told is not None
+    assert made.for_rank(told.state.rank).pp_rank == culprit
+    assert str(told.current) == str(row[at])
+
+
+@every_way
+def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, seed: int, flushed: bool) -> None:
+    """One rank waits for ever for what its neighbour has sent; all others wait for the two in the end."""
+    made, draw = plan(**sizes), random.Random(seed)
+    receiver = draw.randrange(made.sizes.pp)
+    row = made.schedule.actions[receiver]
+    waiting = [i for i, action in enumerate(row) if message(made.schedule, receiver, action) is not None]
+    at = draw.choice(waiting)
+    positions = stuck_at(made.schedule, receiver, at)
+    states = [
+        stands(made, rank, positions[made.for_rank(rank).pp_rank], flushed=flushed) for rank in range(made.sizes.world)
+    ]
+    told = verdict(made, states, 5.0, 15.0)
+    need = message(made.schedule, receiver, row[at])
+    assert need is not None
+    ends = {made.schedule.placement.rank_of(need.stage), receiver}
+    assert told.code == "PP-E707"
+    named = {int(rank) for rank in re.findall(r"rank (\d+) on host\1", told.message)}
+    assert {made.for_rank(rank).pp_rank for rank in named} == ends
+    assert f"{need} was sent" in told.message
+
+
+def message(schedule: Schedule, pp_rank: int, action: Action) -> Action | None:
+    """What another rank makes for an action that computes."""
+    if action.op not in (Op.F, Op.B):
+        return None
+    stage = action.stage + (-1 if action.op is Op.F else 1)
+    if not 0 <= stage < schedule.placement.num_stages or schedule.placement.rank_of(stage) == pp_rank:
+        return None
+    return Action(action.op, stage, action.mb)
+
+
+def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
+    """What it has sent last may wait in its queue: a stopped process delivers nothing."""
+    made = plan(pp=2, gbs=8, mbs=1)
+    first = [str(action) for action in made.schedule.actions[0]]
+    second = [str(action) for action in made.schedule.actions[1]]
+    states = [
+        RankState(0, "training", 3, first.index("0F1"), 9.0, working=True),
+        RankState(1, "training", 3, second.index("1F0"), 8.0),
+    ]
+    (told,) = {wait.state.rank for wait in [root(waits(made, states))] if wait is not None}
+    assert told == 0
+    stopped = [replace(states[0], working=False, stopped=True), states[1]]
+    assert "stopped" in verdict(made, stopped, 5.0, 15.0).message
+    receiver = verdict(
+        made, [replace(states[0], index=first.index("0B0")), replace(states[1], stopped=True)], 5.0, 15.0
+    )
+    assert (receiver.rank, receiver.code) == (1, "PP-E706"), "it was sent to a process that is stopped"
+
+
+def test_a_silent_hosts_last_word_is_no_dead_edge() -> None:
+    """Its record is old: what it waited for then has been sent since, and nobody knows whether it came."""
+    made = plan(pp=2, gbs=8, mbs=1)
+    first, second = ([str(action) for action in row] for row in made.schedule.actions)
+    lost = RankState(1, "training", 3, second.index("1F1"), 8.0, host="far")
+    states = [RankState(0, "training", 3, first.index("0B0"), 9.0, host="near"), lost]
+    assert verdict(made, states, 5.0, 15.0).code == "PP-E707"
+    told = verdict(made, [states[0], replace(lost, stopped=True)], 5.0, 15.0)
+    assert (told.rank, told.code) == (1, "PP-E706")
+    assert "its host far does not answer" in told.message
+
+
+def test_in_a_collective_whoever_is_behind_is_waited_for() -> None:
+    made = plan(pp=2, gbs=8, mbs=1)
+    found = waits(made, [RankState(0, "saving", 5, -1, 1.0), RankState(1, "updating", 5, -1, 0.5)])
+    assert [wait.on for wait in found] == [1, None]
+    assert root(found) is found[1]
+
+
+def standing(state: str, step: int, since: float) -> list[RankState]:
+    return [RankState(0, state, step, 0, since)]
+
+
+def test_each_phase_has_its_limit() -> None:
+    progress = Progress(Limits(start=30, first_step=900, step=None), now=0.0)
+    assert progress.late(standing("starting", 0, 1.0), 31.0) is None
+    assert progress.late(standing("starting", 0, 1.0), 32.0) == 31.0
+    assert progress.late(standing("training", 0, 40.0), 939.0) is None
+    assert progress.late(standing("training", 0, 40.0), 941.0) == 901.0
+    for step in range(1, 5):
+        progress.late(standing("training", step, 100.0 + 20.0 * step), 100.0 + 20.0 * step)
+    assert progress.limit(standing("training", 4, 180.0)) == TIMES * 80.0  # the first step took from 40 to 120
+    assert progress.limit(standing("saving", 4, 180.0)) == 900
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(start=1800, first_step=3600, step=None),  # the defaults
+        Limits(start=7200, first_step=60, step=None),  # a checkpoint that takes long to load
+        Limits(start=30, first_step=60, step=14400),
+        Limits(start=5, first_step=5, step=None),
+    ],
+)
+@pytest.mark.parametrize("slowest", [0.1, 700.0, 5000.0])
+def test_the_watch_ends_a_job_before_any_alarm_and_any_alarm_before_a_process_group_gives_up(
+    limits: Limits, slowest: float
+) -> None:
+    progress = Progress(limits, now=0.0)
+    for step in range(3):
+        progress.late(standing("training", step, step * slowest), step * slowest)
+    watch = max(
+        progress.limit(standing(state, 2, 0.0)) for state in ("starting", "loading", "training", "saving", "updating")
+    )
+    alarm = limits.longest + GRACE
+    assert watch <= limits.longest < alarm < limits.of_groups.total_seconds()
+
+
+def test_the_adaptive_limit_is_never_short() -> None:
+    progress = Progress(Limits(start=30, first_step=60, step=None), now=0.0)
+    for step in range(4):
+        progress.late(standing("training", step, float(step)), float(step))
+    assert progress.limit(standing("training", 3, 3.0)) == LEAST
+
+
+def test_a_finished_job_is_never_late() -> None:
+    progress = Progress(Limits(start=30, first_step=60, step=1), now=0.0)
+    assert progress.late(standing("done", 9, 1.0), 1e6) is None
