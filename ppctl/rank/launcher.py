@@ -19,7 +19,7 @@ from ppctl.rank.own_process import Listener, end_after
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank.watchdog import NodeWatch
 from ppctl.rundir import RunDir
-from ppctl.train.loop import Outcome
+from ppctl.train.loop import TrainingEnd
 
 
 class PpctlLauncher:
@@ -32,7 +32,7 @@ class PpctlLauncher:
     def begin(self, run: RunDir, listener: Listener, heartbeat: HeartbeatFile) -> None:
         """Rank 0 has joined the others."""
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: TrainingEnd) -> None:
         """Rank 0 has written the result."""
 
     def report(self, error: Exception, run: RunDir | None, rank: int) -> None:
@@ -52,7 +52,7 @@ class ExternalLauncher(PpctlLauncher):
         run.write_status("running", step=0)
         listener.on(signal.SIGINT, lambda: end_after(lambda: run.write_status("interrupted", step=heartbeat.step)))
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: TrainingEnd) -> None:
         """Print how the run ended, and its checkpoint."""
         how = f"stopped after step {outcome.step}, all saved: {outcome.why}" if outcome.stopped else "finished"
         print(f"{how}; {outcome.checkpoint}", flush=True)

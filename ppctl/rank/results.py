@@ -15,7 +15,7 @@ from ppctl.rank.times import Phases
 from ppctl.run_starts import slurm_start
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
-from ppctl.train.loop import Outcome
+from ppctl.train.loop import TrainingEnd
 from ppctl.train.measured_costs import gather_costs
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.session import Session
@@ -59,7 +59,7 @@ def write_start_up(run: RunDir, phases: Phases) -> None:
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
 
 
-def write_results(shared: SharedRun, session: Session, outcome: Outcome, phases: Phases, *, leads: bool) -> None:
+def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
     """Write the result, measured costs, and a sample if the run was not stopped. A collective: only rank 0 writes."""
     sample = None if outcome.stopped else write_sample(session)
     spans = session.recorder.spans() if session.own.dp_rank == 0 else []
@@ -86,6 +86,6 @@ def write_results(shared: SharedRun, session: Session, outcome: Outcome, phases:
         run.write_requeue_mark(start, str(outcome.why))
 
 
-def final_state(outcome: Outcome) -> str:
+def final_state(outcome: TrainingEnd) -> str:
     """How the run ended, as status.json has it."""
     return "stopped" if outcome.stopped else "finished"

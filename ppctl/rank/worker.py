@@ -46,7 +46,7 @@ from ppctl.rank.times import Phases, TimeLeft, job_end, process_age
 from ppctl.rank.watchdog import Alarm, NodeWatch
 from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.rundir import RunDir
-from ppctl.train.loop import Outcome, train
+from ppctl.train.loop import TrainingEnd, train
 from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
 
@@ -132,7 +132,7 @@ def _run(
     stop: StopRequest,
     phases: Phases,
     at_end: ExitStack,
-) -> Outcome:
+) -> TrainingEnd:
     """Connect, build, warm up, train, and write what came of it. A collective over the world."""
     run, config, leads = shared.run, shared.config, own.rank == 0
     device = _device(shared, own)

@@ -18,8 +18,8 @@ from ppctl.train.step import Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How the loop ended."""
+class TrainingEnd:
+    """How training ended, the same on every rank."""
 
     step: int
     """Completed optimizer steps."""
@@ -42,7 +42,7 @@ def train(
     write: Writer | None,
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
-) -> Outcome:
+) -> TrainingEnd:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
     Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter(state, step)` is
@@ -82,5 +82,5 @@ def train(
             enter("saving", step)
             saved = save_checkpoint(session, checkpoints, done, position(done), sample_order)
         if result.stop and not last:
-            return Outcome(done, True, loss, eval_loss, saved, result.stop)
-    return Outcome(max(first, config.train.steps), False, loss, eval_loss, saved)
+            return TrainingEnd(done, True, loss, eval_loss, saved, result.stop)
+    return TrainingEnd(max(first, config.train.steps), False, loss, eval_loss, saved)
