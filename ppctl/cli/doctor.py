@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.ranks <= 64:
         raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
     started = detect(os.environ)
-    measured = _as_rank(started) if started.by_others else _measure(args.ranks)
-    if started.by_others and started.rank != 0:
+    measured = _as_rank(started) if started.is_rank else _measure(args.ranks)
+    if started.is_rank and started.rank != 0:
         return 0
     here = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": _gpus()}
     found = here | measured

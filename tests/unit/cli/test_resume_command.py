@@ -14,7 +14,7 @@ from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, go_on, new_run, with_value
+from ppctl.launch.run_directory import Launch, go_on, new_run, with_value
 from ppctl.rundir import RunDir
 
 PERSON = Started("person")

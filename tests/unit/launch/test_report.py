@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ppctl.heartbeat import Beat
-from ppctl.launch.report import Exit, failures, report
+from ppctl.launch.outcome import Exit, failures, report
 from ppctl.rundir import RunDir
 
 ECHOES = [
