@@ -72,38 +72,34 @@ def _by_variables(environ: Mapping[str, str]) -> Started:
     if local_world < 1:
         raise ValueError(f"LOCAL_WORLD_SIZE {local_world} is below 1")
     local = int(environ.get("LOCAL_RANK", rank % local_world))
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(local_world),
-        "MASTER_ADDR": environ["MASTER_ADDR"],
-        "MASTER_PORT": str(int(environ["MASTER_PORT"])),
-    }
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     elastic = environ.get("TORCHELASTIC_RUN_ID")
     # torchrun without --rdzv-id calls every run "none": that is no id.
     run_id = elastic if elastic not in (None, "", "none") else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(environ.get("SLURM_RESTART_COUNT", 0))
+    variables = _rank_variables(rank, local, world, local_world, address, port)
     return Started("torchrun" if elastic else "env", rank, world, run_id, restarts, variables)
+
+
+def _rank_variables(rank: int, local: int, world: int, local_world: int, address: str, port: int) -> dict[str, str]:
+    """The variables by which a worker knows its place."""
+    ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
+    return {name: str(value) for name, value in (ranks | {"MASTER_ADDR": address, "MASTER_PORT": port}).items()}
 
 
 def slurm_rank(environ: Mapping[str, str]) -> Started:
     """The rank of this task of an srun. Raises KeyError or ValueError if SLURM's variables are incomplete."""
+    rank, local = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
     restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(tasks))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    variables = {
-        "RANK": str(int(environ["SLURM_PROCID"])),
-        "LOCAL_RANK": str(int(environ["SLURM_LOCALID"])),
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_WORLD_SIZE": str(_tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))),
-        "MASTER_ADDR": first_host(nodes),
-        # Below the range from which the kernel assigns ports; a different one for every step and every requeue.
-        "MASTER_PORT": str(20000 + (7 * job + 31 * step + restarts) % 10000),
-    }
-    return Started("slurm", int(variables["RANK"]), tasks, f"{job}.{step}", restarts, variables)
+    tasks_here = _tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))
+    # Below the range from which the kernel assigns ports; a different one for every step and every requeue.
+    port = 20000 + (7 * job + 31 * step + restarts) % 10000
+    variables = _rank_variables(rank, local, tasks, tasks_here, first_host(nodes), port)
+    return Started("slurm", rank, tasks, f"{job}.{step}", restarts, variables)
 
 
 def first_host(nodelist: str) -> str:
@@ -163,12 +159,5 @@ def choose_port(extra: Mapping[str, str]) -> int:
 def rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
     """The environment of one local rank; the later the stronger: defaults, this process's, `launch.env`, the rank's."""
     here = default_variables() | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    own = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return here | dict(os.environ) | dict(extra) | {name: str(value) for name, value in own.items()}
+    own = _rank_variables(rank, rank, world_size, world_size, "127.0.0.1", port)
+    return here | dict(os.environ) | dict(extra) | own

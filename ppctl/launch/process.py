@@ -59,8 +59,8 @@ def _parent_death_signal() -> Callable[[], None]:
 def _before_exec() -> Callable[[], None]:
     """What the child runs between fork and exec; everything that needs loading is loaded here, in the parent.
 
-    SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them. It is killed when
-    the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent.
+    SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them. The kernel kills
+    it when the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent.
     """
     launcher = os.getpid()
     arrange = _parent_death_signal()
@@ -103,10 +103,10 @@ class RankProcess:
 
         This happens before the rank is reaped: while it is a zombie, no other process group can have its number.
         """
-        if self.returncode is None:
-            if os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                self.send_to_group(signal.SIGKILL)
-                self.returncode = self._popen.wait()
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if self.returncode is None and os.waitid(os.P_PID, self._popen.pid, flags) is not None:
+            self.send_to_group(signal.SIGKILL)
+            self.returncode = self._popen.wait()
         return self.returncode
 
     def send(self, number: int) -> None:
