@@ -129,7 +129,17 @@ def memory_line(plan: Plan) -> str:
 
 def times(plan: Plan) -> list[str]:
     """The schedule and its time in three lines; in one if it hangs."""
-    return [schedule_line(plan), *([rates_line(plan), critical_line(plan)] if plan.timing.critical else [])]
+    timing = plan.timing
+    if not timing.critical:
+        return [schedule_line(plan)]
+    share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
+    rates = (
+        f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tokens_per_s_per_device:,.0f} per device "
+        f"({timing.tflops_per_device:.3g} TFLOP/s{share})"
+    )
+    chain = ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in timing.critical if seconds)
+    after = f"; then the optimizer {timing.optimizer_s:.3g} s" if timing.optimizer_s else ""
+    return [schedule_line(plan), rates, f"critical path of a call: {chain}{after}"]
 
 
 def schedule_line(plan: Plan) -> str:
@@ -141,23 +151,6 @@ def schedule_line(plan: Plan) -> str:
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
         f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
     )
-
-
-def rates_line(plan: Plan) -> str:
-    """Tokens and floating-point operations per second."""
-    timing = plan.timing
-    share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
-    return (
-        f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tokens_per_s_per_device:,.0f} per device "
-        f"({timing.tflops_per_device:.3g} TFLOP/s{share})"
-    )
-
-
-def critical_line(plan: Plan) -> str:
-    """Which work the step's time consists of."""
-    chain = ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in plan.timing.critical if seconds)
-    after = f"; then the optimizer {plan.timing.optimizer_s:.3g} s" if plan.timing.optimizer_s else ""
-    return f"critical path of a call: {chain}{after}"
 
 
 def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:

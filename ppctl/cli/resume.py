@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,7 @@ def run(args: argparse.Namespace) -> int:
         found = named_run(args)
         with found.hold():
             launch, checkpoint = prepare(args, found, started)
-            return train.conduct(launch, _set_to_go_on(found, launch, checkpoint), started, args.json)
-
-
-@contextmanager
-def _set_to_go_on(run: RunDir, launch: Launch, checkpoint: Path) -> Iterator[RunDir]:
-    yield go_on(run, launch, checkpoint)
+            return train.conduct(go_on(found, launch, checkpoint), launch, started, args.json)
 
 
 def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:

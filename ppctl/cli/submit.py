@@ -19,7 +19,7 @@ from typing import Any
 from ppctl.cli.console import note
 from ppctl.cli.jobs import hand_over, job_of
 from ppctl.cli.plan import planned
-from ppctl.cli.train import command_line, program, refuse, shown, with_gpu_environment, with_paths
+from ppctl.cli.train import accepted, command_line, program, refuse, shown, with_gpu_environment, with_paths
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch import slurm
@@ -78,10 +78,7 @@ def prepare(args: argparse.Namespace) -> tuple[Launch, SlurmJob, list[Problem]]:
     if composed is not None and plan is not None:
         nodes, ranks_per_node, more = nodes_of(composed.config, plan.sizes.world)
         problems += more
-    refuse(problems)
-    assert composed is not None and plan is not None  # there were no problems
-    for line in composed.notes:
-        note(f"note: {line}")
+    composed, plan = accepted(composed, plan, problems)
     config, problems = with_gpu_environment(with_value(composed.config, "launch", target="slurm"), plan)
     refuse(problems)
     data: Mapping[str, Any] = {}

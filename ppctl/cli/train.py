@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.batch_job import only_for_slurm
+from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
@@ -59,14 +60,9 @@ def run(args: argparse.Namespace) -> int:
     """Train. Exit codes: 0 done, 1 failed, 2 config, 3 checkpoint, 4 memory, 75 stopped after saving, 130 and 143."""
     with start_of(args) as started:
         launch = prepare(args, started)
-        return conduct(launch, _new_and_held(launch, started), started, args.json, args.overrides)
-
-
-@contextmanager
-def _new_and_held(launch: Launch, started: Started) -> Iterator[RunDir]:
-    new = new_run(launch, started)
-    with new.hold():
-        yield new
+        run_dir = new_run(launch, started)
+        with run_dir.hold():
+            return conduct(run_dir, launch, started, args.json, args.overrides)
 
 
 def prepare(args: argparse.Namespace, started: Started) -> Launch:
@@ -75,10 +71,7 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
     if composed is not None:
         problems += _slurm_settings(composed.config, args.overrides)
-    refuse(problems)
-    assert composed is not None and plan is not None  # there were no problems
-    for line in composed.notes:
-        note(f"note: {line}")
+    composed, plan = accepted(composed, plan, problems)
     config, data = settle(composed.config, plan, args.overrides, started)
     return Launch(with_paths(config), plan, command_line("train", args), data, time.perf_counter() - began)
 
@@ -111,6 +104,15 @@ def refuse(problems: Sequence[Problem]) -> None:
     """Raise ConfigError (exit code 2) if there are problems, or MemoryPlanError (4) if memory is the only one."""
     if problems:
         raise (MemoryPlanError if exit_code(problems) == MemoryPlanError.exit_code else ConfigError)(problems)
+
+
+def accepted(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> tuple[Composed, Plan]:
+    """A config and its plan that have no problems, after printing the notes on them. Raises as `refuse`."""
+    refuse(problems)
+    assert composed is not None and plan is not None  # there were no problems
+    for line in composed.notes:
+        note(f"note: {line}")
+    return composed, plan
 
 
 def settle(
@@ -184,27 +186,22 @@ def shown(path: Path) -> str:
 
 
 def conduct(
-    launch: Launch,
-    opened: AbstractContextManager[RunDir],
-    started: Started,
-    as_json: bool,
-    overrides: Sequence[str] | None = None,
+    run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
 ) -> int:
-    """Open the run directory, print the first screen, run the job to its end and print how it ended.
+    """Print the first screen, run the job to its end and print how it ended.
 
     `overrides` are those of a train command, from which the last lines make commands to go on with.
     """
     out = sys.stderr if as_json else sys.stdout
     config = launch.config
-    with opened as run:
-        print(f"{summary(launch.plan)}\n\nrun {shown(run.path)} on {config.launch.device}\n", file=out, flush=True)
-        if started.is_rank:
-            become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
-        if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
-            os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
-        limits, first_step = Limits.of(config.launch), step_of(config.checkpoint.resume)
-        job = LocalJob(run, launch.plan.sizes.world, config.launch.env, limits=limits, first_step=first_step)
-        outcome = supervise(job, out)
+    print(f"{summary(launch.plan)}\n\nrun {shown(run.path)} on {config.launch.device}\n", file=out, flush=True)
+    if started.is_rank:
+        become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
+    if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
+        os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+    limits, first_step = Limits.of(config.launch), step_of(config.checkpoint.resume)
+    job = LocalJob(run, launch.plan.sizes.world, config.launch.env, limits=limits, first_step=first_step)
+    outcome = supervise(job, out)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
         note("")  # the terminal has shown ^C
     if outcome.report:
