@@ -10,6 +10,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ppctl.schedule.action": ("Action", "Schedule"),
+    "ppctl.schedule.policies": ("make_schedule",),
+    "ppctl.schedule.passes": ("lower",),
+    "ppctl.schedule.verify": ("verify",),
+    "ppctl.schedule.simulate": ("Costs", "bubble_fraction", "simulate"),
+    "ppctl.comm.communicator": ("Communicator",),
+    "ppctl.engine.stage": ("StageProgram",),
+    "ppctl.engine.interpreter": ("run_schedule",),
+    "ppctl.config.schema": ("RunConfig",),
+    "ppctl.config.compose": ("compose",),
+    "ppctl.plan": ("Plan", "build_plan"),
     "ppctl.layout": ("LayerType", "PipelineParallelLayerLayout"),
     "ppctl.config.model_parallel_config": ("ModelParallelConfig",),
     "ppctl.config.pipeline_config": ("PipelineConfig",),

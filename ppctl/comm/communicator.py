@@ -21,19 +21,24 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
 
+_OWN_CHANNELS = Modes()
+"""Every message on its channel, of the shape that the stages declare."""
+
+
 class Communicator:
     """This rank's ends of a pipeline's channels, and the pool that their messages are received into.
 
     `pp_group` holds the pipeline's ranks in pp order, and all of them construct it together. `channels` are the ones to
-    make, by default those of a loop; a V placement passes its own. `device` is where tensors live, by default a GPU
-    where the group's backend moves its tensors, else torch's default device; tensors of a GPU on a gloo group go
-    through pinned host memory. Without `connect` channels of NCCL connect on their first message.
+    make, by default those of a loop; a V placement passes its own. `modes` say how messages travel, by default each on
+    its channel. `device` is where tensors live, by default a GPU where the group's backend moves its tensors, else
+    torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without `connect` channels
+    of NCCL connect on their first message.
     """
 
     def __init__(
         self,
         pp_group: ProcessGroup,
-        modes: Modes,
+        modes: Modes = _OWN_CHANNELS,
         *,
         channels: Iterable[Channel] | None = None,
         device: torch.device | None = None,

@@ -21,13 +21,13 @@ _SHORT = {"fp32": torch.float32, "single": torch.float32, "bf16": torch.bfloat16
 class Modes(NamedTuple):
     """The message modes of a pipeline."""
 
-    batched: bool
+    batched: bool = False
     """Neighbouring messages are fused by batch_isend_irecv (batch_p2p_comm)."""
-    sync: bool
+    sync: bool = False
     """The device is synchronised after each fused exchange (batch_p2p_sync)."""
-    variable: bool
+    variable: bool = False
     """Shapes differ between microbatches and travel ahead of their tensors (variable_seq_lengths, mtp_standalone)."""
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = None
     """Of what is received (pipeline_dtype); None where the config does not say."""
 
     @classmethod
