@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert. Exit codes: 0 done, 2 wrong family or output directory, 3 damaged weights or weights that do not fit."""
-    arguments = [args.action, str(args.hf), str(args.out), *(["--no-mtp"] if args.no_mtp else [])]
-    if args.action == "export":
-        arguments[1] = str(find_checkpoint(args.hf, args.dir))
-        arguments += ["--dtype", args.dtype] if args.dtype else []
+    source = find_checkpoint(args.hf, args.dir) if args.action == "export" else args.hf
+    arguments = [args.action, str(source), str(args.out), *["--no-mtp"] * args.no_mtp]
+    if args.action == "export" and args.dtype:
+        arguments += ["--dtype", args.dtype]
     return subprocess.run([sys.executable, "-m", "ppctl.pretrained", *arguments], check=False).returncode

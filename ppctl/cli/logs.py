@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ppctl.cli.console import note, width
@@ -56,12 +57,10 @@ class _LogFile:
 
     def read(self) -> str:
         """What has been added since the last read."""
-        if not self._path.exists():
-            return ""
-        with open(self._path, encoding="utf-8", errors="replace") as file:
+        text = ""
+        with suppress(FileNotFoundError), open(self._path, encoding="utf-8", errors="replace") as file:
             file.seek(self._at)
-            text = file.read()
-            self._at = file.tell()
+            text, self._at = file.read(), file.tell()
         return text
 
 

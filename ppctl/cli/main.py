@@ -18,6 +18,7 @@ from typing import Any
 
 from ppctl import __version__
 from ppctl.cli.console import print_problems
+from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.files import silence
 
@@ -38,7 +39,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train a model", overrides=True),
-    "plan": Command("check a config and show what train would do; needs no torch and no GPU", overrides=True),
+    "plan": Command("check a config and show what train would do; no torch, no GPU", overrides=True),
     "layout": Command("check and draw a pipeline layout"),
     "simulate": Command("simulate and draw a schedule from the times of its operations"),
     "recipes": Command("list, show or copy recipes"),
@@ -107,13 +108,12 @@ def _dispatch(tokens: list[str]) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
     lines = [
         "usage: ppctl COMMAND [arguments]",
         "",
         "Pipeline-parallel training of language models from one config.",
         "",
-        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        aligned((f"  {name}", command.summary) for name, command in COMMANDS.items()),
         "",
         "`ppctl COMMAND --help` describes a command's arguments. To begin:",
         "",
@@ -124,15 +124,14 @@ def _help() -> str:
 
 
 def _unknown_command(name: str) -> Problem:
-    import difflib  # every command would pay for it
+    import difflib  # only here: the import would slow down every command
 
     if name in LATER:
         return Problem("PP-E116", f"`ppctl {name}` comes in a later release", "ppctl --help", "command line")
-    close = difflib.get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    remedy = f"ppctl {close[0]} --help" if close else "ppctl --help"
+    close = next(iter(difflib.get_close_matches(name, COMMANDS, n=1)), "")
+    hint = f"did you mean {close}? " if close else ""
     message = f"there is no command {name}; {hint}there are {', '.join(COMMANDS)}"
-    return Problem("PP-E116", message, remedy, "command line")
+    return Problem("PP-E116", message, " ".join(filter(None, ("ppctl", close, "--help"))), "command line")
 
 
 def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         found = named_run(args)
         with found.hold():
             launch, checkpoint = prepare(args, found, started)
-            return train.conduct(go_on(found, launch, checkpoint), launch, started, args.json)
+            return train.run_to_end(go_on(found, launch, checkpoint), launch, started, args.json)
 
 
 def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[Launch, Path]:
@@ -66,7 +66,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
         note(f"note: {line}")
     for key, (old, new) in changes.items():
         note(f"  {key}: {old} -> {new}")
-    config, data = train.settle(composed.config, plan, args.overrides, started)
+    config, data = train.adapt_to_machine(composed.config, plan, args.overrides, started)
     typed = shlex.join(["resume", str(run.path), *args.overrides, *["--allow"] * args.allow])
     return Launch(config, plan, f"{train.program()} {typed}", data, time.perf_counter() - began), checkpoint
 

@@ -19,7 +19,7 @@ from typing import Any
 from ppctl.cli.console import note
 from ppctl.cli.jobs import hand_over, job_of
 from ppctl.cli.plan import planned
-from ppctl.cli.train import accepted, command_line, program, refuse, shown, with_gpu_environment, with_paths
+from ppctl.cli.train import accepted, command_line, program, refuse, short_path, with_gpu_environment, with_paths
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch import slurm
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"job {number}\nrun {run_dir.path}\n\nnext:")
         for command in ("status", "logs", "cancel"):
-            print(f"  {program()} {command} {shown(run_dir.path)}")
+            print(f"  {program()} {command} {short_path(run_dir.path)}")
     return _check_start(run_dir)
 
 
@@ -105,7 +105,7 @@ def nodes_of(config: RunConfig, world: int) -> tuple[int, int, list[Problem]]:
     launch = config.launch
     problems = []
     if launch.device == "any":
-        message = "a job asks for GPUs or does not: launch.device=any cannot be settled on the machine that submits"
+        message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
         remedy = "launch.device=cuda\nlaunch.device=cpu"
         problems.append(Problem("PP-E629", message, remedy, "launch.device = any"))
     nodes, per_node = launch.nodes, launch.gpus_per_node

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
@@ -44,9 +43,8 @@ def write_timeline(picture: Picture, path: Path) -> None:
         remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
         raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
     module, function = FORMS[path.suffix]
-    draw: Callable[[Picture], str] = getattr(importlib.import_module(module), function)
     try:
-        write_atomically(path, draw(picture))
+        write_atomically(path, getattr(importlib.import_module(module), function)(picture))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the picture cannot be written to {path}: {reason}"

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         launch = prepare(args, started)
         run_dir = new_run(launch, started)
         with run_dir.hold():
-            return conduct(run_dir, launch, started, args.json, args.overrides)
+            return run_to_end(run_dir, launch, started, args.json, args.overrides)
 
 
 def prepare(args: argparse.Namespace, started: Started) -> Launch:
@@ -72,7 +72,7 @@ def prepare(args: argparse.Namespace, started: Started) -> Launch:
     if composed is not None:
         problems += _slurm_settings(composed.config, args.overrides)
     composed, plan = accepted(composed, plan, problems)
-    config, data = settle(composed.config, plan, args.overrides, started)
+    config, data = adapt_to_machine(composed.config, plan, args.overrides, started)
     return Launch(with_paths(config), plan, command_line("train", args), data, time.perf_counter() - began)
 
 
@@ -115,7 +115,7 @@ def accepted(composed: Composed | None, plan: Plan | None, problems: Sequence[Pr
     return composed, plan
 
 
-def settle(
+def adapt_to_machine(
     config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started
 ) -> tuple[RunConfig, Mapping[str, Any]]:
     """`config` with its device and its GPU environment, and what its data is.
@@ -176,16 +176,16 @@ def program() -> str:
     if shutil.which("ppctl"):
         return "ppctl"
     script = Path(sys.executable).with_name("ppctl")
-    return shlex.quote(shown(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
+    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
 
 
-def shown(path: Path) -> str:
+def short_path(path: Path) -> str:
     """A path, relative to the working directory if it is below it."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def conduct(
+def run_to_end(
     run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
 ) -> int:
     """Print the first screen, run the job to its end and print how it ended.
@@ -194,7 +194,7 @@ def conduct(
     """
     out = sys.stderr if as_json else sys.stdout
     config = launch.config
-    print(f"{summary(launch.plan)}\n\nrun {shown(run.path)} on {config.launch.device}\n", file=out, flush=True)
+    print(f"{summary(launch.plan)}\n\nrun {short_path(run.path)} on {config.launch.device}\n", file=out, flush=True)
     if started.is_rank:
         become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
@@ -249,7 +249,7 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
     if checkpoint is None:
         again = "checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
         return f"\n  no checkpoint yet: {again}"
-    return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(shown(run.path))}"
+    return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(short_path(run.path))}"
 
 
 def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
@@ -262,7 +262,7 @@ def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence
     checkpoint = checkpoint_of(run)
     lines.append(f"run         {run.path}")
     lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
-    where = shlex.quote(shown(run.path))
+    where = shlex.quote(short_path(run.path))
     if outcome.exit_code == STOPPED:
         return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
     recipe = launch.config.recipe if launch.config.recipe not in (None, "quickstart") else "deepseek_v3"

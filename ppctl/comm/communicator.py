@@ -20,7 +20,6 @@ from ppctl.comm.modes import Modes
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
-
 _OWN_CHANNELS = Modes()
 """Every message on its channel, of the shape that the stages declare."""
 

@@ -154,5 +154,5 @@ def _warn_of_lost_lines(error: Exception) -> None:
     """Print on stderr, if it still works, that the lines are lost and the run is not."""
     why = error.strerror if isinstance(error, OSError) else error
     with suppress(OSError, ValueError):
-        text = f"note: stdout takes no more lines ({why}), and the run goes on; ppctl logs -f shows it, kill "
-        print(f"{text}{os.getpid()} saves and ends it", file=sys.stderr, flush=True)
+        text = f"note: stdout cannot be written any more ({why}); the run goes on: `ppctl logs -f` shows it, `kill"
+        print(f"{text} {os.getpid()}` saves and ends it", file=sys.stderr, flush=True)

@@ -92,14 +92,15 @@ def _tokenizer(path: Path) -> str | None:
 
 
 def _saved(path: Path, file: str, key: str) -> Any:
-    """The value under `key` in a checkpoint's file. Raises CheckpointError (PP-E503) if it cannot be read."""
-    try:
-        return _read(path, file)[key]
-    except KeyError:
-        raise CheckpointError(_damaged(path, f"{file} has no {key}")) from None
+    """The value under `key` in a checkpoint's file. Raises CheckpointError (PP-E503) without one."""
+    saved = _read(path, file)
+    if key not in saved:
+        raise CheckpointError(_damaged(path, f"{file} has no {key}"))
+    return saved[key]
 
 
 def _read(path: Path, file: str) -> dict[str, Any]:
+    """A checkpoint's file. Raises CheckpointError (PP-E503) if it cannot be read."""
     try:
         return dict(json.loads(read_whole(path / file, MOST_READ_OF_A_MODEL)))
     except (OSError, ValueError, TypeError, RecursionError) as error:

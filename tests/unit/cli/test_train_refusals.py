@@ -70,7 +70,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("typed", "code", "says"),
     [
-        (["+recipe=quickstart"], 2, ["PP-E629: a job asks for GPUs or does not", "launch.device=cpu"]),
+        (["+recipe=quickstart"], 2, ["PP-E629: launch.device=any depends on the machine's GPUs", "launch.device=cpu"]),
         (["+recipe=quickstart", "launch.device=cpu"], 2, ["PP-E620: there is no sbatch here", "--dry-run"]),
         (["+recipe=llama3_8b", "nodes=5"], 2, ["PP-E211"]),
         (["+recipe=quickstart", "launch.device=cpu", "launch.parttion=a"], 2, ["did you mean launch.partition"]),
