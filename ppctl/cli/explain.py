@@ -16,8 +16,10 @@ from typing import Any
 
 from ppctl.cli.table import aligned
 from ppctl.config.argv import ALIASES, full_name
-from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text
-from ppctl.config.support import IGNORED, LATER, MEANING, NEEDS, PLANS, PYTHON, support
+from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text, value_text
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON
+from ppctl.config.model_parallel_config import DTYPES
+from ppctl.config.support import MEANING, SHOWN_BY
 from ppctl.errors import ConfigError, Problem
 
 PAGES = Path(__file__).resolve().parent.parent / "pages"
@@ -90,8 +92,8 @@ def _contents() -> str:
 
 def _section(name: str) -> str:
     found = [key for key in text_keys().values() if key.name.startswith(f"{name}.")]
-    rows = aligned((key.name, _value(key), _SHORT.get(support(key.name).state, "")) for key in found)
-    states = dict.fromkeys(support(key.name).state for key in found)
+    rows = aligned((key.name, _value(key), _SHORT.get(key.facts.support.state, "")) for key in found)
+    states = dict.fromkeys(key.facts.support.state for key in found)
     legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
     head = _filled((sections()[name].__doc__ or "").splitlines()[0])
     return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(found)])
@@ -111,7 +113,7 @@ _SHORT = {PLANS: "plan only", LATER: "later", NEEDS: "needs", IGNORED: "no effec
 
 
 def _key(key: Key) -> str:
-    state = support(key.name)
+    state = key.facts.support
     words = "text or null" if key.is_dtype else type_text(key.type)
     lines = [key.name, "", _wrapped(docstring(key)), "", _filled(words, "type     "), f"default  {_value(key)}"]
     if key.limit is not None:
@@ -123,16 +125,16 @@ def _key(key: Key) -> str:
         del lines[4:]
     lines.append(_filled(MEANING[state.state], "state    "))
     lines += [_filled(line, " " * 9) for line in (state.note, state.aside) if line]
-    if state.accepts:
-        lines.append(f"takes    {', '.join(map(_text, state.accepts))}")
-    if state.test:
-        lines.append(f"test     {state.test}")
+    if key.is_dtype:
+        lines.append(f"takes    {', '.join(['null', *DTYPES])}")
+    if key.name in SHOWN_BY:
+        lines.append(f"test     {SHOWN_BY[key.name]}")
     return "\n".join(lines)
 
 
 def _value(key: Key) -> str:
     configured = _configured() if key.name.startswith("parallel.") else {}
-    return _text(configured.get(key.name, key.default))
+    return value_text(configured.get(key.name, key.default))
 
 
 @cache
@@ -143,9 +145,3 @@ def _configured() -> dict[str, Any]:
 
     values = YamlFile(conf_directory() / "parallel" / "default.yaml", "conf/parallel/default.yaml").values
     return {f"parallel.{name}": value for name, value in values.items()}
-
-
-def _text(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

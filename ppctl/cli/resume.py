@@ -18,6 +18,7 @@ from ppctl.cli.console import note
 from ppctl.cli.plan import plan_of
 from ppctl.cli.runs import add_run_arguments, named_run
 from ppctl.config.compose import Composed, RefusedError, override
+from ppctl.config.keys import keys_with
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -28,10 +29,6 @@ from ppctl.plan import Plan
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint
 
-_MATH = ("model.", "data.", "optim.")
-_MATH_KEYS = frozenset(
-    {"train.global_batch_size", "train.seed", "pipeline.scale_grads_in_schedule", "parallel.bf16", "parallel.fp16"}
-)
 _MICRO_BATCH = "train.micro_batch_size"  # pipeline.pp_microbatch_size is the same value
 
 
@@ -116,7 +113,7 @@ def forbidden(changes: Mapping[str, tuple[Any, Any]], before: RunConfig, args: a
 
     `before` is the run's config without the changes.
     """
-    reasons = {key: "" for key in changes if key.startswith(_MATH) or key in _MATH_KEYS or key.endswith("dtype")}
+    reasons = {key: "" for key in changes if key in keys_with("mathematics")}
     effect = effect_of_microbatches(before)
     if _MICRO_BATCH in changes and effect is not None:
         reasons[_MICRO_BATCH] = f"{effect}, and "

@@ -24,9 +24,9 @@ from ppctl.cli.console import note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
 from ppctl.config.argv import retyped, typed_again
-from ppctl.config.batch_job import only_for_slurm
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang.limits import Limits
@@ -218,7 +218,8 @@ def run_to_end(
 
 def _slurm_settings(config: RunConfig, arguments: Sequence[str]) -> list[Problem]:
     """Settings that take effect in a submitted job only: `train` starts the ranks itself, or is one of them."""
-    keys = ["launch.target=slurm"] if config.launch.target == "slurm" else only_for_slurm(config.launch)
+    keys = [name for name, key in keys_with("slurm").items() if value_of(config, name) != key.default]
+    keys = ["launch.target=slurm"] if config.launch.target == "slurm" else keys
     if not keys:
         return []
     message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"

@@ -11,50 +11,27 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ppctl.config.flags import LISTS, MEGATRON, SEVERAL, SWITCHES, Foreign, flag_problem, flags_problem, foreign
-from ppctl.config.keys import as_typed, keys, sections
+from ppctl.config.flags import (
+    LISTS,
+    MEGATRON,
+    SWITCHES,
+    Foreign,
+    flag_problem,
+    flags_problem,
+    foreign,
+    takes_several,
+)
+from ppctl.config.keys import as_typed, keys, names_of_keys, sections
 from ppctl.config.quoting import quote, sweep_values, unquoted
 from ppctl.errors import Problem
 
 LAYOUT = "parallel.pipeline_model_parallel_layout"
 
-ALIASES = {
-    "steps": "train.steps",
-    "gbs": "train.global_batch_size",
-    "mbs": "train.micro_batch_size",
-    "seq": "data.seq_length",
-    "lr": "optim.lr",
-    "pp": "parallel.pipeline_model_parallel_size",
-    "vpp": "parallel.virtual_pipeline_model_parallel_size",
-    "tp": "parallel.tensor_model_parallel_size",
-    "cp": "parallel.context_parallel_size",
-    "ep": "parallel.expert_model_parallel_size",
-    "etp": "parallel.expert_tensor_parallel_size",
-    "dp": "parallel.data_parallel_size",
-    "layout": LAYOUT,
-    "recompute": "train.recompute_granularity",
-    "nodes": "launch.nodes",
-    "gpus_per_node": "launch.gpus_per_node",
-}
+ALIASES = {name: key for name, key in names_of_keys("names").items() if "-" not in name and "." not in name}
+"""Short name of a key -> key."""
 
-SYNONYMS = {
-    **{
-        f"model.{name}": f"parallel.{name}"
-        for name in (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-    },
-    "parallel.num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline_model_parallel_size",
-    "model.virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline_model_parallel_size",
-    **{
-        f"model.recompute_{name}": f"train.recompute_{name}"
-        for name in ("granularity", "method", "num_layers", "modules")
-    },
-}
-"""Names that other systems have for a key, and for its section."""
+SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in name}
+"""Another system's name of a key, with its section -> key."""
 
 PLACE = "command line"
 
@@ -85,7 +62,7 @@ def normalise(tokens: Sequence[str], own: Mapping[str, bool] | None = None, comm
     sorter = _Sorter(list(tokens), own or {})
     while sorter.queue:
         sorter.take(sorter.queue.pop(0))
-    sorter.tell_foreign_flags_together(command)
+    sorter.merge_foreign_flags(command)
     if sorter.sweeps or sorter.multirun:
         sorter.found.problems.append(sorter.sweep_problem(command))
     return sorter.found
@@ -125,7 +102,7 @@ class _Sorter:
             self._add(name, SWITCHES[name], value if equals else "true", token)
         elif token.startswith("-") and len(token) > 1:
             if not equals:
-                words = self._words(None if name in SEVERAL else 1)
+                words = self._words(None if takes_several(name) else 1)
                 value = "".join(words) if len(words) < 2 else f"[{','.join(words)}]"
             self._foreign_flag(name, value)
         else:
@@ -154,12 +131,12 @@ class _Sorter:
             self.foreign.append((known, self.found.problems[-1]))
             self.line += [known.override] * bool(known.override)
 
-    def tell_foreign_flags_together(self, command: str) -> None:
-        """Make one problem of several flags of Megatron's: who pastes a command line gets one back."""
+    def merge_foreign_flags(self, command: str) -> None:
+        """Make one problem of several flags of Megatron's: a pasted command line is answered with a command line."""
         if len(self.foreign) > 1:
-            told = [problem for _, problem in self.foreign]
-            together = flags_problem([known for known, _ in self.foreign], " ".join(["ppctl", command, *self.line]))
-            self.found.problems = [together, *(one for one in self.found.problems if one not in told)]
+            single = [problem for _, problem in self.foreign]
+            merged = flags_problem([known for known, _ in self.foreign], " ".join(["ppctl", command, *self.line]))
+            self.found.problems = [merged, *(one for one in self.found.problems if one not in single)]
 
     def _positional(self, token: str) -> None:
         match = _OVERRIDE.fullmatch(token)
@@ -170,7 +147,7 @@ class _Sorter:
             message = f"{token}: nothing can be deleted from a closed config"
             self.found.problems.append(Problem("PP-E121", message, _reset(match[2]), PLACE))
         elif match[3] is None:
-            self.found.problems.append(Problem("PP-E105", f"{token} has no value", _where_told(match[2]), PLACE))
+            self.found.problems.append(Problem("PP-E105", f"{token} has no value", _where_explained(match[2]), PLACE))
         else:
             self._add(match[2], full_name(match[2]), match[3], token)
 
@@ -186,7 +163,7 @@ class _Sorter:
         quoted = quote(key, value)
         before, first = self.typed.setdefault(key, (quoted, typed))
         if before != quoted:
-            message = f"{key} is given twice, as {first} and as {typed}; keep one of them"
+            message = f"{key} has two values, {first} and {typed}; keep one of them"
             self.found.problems.append(Problem("PP-E124", message, shlex.quote(f"{key}={before}"), PLACE))
         elif first is typed:
             self.found.overrides.append(f"{key}={quoted}")
@@ -205,15 +182,15 @@ class _Sorter:
 
 
 def _reset(name: str) -> str:
-    """What stands for deleting a key: its default."""
+    """The override to type instead of deleting a key: its default."""
     key = full_name(name)
     if key == "recipe":
         return "recipe=null"
     return as_typed(key, keys()[key].default) if key in keys() else "ppctl explain"
 
 
-def _where_told(name: str) -> str:
-    """The command that tells what `name` may be set to."""
+def _where_explained(name: str) -> str:
+    """The command that shows what `name` may be set to."""
     key = full_name(name)
     if key == "recipe":
         return "ppctl recipes"

@@ -1,8 +1,8 @@
-"""Rules on values: what each key may hold, and what this release refuses by name. They report; they never mutate.
+"""Rules on values: limits of single keys, relations between keys, and what this release refuses. Nothing is changed.
 
-Knows relations inside one section, and tells where a value breaks the limit on its field (`limits.py`). Equations
-across sizes (world, batch, layout against pp) are the plan's. Sources: the meaning of each key in `schema.py`;
-Megatron's constraints in `model_parallel_config.problems`.
+Here are the limits (metadata of the fields) and the rules that need no file of their own. Equations between sizes
+(world, batch, layout against pp) are the plan's. Sources: the meaning of each key in `schema.py`; Megatron's
+constraints in `model_parallel_config.problems`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import batch_job, data_paths, decoder, messages, precision, recompute
+from ppctl.config import data_paths, launch_rules, model_rules, precision, recompute_rules
 from ppctl.config.keys import (
     Finding,
     as_typed,
     did_you_mean,
-    limited_keys,
+    keys_with,
     nearest,
     place_of,
     sections,
@@ -29,17 +29,14 @@ from ppctl.config.keys import (
 )
 from ppctl.config.limits import Bounds, Choice
 from ppctl.config.model_parallel_config import problems as parallel_problems
-from ppctl.config.schedules import ABSTRACT_SCHEDULES, SCHEDULES, schedule_policy
-from ppctl.config.schema import OptimConfig, RunConfig
+from ppctl.config.schema import ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
+from ppctl.schedule.policies import SPELLINGS, fitting_policy, schedule_policy
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
-_NAME = re.compile(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)")
-_MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BATCH, _OVERLAP = "parallel.batch_p2p_comm", "parallel.overlap_p2p_comm"
 
 
 def check(
@@ -50,41 +47,41 @@ def check(
     skip: Collection[str] = (),
     usual: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Problem]:
-    """Every rule that `config` breaks. `for_training` adds what can be planned but not trained yet, in one sentence.
+    """Every rule that `config` breaks. `for_training` adds, as one problem, what can be planned but not trained yet.
 
-    `skip` names keys whose value is known to be wrong already: no rule that reads them is told again. `usual` has the
-    values that stood where the command line put others: remedies go back to them, and to the default elsewhere.
+    `skip` names keys that have a problem already: rules that read them are left out. `usual` has the values that the
+    command line replaced: remedies go back to them, else to the default.
     """
     found = []
-    told = set(skip)
+    reported = set(skip)
 
-    def tell(findings: Iterable[Finding], silent: Collection[str]) -> None:
+    def report(findings: Iterable[Finding], silent: Collection[str]) -> None:
         for keys, message, remedy in findings:
             if not set(keys) & set(silent):
                 place = "\n".join(place_of(key, value_of(config, key), provenance) for key in keys)
                 found.append(Problem("PP-E103", message, remedy, place))
-                told.update(keys[:1])
+                reported.update(keys[:1])
 
     beyond = list(beyond_limits(config))
-    # A value that was derived from a wrong one is wrong too, and told once.
+    # A value that was derived from a wrong one is wrong too: one problem is enough.
     first = [key for key in beyond if not provenance.get(key, "").startswith("derived")]
-    tell((_beyond(key, value_of(config, key), usual) for key in first), skip)
-    # Rules between values are for values that are sound on their own: others take no time, and nothing is told twice.
+    report((_beyond(key, value_of(config, key), usual) for key in first), skip)
+    # Rules between values see only values within their limits: they stay fast, and no value has two problems.
     sound = within_limits(config, beyond, usual)
-    tell(_findings(sound, usual), {*skip, *beyond})
+    report(_findings(sound, usual), {*skip, *beyond})
     filled = replace(sound.parallel, pipeline_dtype=config.parallel.pipeline_dtype or "float32")
     found += parallel_problems(filled)
-    found += refused(config, provenance, told)
+    found += refused(config, provenance, reported)
     if for_training:
         found += not_trained(config)
     return found
 
 
 def beyond_limits(config: RunConfig) -> Iterator[str]:
-    """The keys whose value is none that their field allows: out of bounds, not one of the choices, or empty."""
-    for key in limited_keys():
-        if not key.allows(value_of(config, key.name)):
-            yield key.name
+    """The keys whose value is beyond their limit: out of bounds, not one of the choices, or of the wrong form."""
+    for name, key in keys_with("limit").items():
+        if not key.allows(value_of(config, name)):
+            yield name
 
 
 def is_size(name: str) -> bool:
@@ -105,47 +102,63 @@ def within_limits(
     return sound
 
 
-def memory_bytes(text: str) -> int:
-    """Bytes of `80GiB`, `141 GB`, `1024`. Raises ValueError for anything else."""
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is no amount of memory: a number and a unit, as 80GiB")
-    return int(float(match[1]) * _UNITS[match[2] or "B"])
+def in_batches(parallel: ParallelConfig) -> bool:
+    """Whether a rank waits for neighbouring messages as one batch, instead of computing while they travel."""
+    return parallel.batch_p2p_comm or not parallel.overlap_p2p_comm
 
 
 def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    yield from _texts(config, usual)
     yield from _environment(config.launch.env, usual)
-    yield from decoder.broken_rules(config.model)
-    yield from _optim(config.optim)
+    yield from model_rules.broken_rules(config.model)
+    if config.optim.min_lr > config.optim.lr:
+        message = "the learning rate falls to min_lr, which is above lr"
+        yield ("optim.min_lr", "optim.lr"), message, f"optim.min_lr={config.optim.lr}"
     yield from precision.broken_rules(config)
-    yield from messages.broken_rules(config)
-    yield from recompute.broken_rules(config)
+    yield from _messages(config)
+    yield from recompute_rules.broken_rules(config)
     yield from data_paths.broken_rules(config)
-    yield from batch_job.broken_rules(config)
+    yield from launch_rules.broken_rules(config)
     yield from _schedule(config)
+    yield from _samples(config)
+
+
+def _samples(config: RunConfig) -> Iterator[Finding]:
+    """Rules on the size of a sample and of a microbatch."""
     if config.train.micro_batch_size != config.pipeline.pp_microbatch_size != 1:
         keys = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
         yield keys, "the two names of the micro batch size differ", f"mbs={config.train.micro_batch_size}"
-    model, data = config.model, config.data
-    given = config.pipeline.pp_seq_len
-    if given is not None and given != data.seq_length:
-        keys = ("pipeline.pp_seq_len", "data.seq_length")
-        message = f"messages would be made for sequences of {given}, and the data's have {data.seq_length}"
-        yield keys, message, f"pipeline.pp_seq_len={data.seq_length}"
-    if data.seq_length > model.max_position_embeddings:
-        yield (
-            ("data.seq_length", "model.max_position_embeddings"),
-            f"a sequence of {data.seq_length} is longer than the model's {model.max_position_embeddings} positions",
-            f"model.max_position_embeddings={data.seq_length}",
-        )
+    length, positions = config.data.seq_length, config.model.max_position_embeddings
+    if config.pipeline.pp_seq_len not in (None, length):
+        message = f"messages would be made for sequences of {config.pipeline.pp_seq_len}, and the data's have {length}"
+        yield ("pipeline.pp_seq_len", "data.seq_length"), message, f"pipeline.pp_seq_len={length}"
+    if length > positions:
+        message = f"a sequence of {length} is longer than the model's {positions} positions"
+        remedy = f"model.max_position_embeddings={length}"
+        yield ("data.seq_length", "model.max_position_embeddings"), message, remedy
+
+
+def _messages(config: RunConfig) -> Iterator[Finding]:
+    """Rules on how messages between stages travel."""
+    parallel, backend = config.parallel, "parallel.pipeline_model_parallel_comm_backend"
+    if parallel.overlap_p2p_comm and parallel.batch_p2p_comm:
+        message = "a rank waits for a batch of messages before it goes on: such messages cannot overlap with compute"
+        yield (_BATCH, _OVERLAP), message, f"{_OVERLAP}=false"
+    if parallel.batch_p2p_sync and not parallel.batch_p2p_comm:
+        message = "batch_p2p_sync synchronises after the batches of batch_p2p_comm, and that is off"
+        yield ("parallel.batch_p2p_sync", _BATCH), message, "parallel.batch_p2p_sync=false"
+    if config.pipeline.p2p_capacity is not None and in_batches(parallel):
+        message = "after a batch no message is under way: a capacity is for messages that overlap with compute"
+        yield ("pipeline.p2p_capacity", _BATCH, _OVERLAP), message, "pipeline.p2p_capacity=null"
+    if parallel.pipeline_model_parallel_comm_backend == "nccl" and config.launch.device == "cpu":
+        message = "nccl sends tensors of GPUs, and the device is the CPU"
+        yield (backend, "launch.device"), message, f"{backend}=null"
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
-    """The finding of a value that its field does not allow, and the nearest word or the usual value as its remedy."""
+    """The finding of a value beyond its limit; the remedy is the nearest of some words, else the usual value."""
     limit = text_keys()[name].limit
     assert limit is not None
-    message, remedy = limit.message(name, value), as_typed(name, _usual(name, usual))
+    message, remedy = f"{name} must be {limit.words}", as_typed(name, _usual(name, usual))
     if isinstance(limit, Choice):
         words = {word.lower(): word for word in limit.names}
         close = nearest(str(value).lower(), words)
@@ -161,41 +174,15 @@ def _usual(name: str, usual: Mapping[str, Any]) -> Any:
     return before if key.allows(before) else key.default
 
 
-def _back(key: str, usual: Mapping[str, Any], otherwise: Any) -> str:
-    """The override that goes back to what stood before, or to the default."""
-    before = usual.get(key, text_keys()[key].default)
-    return as_typed(key, otherwise if before is None else before)
-
-
-def _texts(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
-    if not _NAME.fullmatch(config.log.name):
-        message = "log.name is the name of a directory: up to 100 letters that can be printed, no slashes, not . or .."
-        yield ("log.name",), message, _back("log.name", usual, "run")
-    if config.launch.device_memory is not None:
-        try:
-            memory_bytes(config.launch.device_memory)
-        except ValueError as error:
-            yield ("launch.device_memory",), str(error), "launch.device_memory=80GiB"
-
-
 def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iterator[Finding]:
     for name, value in variables.items():
         if name in RANK_VARIABLES:
-            message = f"launch.env cannot set {name}: whoever starts the ranks says it to each of them"
+            message = f"launch.env cannot set {name}: it differs between ranks, and the launcher sets it for each"
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in value:
             message = f"launch.env cannot set {name!r}: letters, digits and _ make the name of a variable"
         else:
             continue
-        yield ("launch.env",), message, _back("launch.env", usual, {})
-
-
-def _optim(optim: OptimConfig) -> Iterator[Finding]:
-    if optim.min_lr > optim.lr > 0:
-        yield (
-            ("optim.min_lr", "optim.lr"),
-            "the learning rate falls to min_lr, which is above lr",
-            f"optim.min_lr={optim.lr}",
-        )
+        yield ("launch.env",), message, as_typed("launch.env", _usual("launch.env", usual))
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:
@@ -203,8 +190,8 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
     if config.pipeline.pp_schedule_csv is not None and name is None:
         return
     if schedule_policy(name) is None:
-        abstract = (name or "").lower() in ABSTRACT_SCHEDULES
-        hint = ": that is a kind of schedule" if abstract else did_you_mean(str(name), SCHEDULES)
-        chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
-        close = [*nearest(str(name), SCHEDULES), "interleaved_1f1b" if chunks > 1 else "1f1b"]
+        abstract = (name or "").lower() in ("pipelineschedulesingle", "pipelineschedulemulti")  # torch's base classes
+        hint = ": that is a kind of schedule" if abstract else did_you_mean(str(name), SPELLINGS)
+        fitting = fitting_policy(config.parallel.virtual_pipeline_model_parallel_size or 1)
+        close = [*nearest(str(name), SPELLINGS), fitting]
         yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", f"pipeline.pp_schedule={close[0]}"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RefusedError(ConfigError):
-    """Problems, with the config as far as it was understood: what else is wrong with it can be told as well."""
+    """Problems, with the config as far as it could be composed, so that a plan of it can find more problems."""
 
     def __init__(self, problems: Sequence[Problem], composed: Composed) -> None:
         super().__init__(problems)
@@ -45,13 +44,8 @@ class Composed:
     config: RunConfig
     provenance: dict[str, str]
     """Dotted key -> where its value came from: `default`, a file and line, `command line`, `derived: ...`."""
-    overrides: tuple[str, ...] = ()
-    """The command line's overrides, normalised."""
-    choices: dict[str, str] = field(default_factory=dict)
-    """Config group -> chosen option, of those that the command line chose."""
-    recipe_path: Path | None = None
     notes: tuple[str, ...] = ()
-    """What was decided for the user and should be said."""
+    """What was decided for the user, to be printed."""
 
 
 _TOKENIZER = "data.tokenizer"
@@ -74,17 +68,15 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     recipe = choices.get("recipe")
     # A recipe's layout was written for the recipe's own model, not for one that the command line chose.
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
-    given = _apply(draft, values)
+    typed = _apply(draft, values)
     if read_model is not None:
-        _take_model(draft, given, read_model, scaled=scale is not None, for_training=for_training)
-    draft.set_layout_aside(before, given)
+        _take_model(draft, typed, read_model, scaled=scale is not None, for_training=for_training)
+    draft.set_layout_aside(before, typed)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
     if scale is not None:
-        _scale_down(draft, scale, given)
-    composed = _finish(draft, arguments.overrides, for_training)
-    found = find_recipe(recipe) if recipe else None
-    return replace(composed, choices=choices, recipe_path=found.path if found else None)
+        _scale_down(draft, scale, typed)
+    return _finish(draft, arguments.overrides, for_training)
 
 
 def override(
@@ -108,14 +100,10 @@ def override(
 def _arguments(overrides: Sequence[str]) -> Arguments:
     found = normalise(overrides)
     for token in found.rest:
-        found.problems.append(Problem("PP-E105", f"{token} is no override: KEY=VALUE", _meant(token), PLACE))
+        close = nearest(token, recipes())
+        remedy = f"+recipe={close[0]}" if close else "ppctl explain"
+        found.problems.append(Problem("PP-E105", f"{token} is no override: KEY=VALUE", remedy, PLACE))
     return found
-
-
-def _meant(token: str) -> str:
-    """What somebody may have meant who typed a word where an override belongs."""
-    close = nearest(token, recipes())
-    return f"+recipe={close[0]}" if close else "ppctl explain"
 
 
 def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -163,14 +151,14 @@ def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
     return draft
 
 
-def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
-    """Cover what makes the run large, unless the command line gave it, and tell it as a table."""
+def _scale_down(draft: Draft, scale: str, typed: Collection[str]) -> None:
+    """Replace what makes the run large, except values of the command line, and note the changes as a table."""
     rows = []
     for key, value in _miniature(draft).items():
         before = draft.get(key)
         if key in draft.covered:
-            draft.covered[key] = value  # a remedy goes back to what stands there without the command line
-        if key not in given and value != before:
+            draft.covered[key] = value  # a remedy goes back to the value without the command line
+        if key not in typed and value != before:
             draft.put(key, value)
             draft.provenance[key] = f"scale={scale}"
             rows.append((key, value_text(before), value_text(value)))
@@ -181,8 +169,8 @@ def _scale_down(draft: Draft, scale: str, given: Collection[str]) -> None:
 
 
 def _miniature(draft: Draft) -> dict[str, Any]:
-    """The values that make the run small. The model's are in proportion to what files say: what the command line gives
-    is meant for the miniature."""
+    """The values that make the run small. The model's are in proportion to those of files: values on the command line
+    are meant for the miniature."""
     config, _ = convert(draft.tree, draft.place)
     sound = within_limits(config, list(beyond_limits(config)), draft.covered)
     full = Draft(deepcopy(draft.tree), draft.provenance)
@@ -202,10 +190,10 @@ def _apply_layer(draft: Draft, layer: Layer) -> None:
 
 
 def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
-    """Put the command line on top; returns the keys that it gave."""
+    """Put the command line on top; returns its keys."""
     from ppctl.config.hydra_source import parse
 
-    given = set()
+    typed = set()
     for key, text in values:
         known = _known(key)
         if known is None:
@@ -219,11 +207,11 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
             draft.problems += [_with_remedy(replace(p, place=f"{known} ({PLACE})"), draft) for p in error.problems]
             continue
         draft.provenance[known] = PLACE
-        given.add(known)
-    return given
+        typed.add(known)
+    return typed
 
 
-def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
+def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
     """Put the sizes of `model.from` over those of files."""
     source = draft.get("model.from")
     if not isinstance(source, str) or not source:
@@ -237,12 +225,12 @@ def _take_model(draft: Draft, given: set[str], read_model: ReadModel, *, scaled:
     except PpctlError as error:
         draft.problems += error.problems
         return
-    said = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
+    is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
     for name, value in values.items():
-        if name not in given and not (name == _TOKENIZER and said):
+        if name not in typed and not (name == _TOKENIZER and is_set):
             draft.put(name, value)
             draft.provenance[name] = f"model.from={source}"
-    if for_training and not said and _TOKENIZER not in values:
+    if for_training and not is_set and _TOKENIZER not in values:
         message = (
             f"{source} has no tokenizer, and {_TOKENIZER} names none (a directory, or byte where bytes are meant): "
             "bytes would be read as tokens of its vocabulary"
@@ -296,11 +284,11 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     config, wrong = convert(draft.tree, draft.place)
     named = {_key_of(p): p for p in wrong}
     problems = [_with_remedy(p, draft) for p in draft.problems]
-    # A value that was derived from a wrong one is wrong too, and told once.
+    # A value that was derived from a wrong one is wrong too: one problem is enough.
     problems += [_with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place]
     problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
     notes = (*draft.notes, *ignored(config, draft.provenance))
-    composed = Composed(config, draft.provenance, tuple(overrides), notes=notes)
+    composed = Composed(config, draft.provenance, notes)
     if problems:
         same = typed_again("plan", overrides)
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]

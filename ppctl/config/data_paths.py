@@ -1,6 +1,6 @@
-"""What `data.path` may say: one path, or a blend of several with weights, in Megatron's spelling or as rows of YAML.
+"""The forms of `data.path`: one path, or a blend of several with weights, in Megatron's spelling or as rows of YAML.
 
-Knows the forms, the arithmetic of weights, and what has to be said for an evaluation. Must not know files or tokens.
+Knows the forms, the arithmetic of weights, and the rules on evaluation. Must not know files or tokens.
 
     texts/**/*.txt                      text, by name or glob
     corpus/web                          a prefix: corpus/web.bin and corpus/web.idx
@@ -20,7 +20,7 @@ from ppctl.config.keys import Finding, value_of
 from ppctl.config.schema import RunConfig
 
 LONGEST_CYCLE = 65536
-"""Samples after which a blend's pattern begins anew, at most: no source may weigh less than one sample in it."""
+"""Largest number of samples after which a blend's pattern repeats: each source has at least one sample in it."""
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         )
     keys = [key for key in ("data.reset_position_ids", "data.reset_attention_mask") if value_of(config, key)]
     if keys and config.parallel.context_parallel_size > 1:
-        message = "documents are kept apart within whole sequences, which context parallelism cuts"
+        message = "documents are separated within whole sequences, which context parallelism cuts"
         yield (*keys, "parallel.context_parallel_size"), message, "cp=1"
     yield from _evaluation(config)
 
@@ -50,25 +50,25 @@ def _evaluation(config: RunConfig) -> Iterator[Finding]:
         if data.validation_path is None and not data.validation_split:
             yield (
                 ("train.eval_interval", "data.validation_split", "data.validation_path"),
-                "an evaluation reads what was held out, and nothing is",
+                "an evaluation reads data.validation_path or a held-out share of data.path, and neither is set",
                 "data.validation_split=0.05",
             )
         if not train.eval_steps:
             yield (
                 ("train.eval_steps", "train.eval_interval"),
-                "an evaluation of no batches says nothing",
+                "an evaluation needs at least one batch",
                 "train.eval_steps=8",
             )
     elif train.eval_steps > 0:
         yield (
             ("train.eval_steps", "train.eval_interval"),
-            "with train.eval_interval=0 nothing is ever evaluated",
+            "with train.eval_interval=0 there is no evaluation",
             "train.eval_steps=0",
         )
     elif data.validation_path is not None:
         yield (
             ("data.validation_path", "train.eval_interval"),
-            "with train.eval_interval=0 nothing is ever evaluated",
+            "with train.eval_interval=0 there is no evaluation",
             "data.validation_path=null",
         )
 

@@ -1,7 +1,7 @@
-"""A configuration on its way: a tree of values, where each came from, and what was found wrong so far.
+"""A configuration while it is composed: a tree of values, the source of each, and the problems found so far.
 
-Knows how stronger values cover weaker ones, and the three adjustments that are made once all are there: interpolations
-resolved, a layout that the command line has outdated set aside, two names of one value made equal. Must not know Hydra.
+Knows how stronger values replace weaker ones, and the adjustments once all values are there: interpolations are
+resolved, a layout made for other sizes is set aside, two names of one value become equal. Must not know Hydra.
 """
 
 from __future__ import annotations
@@ -12,24 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.keys import sections, text_keys
+from ppctl.config.keys import keys_with, sections, text_keys
 from ppctl.errors import Problem
 from ppctl.files import is_file, read_text
-
-SETS_LAYOUT_ASIDE = (
-    "parallel.pipeline_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
-    "model.num_layers",
-    "model.mtp_num_layers",
-    "parallel.num_layers_in_first_pipeline_stage",
-    "parallel.num_layers_in_last_pipeline_stage",
-    "parallel.account_for_embedding_in_pipeline_split",
-    "parallel.account_for_loss_in_pipeline_split",
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "pipeline.layers_per_stage",
-    "pipeline.module_fqns_per_model_part",
-)
-"""The sizes that a layout is written for, and what cuts in its place: overriding one sets a recipe's layout aside."""
 
 MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
@@ -48,7 +33,7 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     covered: dict[str, Any] = field(default_factory=dict)
-    """What the command line has covered, by key: the values that stood before, which remedies propose."""
+    """Key -> the value that the command line has replaced: remedies go back to it."""
 
     def place(self, key: str) -> str:
         """Where `key` got its value, for a problem."""
@@ -62,7 +47,7 @@ class Draft:
         return value
 
     def put(self, key: str, value: Any) -> None:
-        """Cover what was there; a mapping is added to a mapping."""
+        """Replace the value of a dotted key; a mapping is added to a mapping."""
         *path, last = key.split(".")
         branch = self.tree
         for part in path:
@@ -73,11 +58,11 @@ class Draft:
         branch[last] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes that a layout depends on, as they stand."""
-        return {key: self.get(key) for key in SETS_LAYOUT_ASIDE}
+        """The present sizes that a layout depends on."""
+        return {key: self.get(key) for key in keys_with("layout")}
 
     def resolve(self) -> None:
-        """Resolve `${...}`, one leaf at a time so that every failure is told."""
+        """Resolve `${...}`, one leaf at a time so that every failure is reported."""
         leaves = [name for name, value in flat(self.tree, "") if "${" in str(value)]
         if not leaves:
             return
@@ -100,17 +85,17 @@ class Draft:
     def _unresolved(self, name: str, error: Exception) -> None:
         message = f"{name}: {str(error).splitlines()[0]}"
         self.problems.append(Problem("PP-E114", message, place=self.place(name)))
-        self.put(name, None)  # first, since a mapping would be added to the one that is wrong
+        self.put(name, None)  # first, since a mapping would be added to the wrong one
         self.put(name, text_keys()[name].default if name in text_keys() else None)
 
-    def set_layout_aside(self, before: Mapping[str, Any], given: set[str]) -> None:
-        """The command line is stronger than a recipe: a layout made for other sizes gives way, unless typed as well.
+    def set_layout_aside(self, before: Mapping[str, Any], typed: set[str]) -> None:
+        """Drop a layout of a file where the command line changes the sizes that it was made for.
 
-        `before` are the sizes that the layout was written for; `given` the keys of the command line.
+        `before` are those sizes; `typed` the keys of the command line, which may set a layout itself.
         """
         layout = self.get(LAYOUT)
-        changed = [key for key in SETS_LAYOUT_ASIDE if self.get(key) != before[key]]
-        if LAYOUT in given or layout in (None, "auto") or not changed:
+        changed = [key for key in keys_with("layout") if self.get(key) != before[key]]
+        if LAYOUT in typed or layout in (None, "auto") or not changed:
             return
         short = {key: alias for alias, key in ALIASES.items()}
         names = " and ".join(short.get(key, key) for key in changed)
@@ -143,9 +128,9 @@ class Draft:
             self.put(SCHEDULE_FILE, str(Path(value).expanduser().resolve()))
 
     def unite_micro_batch(self) -> None:
-        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: the stronger one's.
+        """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: that of the stronger source.
 
-        Given with equal strength, they stay as they are, and `checks.py` tells where they differ.
+        With equally strong sources both stay, and `checks.py` reports a difference.
         """
         ranks = [_strength(self.provenance.get(key, DEFAULT)) for key in MICRO_BATCH]
         if ranks[0] == ranks[1]:

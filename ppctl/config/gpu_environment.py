@@ -1,7 +1,7 @@
 """What the environment of a rank on a GPU must hold: variables that CUDA and cuBLAS read when they start.
 
-Knows these variables, their good values and why others are refused. Must not know launchers: the launcher sets what is
-missing, and every rank looks once more at what has reached it.
+Knows these variables, their good values and why other values are refused. Must not know launchers: the launcher sets
+what is missing, and every rank checks its own environment again.
 """
 
 from __future__ import annotations

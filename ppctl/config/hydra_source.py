@@ -1,4 +1,4 @@
-"""Hydra's parts that ppctl stands on, private names included; nothing else touches Hydra.
+"""All that ppctl uses of Hydra, private names included: no other module imports it.
 
 Offers two things: `parse` (the override grammar) and `load` (the defaults list: groups, `override /group: x`, packages)
 over conf/ and the recipe directories. Must not know the schema. Importing it imports Hydra: do so lazily.
@@ -128,7 +128,7 @@ def parse(text: str) -> Override:
 
 
 def load(choices: Mapping[str, str]) -> list[Layer]:
-    """The files that make up a config, weakest first, given the chosen option of each group.
+    """The files that make up a config, weakest first; `choices` are the chosen options by group.
 
     Raises ConfigError where a defaults list names something that does not exist or contradicts itself.
     """

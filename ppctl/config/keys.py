@@ -1,6 +1,7 @@
 """Every configuration key: its type, its default, its docstring, and the nearest name to a misspelt one.
 
-Derived from the dataclasses in `schema.py`, never written twice. Must not know files, Hydra or the command line.
+Read from the dataclasses in `schema.py` and their metadata, never written twice. Must not know files, Hydra or the
+command line.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import shlex
 import textwrap
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ppctl.config.limits import Limit, limit_of
+from ppctl.config.limits import Limit
+from ppctl.config.metadata import Facts, facts_of
 from ppctl.config.schema import RunConfig
 
 Finding = tuple[tuple[str, ...], str, str]
@@ -34,8 +36,13 @@ class Key:
     default: Any
     owner: type
     """The dataclass that declares the field."""
-    limit: Limit | None = None
-    """What a value may be on its own; none accepts all of the type."""
+    facts: Facts
+    """From the metadata of its field and of its section."""
+
+    @property
+    def limit(self) -> Limit | None:
+        """What a value may be on its own; none accepts all of the type."""
+        return self.facts.limit
 
     @property
     def field(self) -> str:
@@ -80,6 +87,16 @@ class Key:
             get_origin(t) in (list, dict) for t in members(self.type)
         )
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false."""
+        return self.type is bool
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a flag for it takes several values."""
+        return any(get_origin(t) is list for t in members(self.type))
+
 
 def members(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a union, or the type alone."""
@@ -112,9 +129,10 @@ def sections() -> dict[str, type]:
 @cache
 def keys() -> dict[str, Key]:
     """Dotted name -> key, for every leaf, Python-only ones included."""
-    found = {key.name: key for key in _keys_of(RunConfig, "") if key.name not in sections()}
+    top = {key.name: key for key in _keys_of(RunConfig, "", Facts())}
+    found = {name: key for name, key in top.items() if name not in sections()}
     for section, cls in sections().items():
-        found.update((key.name, key) for key in _keys_of(cls, section + "."))
+        found.update((key.name, key) for key in _keys_of(cls, section + ".", top[section].facts))
     return found
 
 
@@ -125,12 +143,18 @@ def text_keys() -> dict[str, Key]:
 
 
 @cache
-def limited_keys() -> tuple[Key, ...]:
-    """The keys whose values are limited, in order."""
-    return tuple(key for key in text_keys().values() if key.limit is not None)
+def keys_with(fact: str) -> Mapping[str, Key]:
+    """The keys that have a fact (the name of a field of `Facts`: `limit`, `verbatim`, ...), in order."""
+    return {name: key for name, key in text_keys().items() if getattr(key.facts, fact)}
 
 
-def _keys_of(cls: type, prefix: str) -> list[Key]:
+@cache
+def names_of_keys(fact: str) -> Mapping[str, str]:
+    """Each name in a fact that lists names (`names`, `known_as`, `options`) -> the key."""
+    return {name: key.name for key in keys_with(fact).values() for name in getattr(key.facts, fact).split()}
+
+
+def _keys_of(cls: type, prefix: str, section: Facts) -> list[Key]:
     hints = get_type_hints(cls)
     found = []
     for field in fields(cls):
@@ -138,8 +162,9 @@ def _keys_of(cls: type, prefix: str) -> list[Key]:
         if default is MISSING:
             default = field.default_factory() if field.default_factory is not MISSING else None
         owner = next(c for c in reversed(cls.__mro__) if field.name in inspect.get_annotations(c))
-        name = prefix + field.name.removesuffix("_")
-        found.append(Key(name, hints[field.name], default, owner, limit_of(field.metadata)))
+        name, facts = prefix + field.name.removesuffix("_"), facts_of(field.metadata)
+        facts = replace(facts, mathematics=facts.mathematics or section.mathematics)
+        found.append(Key(name, hints[field.name], default, owner, facts))
     return found
 
 
@@ -158,7 +183,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def docstring(key: Key) -> str:
-    """What the field means; empty where its name says it all."""
+    """What the field means; empty where the class does not say."""
     return _docstrings(key.owner).get(key.attribute, "")
 
 
@@ -199,7 +224,7 @@ def nearest(word: str, known: Iterable[str], *, limit: int = 3) -> list[str]:
     known = list(known)
     last = word.rpartition(".")[2]
     exact = [name for name in known if name.rpartition(".")[2] == last]
-    # Names of one section are alike for their first part alone, which says nothing of what was meant.
+    # Names of one section are similar by their first part alone: the last part has to be similar too.
     close = [
         name
         for name in difflib.get_close_matches(word, known, n=2 * limit, cutoff=0.6)

@@ -1,16 +1,18 @@
-"""What one value may be, as metadata on its dataclass field: bounds of a number, a choice of words, no empty text.
+"""What one value may be on its own: bounds of a number, a choice of words, a form of text.
 
-    hidden_size: int = field(default=256, metadata=positive(MOST_WIDTH))
-
-Knows no key. Must not know rules between several values: those are `checks.py`'s and the plan's. An upper bound is what
-a plan can bear on a laptop within seconds, above what any real job needs (decision 27).
+Each limit says whether it `allows` a value, and in `words` what a value must be. Must not know any key, nor rules
+between several values: those are in `checks.py` and the plan. An upper bound is what can be planned on a laptop within
+seconds, above what any real job needs (decision 27).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from ppctl.config.quantities import memory_bytes, seconds, slurm_seconds
 
 LARGEST = 2**63 - 1
 """The largest number of 64 bits: the bound of what a plan does not count with (a rate, a seed, a number of steps)."""
@@ -51,18 +53,13 @@ class Bounds:
     below: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` lies within; nan does not."""
+        """Whether `value` is within the bounds; nan is not."""
         return (value > 0 or (self.zero and value == 0)) and (value < self.most if self.below else value <= self.most)
 
     @property
     def is_size(self) -> bool:
         """Whether plans count with it: nothing can be planned where it is out of bounds."""
         return 1 < self.most < LARGEST
-
-    def message(self, key: str, value: Any) -> str:
-        """The rule that `value` breaks."""
-        del value
-        return f"{key} must be {self.words}"
 
     @property
     def words(self) -> str:
@@ -81,11 +78,6 @@ class Choice:
         """Whether `value` is one of them."""
         return value in self.names or (self.any_case and isinstance(value, str) and value.lower() in self.names)
 
-    def message(self, key: str, value: Any) -> str:
-        """The rule that `value` breaks."""
-        del value
-        return f"{key} is {self.words}"
-
     @property
     def words(self) -> str:
         """As `one of cuda, cpu, any`."""
@@ -93,51 +85,60 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class NotEmpty:
-    """Text with at least one letter."""
+class Form:
+    """A value that `read` can read: else it raises ValueError."""
 
-    words = "not empty"
+    words: str
+    read: Callable[[Any], object]
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` says anything."""
-        return bool(value != "")
-
-    def message(self, key: str, value: Any) -> str:
-        """The rule that `value` breaks."""
-        del value
-        return f"{key} is empty"
-
-
-Limit = Bounds | Choice | NotEmpty
-
-_NAME = "limit"
+        """Whether `read` can read `value`."""
+        try:
+            self.read(value)
+        except ValueError:
+            return False
+        return True
 
 
-def limit_of(metadata: Mapping[str, Any]) -> Limit | None:
-    """The limit in a field's metadata, where it has one."""
-    return metadata.get(_NAME)
+Limit = Bounds | Choice | Form
+
+BELOW_ONE = Bounds(1, zero=True, below=True)
+"""A share of something."""
 
 
-def positive(most: int = LARGEST) -> dict[str, Limit]:
-    """Metadata of a number above 0."""
-    return {_NAME: Bounds(most)}
+def positive(most: int = LARGEST) -> Bounds:
+    """A number above 0."""
+    return Bounds(most)
 
 
-def not_negative(most: int = LARGEST) -> dict[str, Limit]:
-    """Metadata of a number from 0 on."""
-    return {_NAME: Bounds(most, zero=True)}
+def not_negative(most: int = LARGEST) -> Bounds:
+    """A number from 0 on."""
+    return Bounds(most, zero=True)
 
 
-def below_one() -> dict[str, Limit]:
-    """Metadata of a share: 0 or more, below 1."""
-    return {_NAME: Bounds(1, zero=True, below=True)}
+def one_of(*names: str, any_case: bool = False) -> Choice:
+    """One of `names`."""
+    return Choice(names, any_case)
 
 
-def one_of(*names: str, any_case: bool = False) -> dict[str, Limit]:
-    """Metadata of a word."""
-    return {_NAME: Choice(names, any_case)}
+def _matching(pattern: str) -> Callable[[Any], object]:
+    """A reader of text that matches `pattern`, and of all that is no text."""
+    form = re.compile(pattern)
+
+    def read(value: Any) -> object:
+        if isinstance(value, str) and form.fullmatch(value) is None:
+            raise ValueError(value)
+        return value
+
+    return read
 
 
-def not_empty() -> dict[str, Limit]:
-    """Metadata of text."""
-    return {_NAME: NotEmpty()}
+NOT_EMPTY = Form("not empty", _matching(r"(?s).+"))
+ONE_LINE = Form("one line of text, not empty", _matching(r"(?=.*\S)[^\x00-\x1f]+"))
+DIRECTORY_NAME = Form(
+    "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",
+    _matching(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)"),
+)
+TIME = Form("a length of time, as 11h50m", seconds)
+SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds)
+MEMORY = Form("an amount of memory, as 80GiB", memory_bytes)

@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
 def from_mapping(mapping: Mapping[str, Any], place: Callable[[str], str] = lambda key: key) -> RunConfig:
     """The config that `mapping` describes; what it leaves out keeps its default.
 
-    `place` tells of a dotted key where its value came from. Raises ConfigError with every unknown key and wrong type.
+    `place` maps a dotted key to where its value came from. Raises ConfigError with every unknown key and wrong type.
     """
     config, problems = convert(mapping, place)
     if problems:
@@ -77,7 +77,7 @@ def unknown_key(name: str, place: str, close: Sequence[str] | None = None, remed
 
 
 def not_a_section(name: str, place: str) -> Problem:
-    """The problem of a whole section that is given one value."""
+    """The problem of one value for a whole section."""
     message = f"{name} is a section, not a value: set its keys, as {name}.KEY=VALUE"
     return Problem("PP-E102", message, f"ppctl explain {name}", place)
 

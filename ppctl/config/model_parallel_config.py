@@ -1,7 +1,7 @@
 """Megatron's `ModelParallelConfig`: every documented field, its documented default, and the rules between fields.
 
-Knows names, defaults and rules. Must not know torch (dtype fields hold a `torch.dtype` or its name), files, or which
-fields this release honours: that is `support.py`. `problems` states the rules once; `__post_init__` raises from it.
+Knows names, defaults, how far ppctl supports each field, and rules. Must not know torch (dtype fields hold a
+`torch.dtype` or its name) or files. `problems` states the rules once; `__post_init__` raises from it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config.limits import MOST_PP_RANKS, MOST_RANKS, MOST_SAMPLES, MOST_STAGES, not_negative, positive
+from ppctl.config.limits import (
+    MOST_PP_RANKS,
+    MOST_RANKS,
+    MOST_SAMPLES,
+    MOST_STAGES,
+    not_negative,
+    one_of,
+    positive,
+)
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E117"
@@ -24,13 +33,20 @@ DTYPES = {
 }
 """Canonical dtype name -> the spellings that mean it."""
 
+_TENSOR_PARALLEL = Support(PLANS, "tensor parallelism")
+_OFFLOADING = Support(LATER, "activation offloading")
+_USERBUFFERS = Support(NEEDS, "Transformer Engine's userbuffers")
+_DEPRECATED = Support(IGNORED, "it is deprecated")
+_OBJECT = Support(PYTHON, "on the config of a model that the schedules' functions run")
+_PLAIN = "from Python: the schedules' functions do it in plain torch"
+
 
 class ModelParallelConfigError(ConfigError, ValueError):
     """Fields of a ModelParallelConfig that contradict each other."""
 
 
 def dtype_name(value: Any) -> str | None:
-    """The canonical name of a dtype given as `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
+    """The canonical name of a dtype: of `torch.bfloat16`, `"torch.bfloat16"`, `"bf16"`, ...; None for None.
 
     Raises ValueError for anything else, naming what is accepted.
     """
@@ -50,99 +66,132 @@ class ModelParallelConfig:
     Models add what they need to it (`config.hidden_size = ...`), as Megatron's do: therefore no slots.
     """
 
-    tensor_model_parallel_size: int = field(default=1, metadata=positive(MOST_RANKS))
+    tensor_model_parallel_size: int = key(
+        1,
+        positive(MOST_RANKS),
+        names="tp --tensor-model-parallel-size",
+        known_as="tensor_parallel_degree",
+        support=_TENSOR_PARALLEL,
+    )
     """Ranks that share each layer's matrices (tp)."""
-    pipeline_model_parallel_comm_backend: str | None = None
+    pipeline_model_parallel_comm_backend: str | None = key(
+        None, one_of("nccl", "gloo", "ucc"), support=Support(note="NCCL between ranks: not yet run")
+    )
     """Backend of the pipeline's process groups; none takes the device's own (nccl or gloo)."""
-    pipeline_model_parallel_size: int = field(default=1, metadata=positive(MOST_PP_RANKS))
+    pipeline_model_parallel_size: int = key(
+        1,
+        positive(MOST_PP_RANKS),
+        names="pp --pipeline-model-parallel-size",
+        known_as="pipeline_parallel_degree",
+        layout=True,
+    )
     """Ranks that the layers are spread over (pp)."""
-    virtual_pipeline_model_parallel_size: int | None = field(default=None, metadata=positive(MOST_STAGES))
+    virtual_pipeline_model_parallel_size: int | None = key(
+        None,
+        positive(MOST_STAGES),
+        names="vpp --virtual-pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank"
+        " parallel.num_virtual_stages_per_pipeline_rank model.virtual_pipeline_model_parallel_size",
+        layout=True,
+    )
     """Stages (chunks) per pp_rank (vpp); none derives it from the layout, else 1."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = key(False, support=_TENSOR_PARALLEL)
     """Split norms and dropout along the sequence over the tensor-parallel ranks. Needs tp > 1."""
-    context_parallel_size: int = field(default=1, metadata=positive(MOST_RANKS))
+    context_parallel_size: int = key(
+        1,
+        positive(MOST_RANKS),
+        names="cp --context-parallel-size",
+        known_as="context_parallel_degree",
+        support=Support(PLANS, "context parallelism"),
+    )
     """Ranks that share one sequence, each with a slice of it (cp)."""
-    hierarchical_context_parallel_sizes: list[int] | None = None
+    hierarchical_context_parallel_sizes: list[int] | None = key(None, support=Support(LATER))
     """Group sizes of a multi-level context parallelism, innermost first; their product is cp."""
-    expert_model_parallel_size: int = field(default=1, metadata=positive(MOST_RANKS))
+    expert_model_parallel_size: int = key(
+        1, positive(MOST_RANKS), names="ep --expert-model-parallel-size", known_as="expert_parallel_degree"
+    )
     """Ranks that the experts of an MoE layer are spread over (ep)."""
-    expert_tensor_parallel_size: int | None = field(default=None, metadata=positive(MOST_RANKS))
+    expert_tensor_parallel_size: int | None = key(
+        None,
+        positive(MOST_RANKS),
+        names="etp --expert-tensor-parallel-size",
+        support=Support(PLANS, "tensor parallelism of experts"),
+    )
     """Ranks that share one expert's matrices (etp); none means the tensor-parallel size."""
-    moe_extended_tp: bool = False
+    moe_extended_tp: bool = key(False, support=Support(IGNORED, "expert_tensor_parallel_size took its place"))
     """Superseded by expert_tensor_parallel_size; Megatron ignores it as well."""
-    perform_initialization: bool = True
+    perform_initialization: bool = key(True, support=Support(LATER))
     """Give the weights their initial values; false where a checkpoint will overwrite them anyway."""
-    use_cpu_initialization: bool = False
+    use_cpu_initialization: bool = key(False, support=Support(IGNORED, "initial weights never depend on the device"))
     """Draw initial weights on the CPU. ppctl's never depend on the device or on the split."""
-    fp16: bool = False
+    fp16: bool = key(False, mathematics=True)
     """Mixed precision in float16, with loss scaling."""
-    bf16: bool = False
+    bf16: bool = key(False, known_as="precision", mathematics=True)
     """Mixed precision in bfloat16: bf16 weights, fp32 gradients and master weights."""
-    params_dtype: Any = None
+    params_dtype: Any = key(None, mathematics=True)
     """dtype of the weights (`torch.bfloat16` or "bfloat16"); none means bfloat16 with bf16, else float32."""
-    timers: Callable[..., Any] | None = None
+    timers: Callable[..., Any] | None = key(None, support=_OBJECT)
     """Object called for the timers of a training loop. Python only."""
-    finalize_model_grads_func: Callable[..., Any] | None = None
+    finalize_model_grads_func: Callable[..., Any] | None = key(None, support=_OBJECT)
     """Called after the last backward to finish gradients across ranks. Python only."""
-    grad_scale_func: Callable[..., Any] | None = None
+    grad_scale_func: Callable[..., Any] | None = key(None, support=_OBJECT)
     """Maps the loss to the scaled loss before the backward; none scales nothing. Python only."""
-    no_sync_func: Callable[..., Any] | None = None
+    no_sync_func: Callable[..., Any] | None = key(None, support=_OBJECT)
     """Makes a context in which the data-parallel wrapper does not communicate. Python only."""
-    grad_sync_func: Callable[..., Any] | None = None
-    """Starts the reduction of the gradients of the parameters that it is given. Python only."""
-    param_sync_func: Callable[..., Any] | None = None
-    """Starts the gathering of the parameters that it is given. Python only."""
+    grad_sync_func: Callable[..., Any] | None = key(None, support=_OBJECT)
+    """Called with parameters: starts the reduction of their gradients. Python only."""
+    param_sync_func: Callable[..., Any] | None = key(None, support=_OBJECT)
+    """Called with parameters: starts gathering them. Python only."""
     deterministic_mode: bool = False
     """Choose deterministic kernels only."""
     enable_autocast: bool = False
     """Run the forward step inside torch.autocast."""
-    autocast_dtype: Any = None
+    autocast_dtype: Any = key(None, mathematics=True)
     """dtype of that autocast; none takes pipeline_dtype, else params_dtype."""
-    num_microbatches_with_partial_activation_checkpoints: int | None = field(
-        default=None, metadata=not_negative(MOST_SAMPLES)
-    )
+    num_microbatches_with_partial_activation_checkpoints: int | None = key(None, not_negative(MOST_SAMPLES))
     """Microbatches of the warm-up window whose layers are recomputed only in part; none leaves it to the model."""
-    gradient_accumulation_fusion: bool = False
+    gradient_accumulation_fusion: bool = key(
+        False, support=Support(NEEDS, "APEX's fused_weight_gradient_mlp_cuda", _PLAIN)
+    )
     """Add weight gradients into their accumulator inside the matrix product. Needs a CUDA extension of APEX."""
-    async_tensor_model_parallel_allreduce: bool = False
+    async_tensor_model_parallel_allreduce: bool = key(False, support=_DEPRECATED)
     """Deprecated; Megatron ignores it as well."""
-    use_te_rng_tracker: bool = False
+    use_te_rng_tracker: bool = key(False, support=Support(NEEDS, "Transformer Engine"))
     """Use Transformer Engine's random state tracker."""
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: bool = key(False, support=_USERBUFFERS)
     """Overlap tensor-parallel collectives with linear layers (Transformer Engine's userbuffers)."""
-    tp_comm_bulk_wgrad: bool = True
+    tp_comm_bulk_wgrad: bool = key(True, support=_USERBUFFERS)
     """With tp_comm_overlap: gather inputs while the input gradient is computed."""
-    tp_comm_bulk_dgrad: bool = True
+    tp_comm_bulk_dgrad: bool = key(True, support=_USERBUFFERS)
     """With tp_comm_overlap: scatter gradients while the weight gradient is computed."""
-    tp_comm_overlap_ag: bool = True
+    tp_comm_overlap_ag: bool = key(True, support=_USERBUFFERS)
     """With tp_comm_overlap: pipeline the all-gather with its matrix product."""
-    tp_comm_overlap_rs: bool = True
+    tp_comm_overlap_rs: bool = key(True, support=_USERBUFFERS)
     """With tp_comm_overlap: pipeline the reduce-scatter with its matrix product."""
-    tp_comm_overlap_rs_dgrad: bool = False
+    tp_comm_overlap_rs_dgrad: bool = key(False, support=_USERBUFFERS)
     """With tp_comm_overlap: pipeline the reduce-scatter with the input-gradient product."""
-    tp_comm_split_ag: bool = True
+    tp_comm_split_ag: bool = key(True, support=_DEPRECATED)
     """Deprecated form of tp_comm_overlap_ag."""
-    tp_comm_atomic_ag: bool = False
+    tp_comm_atomic_ag: bool = key(False, support=_DEPRECATED)
     """Deprecated atomic form of the pipelined all-gather."""
-    tp_comm_split_rs: bool = True
+    tp_comm_split_rs: bool = key(True, support=_DEPRECATED)
     """Deprecated form of tp_comm_overlap_rs."""
-    tp_comm_atomic_rs: bool = False
+    tp_comm_atomic_rs: bool = key(False, support=_DEPRECATED)
     """Deprecated atomic form of the pipelined reduce-scatter."""
-    cross_entropy_loss_fusion: bool = False
+    cross_entropy_loss_fusion: bool = key(False, support=Support(PLANS, "fused cross entropy"))
     """Use a fused cross entropy."""
-    cross_entropy_fusion_impl: str = "native"
+    cross_entropy_fusion_impl: str = key("native", support=Support(PLANS, "fused cross entropy"))
     """Which fused cross entropy: `native` or `te` (Transformer Engine)."""
-    tp_comm_overlap_disable_qkv: bool = False
+    tp_comm_overlap_disable_qkv: bool = key(False, support=_USERBUFFERS)
     """With tp_comm_overlap: leave the QKV projection out of it."""
-    tp_comm_overlap_disable_fc1: bool = False
+    tp_comm_overlap_disable_fc1: bool = key(False, support=_USERBUFFERS)
     """With tp_comm_overlap: leave the first feed-forward matrix out of it."""
-    tp_comm_bootstrap_backend: str = "nccl"
+    tp_comm_bootstrap_backend: str = key("nccl", support=_USERBUFFERS)
     """With tp_comm_overlap: who exchanges its buffers at start-up: `nccl`, `mpi` or `gloo`."""
-    overlap_moe_expert_parallel_comm: bool = False
+    overlap_moe_expert_parallel_comm: bool = key(False, support=Support(LATER))
     """Hide the experts' all-to-all behind another microbatch's compute."""
-    delay_wgrad_compute: bool = False
+    delay_wgrad_compute: bool = key(False, support=Support(LATER))
     """Put off weight gradients so that they can hide communication."""
-    pipeline_dtype: Any = None
+    pipeline_dtype: Any = key(None, mathematics=True)
     """dtype of the tensors sent between stages; with pp > 1 it has to be known (runs take params_dtype)."""
     variable_seq_lengths: bool = False
     """Sequence length differs between microbatches: exchange shapes before every message."""
@@ -152,31 +201,43 @@ class ModelParallelConfig:
     """Fuse neighbouring sends and receives with batch_isend_irecv. Excludes overlap_p2p_comm."""
     batch_p2p_sync: bool = True
     """Synchronise the device after each fused exchange (a workaround for old versions of torch)."""
-    use_ring_exchange_p2p: bool = False
+    use_ring_exchange_p2p: bool = key(False, support=Support(NEEDS, "a custom build of torch with ring_exchange"))
     """Use the ring_exchange kernel of a custom build of torch."""
     deallocate_pipeline_outputs: bool = False
     """Free a stage's output once it is sent; the backward keeps what it needs."""
-    defer_embedding_wgrad_compute: bool = False
+    defer_embedding_wgrad_compute: bool = key(
+        False, support=Support(NEEDS, "gradient_accumulation_fusion (APEX)", _PLAIN)
+    )
     """Move the output layer's weight gradients into the pipeline's flush."""
-    wgrad_deferral_limit: int = field(default=0, metadata=not_negative(MOST_SAMPLES))
+    wgrad_deferral_limit: int = key(
+        0, not_negative(MOST_SAMPLES), support=Support(NEEDS, "gradient_accumulation_fusion (APEX)", _PLAIN)
+    )
     """How many microbatches' weight gradients are so moved; 0 means all."""
-    overlap_p2p_comm_warmup_flush: bool = False
+    overlap_p2p_comm_warmup_flush: bool = key(
+        False, support=Support(note="channels overlap warm-up and flush in any case")
+    )
     """Overlap messages in warm-up and flush, too. Needs overlap_p2p_comm without batch_p2p_comm."""
-    microbatch_group_size_per_vp_stage: int | None = field(default=None, metadata=positive(MOST_SAMPLES))
+    microbatch_group_size_per_vp_stage: int | None = key(
+        None, positive(MOST_SAMPLES), names="--microbatch-group-size-per-virtual-pipeline-stage"
+    )
     """Microbatches that a chunk runs in a row under interleaving; none means the pipeline size."""
-    cpu_offloading: bool = False
+    cpu_offloading: bool = key(False, support=_OFFLOADING)
     """Move activations to host memory."""
-    cpu_offloading_num_layers: int = field(default=0, metadata=not_negative(MOST_STAGES))
+    cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES), support=_OFFLOADING)
     """Layers whose activations are moved."""
-    _cpu_offloading_context: AbstractContextManager[Any] | None = None
+    _cpu_offloading_context: AbstractContextManager[Any] | None = key(
+        None, support=Support(IGNORED, "it is internal to cpu_offloading")
+    )
     """Internal."""
-    cpu_offloading_activations: bool = True
+    cpu_offloading_activations: bool = key(True, support=_OFFLOADING)
     """With cpu_offloading: move activations."""
-    cpu_offloading_weights: bool = False
+    cpu_offloading_weights: bool = key(False, support=_OFFLOADING)
     """With cpu_offloading: move weights."""
-    cpu_offloading_double_buffering: bool = False
+    cpu_offloading_double_buffering: bool = key(False, support=_OFFLOADING)
     """With cpu_offloading: two buffers when activations are fetched back."""
-    barrier_with_L1_time: bool = True
+    barrier_with_L1_time: bool = key(
+        True, support=Support(IGNORED, "a run has no timers; those of the schedules' functions obey it")
+    )
     """Put a barrier around timers of level 1."""
 
     def __post_init__(self) -> None:

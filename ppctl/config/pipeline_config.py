@@ -1,16 +1,17 @@
 """NeMo Automodel's `PipelineConfig`, and its arithmetic of stages.
 
-Knows names, defaults and two pure functions. Must not know torch (`dtype` holds a `torch.dtype` or its name), files, or
-which fields this release honours: that is `support.py`.
+Knows names, defaults, how far ppctl supports each field, and two pure functions. Must not know torch (`dtype` holds a
+`torch.dtype` or its name) or files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ppctl.config.limits import MOST_IN_A_MICROBATCH, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS, positive
+from ppctl.config.metadata import LATER, PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E119"
@@ -30,33 +31,35 @@ class PipelineConfig:
 
     pp_schedule: str | None = "1f1b"
     """Name of the schedule: 1f1b, interleaved1f1b or gpipe, in any case."""
-    pp_schedule_csv: str | None = None
-    """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
-    pp_microbatch_size: int = field(default=1, metadata=positive(MOST_IN_A_MICROBATCH))
+    pp_schedule_csv: str | None = key(None, verbatim=True)
+    """File that holds a schedule in torch's CSV form; replaces pp_schedule."""
+    pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))
     """Sequences per microbatch: the micro batch size."""
-    pp_batch_size: int = field(default=1, metadata=positive(MOST_SAMPLES))
-    """Sequences of one schedule call on a data-parallel rank; given, a step takes as many calls as its batch needs."""
-    layers_per_stage: int | None = field(default=None, metadata=positive(MOST_STAGES))
+    pp_batch_size: int = key(1, positive(MOST_SAMPLES))
+    """Sequences of one schedule call on a data-parallel rank; set, it gives a step as many calls as its batch needs."""
+    layers_per_stage: int | None = key(None, positive(MOST_STAGES), layout=True)
     """Decoder layers per stage; none gives one stage per rank (two under a schedule that needs several)."""
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
     """Round the number of stages to a multiple of pp, `up` or `down`; none refuses a number that is not one."""
-    module_fqns_per_model_part: list[list[str]] | None = None
+    module_fqns_per_model_part: list[list[str]] | None = key(None, layout=True)
     """Module names of every stage, instead of a split by layers."""
-    patch_inner_model: bool = True
+    patch_inner_model: bool = key(True, support=Support(LATER, "it belongs to Hugging Face models"))
     """Make a Hugging Face inner model's forward stage-aware."""
-    patch_causal_lm_model: bool = True
+    patch_causal_lm_model: bool = key(True, support=Support(LATER, "it belongs to Hugging Face models"))
     """Make a Hugging Face causal-LM wrapper's forward stage-aware."""
-    patch_stage_backward_maybe_with_nosync: bool = False
+    patch_stage_backward_maybe_with_nosync: bool = key(
+        False, support=Support(LATER, "it belongs to Hugging Face models under FSDP")
+    )
     """Hold FSDP's gradient synchronisation back until a stage's last backward."""
-    dtype: Any = None
+    dtype: Any = key(None, mathematics=True)
     """dtype of the messages whose shapes are computed in advance; none takes that of the parameters."""
-    scale_grads_in_schedule: bool = False
+    scale_grads_in_schedule: bool = key(False, mathematics=True)
     """Every microbatch weighs alike: its loss is the mean over its own tokens, and the schedule divides the sum of
     gradients by the number of microbatches (torch's scale_grads). Else every token of the batch weighs alike."""
-    loss_fn: Callable[..., Any] | None = None
+    loss_fn: Callable[..., Any] | None = key(None, support=Support(PYTHON))
     """`loss_fn(logits, labels)` in place of cross entropy: the sum over a microbatch's tokens, or with
     scale_grads_in_schedule their mean. Labels that do not count are -100. Python only."""
-    pp_seq_len: int | None = field(default=None, metadata=positive(MOST_TOKENS))
+    pp_seq_len: int | None = key(None, positive(MOST_TOKENS))
     """Sequence length for which message shapes are computed in advance; none takes the data's."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,24 +86,24 @@ def calculate_virtual_stages(
     if layers_per_stage < 1:
         raise _bad(f"layers_per_stage is {layers_per_stage}: a stage holds at least one layer")
     stages = -(-num_layers // layers_per_stage)
-    given = f"{num_layers} layers in stages of {layers_per_stage} make {stages} stages for {pp_size} pipeline ranks"
+    count = f"{num_layers} layers in stages of {layers_per_stage} make {stages} stages for {pp_size} pipeline ranks"
     if stages % pp_size:
-        stages = _rounded(stages, pp_size, round_to_pp_multiple, given)
+        stages = _rounded(stages, pp_size, round_to_pp_multiple, count)
     per_rank = stages // pp_size
     if is_single_stage_schedule and per_rank != 1:
-        raise _bad(f"a single-stage schedule runs 1 stage per rank, not {per_rank}: {given}")
+        raise _bad(f"a single-stage schedule runs 1 stage per rank, not {per_rank}: {count}")
     if not is_single_stage_schedule and per_rank < 2:
-        raise _bad(f"a multi-stage schedule runs at least 2 stages per rank, not {per_rank}: {given}")
+        raise _bad(f"a multi-stage schedule runs at least 2 stages per rank, not {per_rank}: {count}")
     return stages, per_rank
 
 
-def _rounded(stages: int, pp_size: int, how: str | None, given: str) -> int:
+def _rounded(stages: int, pp_size: int, how: str | None, count: str) -> int:
     if how == "up":
         return stages + pp_size - stages % pp_size
     if how == "down":
         return stages - stages % pp_size
     if how is None:
-        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {given}")
+        raise _bad(f"the number of stages must be a multiple of the pipeline ranks: {count}")
     raise _bad(f"round_to_pp_multiple is {how!r}: 'up', 'down' or nothing")
 
 

@@ -1,4 +1,4 @@
-"""Rules on numbers: which dtype weights and messages have, when a forward is cast, and what scales a loss.
+"""Rules on precision: the dtype of weights and messages, autocast, and the scale of the loss.
 
 Knows the keys that name a dtype and those of the loss scale. Must not know torch.
 """
@@ -29,8 +29,8 @@ def autocast_dtype(parallel: ParallelConfig) -> str | None:
     """The dtype that forwards are cast to, or None: of `enable_autocast`, the messages' and the weights' by default."""
     if not parallel.enable_autocast:
         return None
-    given = parallel.autocast_dtype or parallel.pipeline_dtype or parallel.params_dtype
-    return dtype_name(given) or weight_dtype(parallel)
+    dtype = parallel.autocast_dtype or parallel.pipeline_dtype or parallel.params_dtype
+    return dtype_name(dtype) or weight_dtype(parallel)
 
 
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
@@ -49,12 +49,12 @@ def _dtypes(config: RunConfig) -> Iterator[Finding]:
     """bf16 and fp16 decide: the weights' and the messages' dtype may repeat it, not contradict it."""
     dtype = _switched(config.parallel)
     for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
-        given = dtype_name(value_of(config, name))
-        if given is not None and given != dtype:
-            switch = _SWITCH[dtype] or _SWITCH[given] or "parallel.bf16"
+        other = dtype_name(value_of(config, name))
+        if other is not None and other != dtype:
+            switch = _SWITCH[dtype] or _SWITCH[other] or "parallel.bf16"
             message = f"with {switch}={str(dtype != 'float32').lower()} weights and messages are {dtype}"
             flipped = f"{switch}={str(dtype == 'float32').lower()}"
-            yield (name, switch), message, flipped if "float32" in (given, dtype) else f"{name}={dtype}"
+            yield (name, switch), message, flipped if "float32" in (other, dtype) else f"{name}={dtype}"
 
 
 def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:

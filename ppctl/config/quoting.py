@@ -1,6 +1,6 @@
-"""One value as Hydra's grammar has to see it: text is quoted, so that it stays what was typed; sweeps are told apart.
+"""One value as Hydra's grammar needs it: text is quoted, so that it stays what was typed; sweeps are recognised.
 
-Knows which keys take text letter by letter, quotes, brackets and commas. Must not know flags, aliases or values' types.
+Knows quotes, brackets and commas, and which keys take text. Must not know flags or aliases.
 """
 
 from __future__ import annotations
@@ -9,53 +9,27 @@ import re
 
 from ppctl.config.keys import keys
 
-PATHS = frozenset(
-    {
-        "model.from",
-        "launch.partition",
-        "launch.constraint",
-        "launch.health_check",
-        "launch.container_image",
-        "data.path",
-        "data.validation_path",
-        "data.tokenizer",
-        "checkpoint.resume",
-        "log.dir",
-        "pipeline.pp_schedule_csv",
-    }
-)
-"""Text keys in which a comma is an ordinary character."""
-
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
 _RANGE = re.compile(r"range\(((?: *-?[0-9]{1,4} *,?){1,3})\)")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
-def _opaque(key: str) -> bool:
+def _is_verbatim(key: str) -> bool:
     """Whether the value is taken letter by letter (layouts, paths, environment variables, any free value)."""
     info = keys().get(key)
-    return (
-        key in PATHS or key.startswith("launch.env.") or (info is not None and info.is_container and not info.is_dtype)
-    )
-
-
-def _textual(key: str) -> bool:
-    info = keys().get(key)
-    return _opaque(key) or ("." in key and info is not None and info.is_text)
+    if info is None:
+        return key.startswith("launch.env.")
+    return info.facts.verbatim or (info.is_container and not info.is_dtype)
 
 
 def quote(key: str, value: str) -> str:
-    """`value` as Hydra's grammar has to see it: text is quoted, unless it is already, or null, or a list or mapping."""
-    text = value.strip()
-    if not _textual(key) or text in ("", "null") or _is_quoted(text):
+    """`value` as Hydra's grammar needs it: text is quoted, unless it is already, or null, or a list or mapping."""
+    text, info = value.strip(), keys().get(key)
+    is_text = "." in key and info is not None and info.is_text
+    if not (is_text or _is_verbatim(key)) or text in ("", "null") or _is_quoted(text):
         return value
-    info = keys().get(key)
-    if (
-        info is not None
-        and info.is_container
-        and key not in PATHS
-        and (_is_literal(text) or text.lstrip("+-").isdigit())
-    ):
+    has_lists = info is not None and info.is_container and not info.facts.verbatim
+    if has_lists and (_is_literal(text) or text.lstrip("+-").isdigit()):
         return value
     body = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
     body += "\\" * (len(body) - len(body.rstrip("\\")))
@@ -63,7 +37,7 @@ def quote(key: str, value: str) -> str:
 
 
 def unquoted(value: str) -> str:
-    """What `quote` was given, of what it made."""
+    """The inverse of `quote`, for quoted text."""
     body = re.sub(r"(\\*)\\'", lambda match: match[1][::2] + "'", value[1:-1])
     ends = len(body) - len(body.rstrip("\\"))
     return body[: len(body) - ends // 2]
@@ -93,7 +67,7 @@ def _is_literal(text: str) -> bool:
 def sweep_values(key: str, value: str) -> list[str] | None:
     """The values of a sweep (`1,2,3`, `choice(a,b)`, `range(1,4)`), or None where `value` is one value."""
     text = value.strip()
-    if _opaque(key) or _is_quoted(text):
+    if _is_verbatim(key) or _is_quoted(text):
         return None
     numbers = _RANGE.fullmatch(text)
     if numbers is not None:

@@ -1,7 +1,7 @@
 """Where conf/ and the recipes are, and which recipes there are.
 
 Knows the checkout, the installed package (`ppctl._conf`, `ppctl._recipes`) and PPCTL_RECIPES_PATH. Must not know Hydra
-or what the files say, beyond a recipe's one-line description. The working directory plays no part.
+or what is in the files, except a recipe's first line. Nothing depends on the working directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Recipe:
 
     @property
     def description(self) -> str:
-        """The first comment line that says something."""
+        """The first comment line with text."""
         for line in read_text(self.path).splitlines():
             text = line.lstrip("#").strip()
             if line.startswith("#") and text and not text.startswith("@"):
@@ -69,7 +69,7 @@ def recipes() -> dict[str, Recipe]:
 
 
 def is_file_name(option: str) -> bool:
-    """Whether what stands behind `recipe=` is meant as a file's path and not as a recipe's name."""
+    """Whether the value of `recipe=` means a file and not a recipe's name."""
     return "/" in option or option.endswith(".yaml")
 
 

@@ -1,7 +1,8 @@
 """`+scale=smoke`: a recipe as a faithful miniature, which trains on a laptop.
 
-Knows which values make a run large. Must not know where they came from, files or Hydra. What makes a run this run
-stays: pp, vpp, layout, schedule, kinds and numbers of layers, MTP, routing rules, precision and every other switch.
+Knows which values make a run large. Must not know where they came from, files or Hydra. What a recipe is about stays:
+pp, vpp, layout, schedule, kinds and numbers of layers, MTP, routing rules, precision and every other switch.
+These values depend on each other: that is why they are computed here and are no metadata of the keys.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _model(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig, experts: int) -> dict[str, Any]:
-    """8 experts; groups of at least two, of which the same part is used, and of them at least two where it was more."""
+    """8 experts, groups of at least two, the same share of groups used, and at least two chosen where it was more."""
     count = min(experts, EXPERTS)
     width = model.moe_ffn_hidden_size or model.ffn_hidden_size
     shared = model.moe_shared_expert_intermediate_size

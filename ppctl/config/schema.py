@@ -1,16 +1,19 @@
 """The closed configuration: one dataclass per group, and RunConfig that holds them.
 
-Knows every key, its type, its default, what a value may be on its own (`limits.py`) and what it means. Must not know
-Hydra, files, the command line or derived values: rules between values live in `checks.py`, derivations in
-`ppctl/plan`. Torch-free; both towers read these types.
+Knows every key: its type, its default, what it means, and as metadata (`metadata.py`) what else is known of it alone.
+Must not know Hydra, files or derived values: rules between values are in `checks.py`, derivations in `ppctl/plan`.
+Torch-free; both towers read these types.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.limits import (
+    BELOW_ONE,
+    DIRECTORY_NAME,
+    MEMORY,
     MOST_CAPACITY,
     MOST_HEADS,
     MOST_IN_A_MICROBATCH,
@@ -23,70 +26,75 @@ from ppctl.config.limits import (
     MOST_VOCABULARY,
     MOST_WIDTH,
     MOST_WORKSPACE_MIB,
-    below_one,
-    not_empty,
+    NOT_EMPTY,
+    ONE_LINE,
+    SLURM_TIME,
+    TIME,
     not_negative,
     one_of,
     positive,
 )
+from ppctl.config.metadata import LATER, PLANS, Support, key
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
+
+_GPT3 = Support(PLANS, "GPT-3's blocks")
+_PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """The decoder, in Megatron's names."""
 
-    from_: str | None = field(default=None, metadata=not_empty())
+    from_: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
-    num_layers: int = field(default=8, metadata=positive(MOST_STAGES))
+    num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
     """Decoder layers, MTP layers not counted."""
-    hidden_size: int = field(default=256, metadata=positive(MOST_WIDTH))
+    hidden_size: int = key(256, positive(MOST_WIDTH), names="--hidden-size")
     """Width of the residual stream."""
-    ffn_hidden_size: int = field(default=704, metadata=positive(MOST_INNER_WIDTH))
+    ffn_hidden_size: int = key(704, positive(MOST_INNER_WIDTH), names="--ffn-hidden-size")
     """Width of the dense feed-forward."""
-    gated_linear_unit: bool = True
+    gated_linear_unit: bool = key(True, known_as="--swiglu", support=_GPT3)
     """SwiGLU (gate, up, down); false: two matrices with an activation between them, as GPT-3."""
-    add_bias_linear: bool = False
+    add_bias_linear: bool = key(False, support=_GPT3)
     """Biases on every linear layer, as GPT-3."""
-    normalization: str = field(default="RMSNorm", metadata=one_of("RMSNorm", "LayerNorm"))
+    normalization: str = key("RMSNorm", one_of("RMSNorm", "LayerNorm"), support=_GPT3)
     """`RMSNorm`, or `LayerNorm` (with a bias, as GPT-3)."""
-    num_attention_heads: int = field(default=8, metadata=positive(MOST_HEADS))
+    num_attention_heads: int = key(8, positive(MOST_HEADS), names="--num-attention-heads")
     """Query heads."""
-    num_query_groups: int | None = field(default=None, metadata=positive(MOST_HEADS))
+    num_query_groups: int | None = key(None, positive(MOST_HEADS), names="--num-query-groups")
     """Key/value heads (GQA); none means num_attention_heads."""
-    kv_channels: int | None = field(default=None, metadata=positive(MOST_HEADS))
+    kv_channels: int | None = key(None, positive(MOST_HEADS), names="--kv-channels")
     """Width of one head; none means hidden_size / num_attention_heads."""
-    vocab_size: int = field(default=320, metadata=positive(MOST_VOCABULARY))
+    vocab_size: int = key(320, positive(MOST_VOCABULARY), names="--vocab-size")
     """Rows of the embedding and of the output projection, padding included."""
-    max_position_embeddings: int = field(default=4096, metadata=positive(MOST_TOKENS))
+    max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
     """Longest sequence that the model is meant for."""
-    position_embedding_type: str = field(default="rope", metadata=one_of("rope", "learned_absolute"))
+    position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"), support=_GPT3)
     """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
-    rotary_base: float = field(default=10000.0, metadata=positive())
+    rotary_base: float = key(10000.0, positive())
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = field(default=1.0, metadata=positive(1))
-    """Share of every head that is turned, from its first dimension on (not of MLA's heads)."""
+    rotary_percent: float = key(1.0, positive(1))
+    """Share of every head that is rotated, from its first dimension on (not of MLA's heads)."""
     rotary_interleaved: bool = False
-    """Pairs that turn together are neighbours (DeepSeek) instead of half a head apart (Llama)."""
-    rotary_scaling_factor: float | None = field(default=None, metadata=positive())
+    """A rotated pair is two neighbours (DeepSeek) instead of half a head apart (Llama)."""
+    rotary_scaling_factor: float | None = key(None, positive())
     """How many times longer the context is made; none leaves RoPE unscaled."""
-    rotary_scaling_type: str = field(default="yarn", metadata=one_of("yarn", "llama3"))
-    """How it is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
-    original_max_position_embeddings: int = field(default=4096, metadata=positive(MOST_TOKENS))
+    rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
+    """How the context is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
+    original_max_position_embeddings: int = key(4096, positive(MOST_TOKENS))
     """Longest sequence before the extension."""
-    beta_fast: float = field(default=32.0, metadata=positive())
-    """Frequencies that turn more often than this within the original length are kept (llama3: high_freq_factor)."""
-    beta_slow: float = field(default=1.0, metadata=positive())
-    """Those that turn less often than this are divided by the factor, and those between in part (llama3:
-    low_freq_factor)."""
-    mscale: float = field(default=1.0, metadata=not_negative())
+    beta_fast: float = key(32.0, positive())
+    """Frequencies with more turns than this within the original length are kept (llama3: high_freq_factor)."""
+    beta_slow: float = key(1.0, positive())
+    """Frequencies with fewer turns are divided by the factor, those between interpolated (llama3: low_freq_factor)."""
+    mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
-    mscale_all_dim: float = field(default=0.0, metadata=not_negative())
+    mscale_all_dim: float = key(0.0, not_negative())
     """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
-    norm_epsilon: float = field(default=1e-5, metadata=positive())
+    norm_epsilon: float = key(1e-5, positive())
     """Added to the mean square inside RMSNorm."""
-    init_method_std: float = field(default=0.02, metadata=not_negative())
+    init_method_std: float = key(0.02, not_negative(), training=True)
     """Standard deviation of initial weights."""
     share_embeddings_and_output_weights: bool = False
     """Tie the output projection to the token embedding."""
@@ -94,60 +102,65 @@ class ModelConfig:
     """Biases on the query, key and value projections."""
     qk_layernorm: bool = False
     """RMSNorm on every query and key head."""
-    attention_backend: str = field(default="auto", metadata=one_of("auto", "fused", "flash", "unfused"))
+    attention_backend: str = key(
+        "auto",
+        one_of("auto", "fused", "flash", "unfused"),
+        training=True,
+        support=Support(PLANS, "the choice of an attention kernel"),
+    )
     """`auto` and `flash` keep no scores for the backward; `unfused` keeps them, [heads, s, s] per sequence."""
-    attention_dropout: float = field(default=0.0, metadata=below_one())
+    attention_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
     """Share of attention probabilities that is dropped."""
-    hidden_dropout: float = field(default=0.0, metadata=below_one())
+    hidden_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
     """Share of each block's output that is dropped."""
     # Multi-head latent attention
     multi_latent_attention: bool = False
     """Keys and values from a compressed latent (MLA) in place of grouped heads."""
-    q_lora_rank: int | None = field(default=None, metadata=positive(MOST_WIDTH))
+    q_lora_rank: int | None = key(None, positive(MOST_WIDTH))
     """MLA: width of the compressed query; none projects queries directly."""
-    kv_lora_rank: int = field(default=512, metadata=positive(MOST_WIDTH))
+    kv_lora_rank: int = key(512, positive(MOST_WIDTH))
     """MLA: width of the compressed keys and values."""
-    qk_head_dim: int = field(default=128, metadata=positive(MOST_HEADS))
+    qk_head_dim: int = key(128, positive(MOST_HEADS))
     """MLA: width of a head without positions."""
-    qk_pos_emb_head_dim: int = field(default=64, metadata=positive(MOST_HEADS))
+    qk_pos_emb_head_dim: int = key(64, positive(MOST_HEADS))
     """MLA: width of a head that carries positions."""
-    v_head_dim: int = field(default=128, metadata=positive(MOST_HEADS))
+    v_head_dim: int = key(128, positive(MOST_HEADS))
     """MLA: width of a value head."""
     # Mixture of experts
-    num_moe_experts: int | None = field(default=None, metadata=positive(MOST_HEADS))
+    num_moe_experts: int | None = key(None, positive(MOST_HEADS), names="--num-experts")
     """Routed experts of an MoE layer; none makes every layer dense."""
-    moe_router_topk: int = field(default=2, metadata=positive(MOST_HEADS))
+    moe_router_topk: int = key(2, positive(MOST_HEADS))
     """Experts that a token goes to."""
-    moe_ffn_hidden_size: int | None = field(default=None, metadata=positive(MOST_INNER_WIDTH))
+    moe_ffn_hidden_size: int | None = key(None, positive(MOST_INNER_WIDTH))
     """Width of one expert; none means ffn_hidden_size."""
-    moe_shared_expert_intermediate_size: int | None = field(default=None, metadata=positive(MOST_INNER_WIDTH))
+    moe_shared_expert_intermediate_size: int | None = key(None, positive(MOST_INNER_WIDTH))
     """Total width of the shared experts; none means no shared expert."""
     moe_layer_freq: Any = 1
     """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
-    moe_router_score_function: str = field(default="softmax", metadata=one_of("softmax", "sigmoid"))
+    moe_router_score_function: str = key("softmax", one_of("softmax", "sigmoid"))
     """How scores are normalised: `softmax` or `sigmoid`."""
     moe_router_pre_softmax: bool = False
     """Softmax: the chosen experts' weights are their shares of all experts', and do not add up to 1."""
     moe_router_enable_expert_bias: bool = False
     """Balance experts by a bias on their scores instead of by a loss."""
-    moe_router_bias_update_rate: float = field(default=1e-3, metadata=not_negative())
+    moe_router_bias_update_rate: float = key(1e-3, not_negative(), training=True)
     """How far that bias moves in one step."""
-    moe_router_num_groups: int | None = field(default=None, metadata=positive(MOST_HEADS))
+    moe_router_num_groups: int | None = key(None, positive(MOST_HEADS))
     """Groups that the experts are divided into for group-limited routing."""
-    moe_router_group_topk: int | None = field(default=None, metadata=positive(MOST_HEADS))
+    moe_router_group_topk: int | None = key(None, positive(MOST_HEADS))
     """Groups that a token may use."""
-    moe_router_topk_scaling_factor: float | None = field(default=None, metadata=positive())
+    moe_router_topk_scaling_factor: float | None = key(None, positive())
     """Factor on the chosen experts' weights."""
-    moe_router_load_balancing_type: str = field(default="aux_loss", metadata=one_of("aux_loss", "seq_aux_loss", "none"))
+    moe_router_load_balancing_type: str = key("aux_loss", one_of("aux_loss", "seq_aux_loss", "none"), training=True)
     """`aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
-    moe_aux_loss_coeff: float = field(default=0.0, metadata=not_negative())
+    moe_aux_loss_coeff: float = key(0.0, not_negative(), training=True)
     """Weight of the balancing loss."""
-    moe_z_loss_coeff: float | None = field(default=None, metadata=not_negative())
+    moe_z_loss_coeff: float | None = key(None, not_negative(), training=True)
     """Weight of the loss on the size of router logits."""
     # Multi-token prediction
-    mtp_num_layers: int | None = field(default=None, metadata=not_negative(MOST_PREDICTED))
+    mtp_num_layers: int | None = key(None, not_negative(MOST_PREDICTED), names="--mtp-num-layers", layout=True)
     """Multi-token prediction layers after the decoder; none means none."""
-    mtp_loss_scaling_factor: float = field(default=0.1, metadata=not_negative())
+    mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
     """Weight of the MTP losses."""
 
 
@@ -155,21 +168,41 @@ class ModelConfig:
 class ParallelConfig(ModelParallelConfig):
     """Megatron's ModelParallelConfig, the layout and the data-parallel size."""
 
-    data_parallel_size: int | None = field(default=None, metadata=positive(MOST_RANKS))
+    data_parallel_size: int | None = key(None, positive(MOST_RANKS), names="dp")
     """None derives it: world / (tp x cp x pp)."""
-    pipeline_model_parallel_layout: Any = None
+    pipeline_model_parallel_layout: Any = key(None, names="layout --pipeline-model-parallel-layout")
     """A layout string, a list of stages, `auto`, `@file`; none is the even split."""
-    num_layers_in_first_pipeline_stage: int | None = field(default=None, metadata=positive(MOST_STAGES))
+    num_layers_in_first_pipeline_stage: int | None = key(
+        None,
+        positive(MOST_STAGES),
+        names="--decoder-first-pipeline-num-layers model.num_layers_in_first_pipeline_stage",
+        layout=True,
+    )
     """Decoder layers on the first pp_rank (all its chunks); the others share the rest evenly. Compiled to a layout."""
-    num_layers_in_last_pipeline_stage: int | None = field(default=None, metadata=positive(MOST_STAGES))
+    num_layers_in_last_pipeline_stage: int | None = key(
+        None,
+        positive(MOST_STAGES),
+        names="--decoder-last-pipeline-num-layers model.num_layers_in_last_pipeline_stage",
+        layout=True,
+    )
     """Decoder layers on the last pp_rank (all its chunks); the others share the rest evenly. Compiled to a layout."""
-    account_for_embedding_in_pipeline_split: bool = False
+    account_for_embedding_in_pipeline_split: bool = key(
+        False,
+        names="--account-for-embedding-in-pipeline-split model.account_for_embedding_in_pipeline_split",
+        layout=True,
+    )
     """Count the embedding as one layer in the even split. Compiled to a layout."""
-    account_for_loss_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = key(
+        False, names="--account-for-loss-in-pipeline-split model.account_for_loss_in_pipeline_split", layout=True
+    )
     """Count the loss as one layer in the even split. Compiled to a layout."""
-    num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=positive(MOST_STAGES))
+    num_layers_per_virtual_pipeline_stage: int | None = key(
+        None, positive(MOST_STAGES), names="--num-layers-per-virtual-pipeline-stage", layout=True
+    )
     """Decoder layers of one chunk in the even split, which gives vpp. Compiled to a layout."""
-    data_parallel_sharding: str = field(default="none", metadata=one_of("none", "optimizer_gradients", "full"))
+    data_parallel_sharding: str = key(
+        "none", one_of("none", "optimizer_gradients", "full"), known_as="--data-parallel-sharding-strategy"
+    )
     """What the ranks of a data-parallel group share out: `none`, `optimizer_gradients`, or `full` (weights as well)."""
 
     def __post_init__(self) -> None:
@@ -180,7 +213,7 @@ class ParallelConfig(ModelParallelConfig):
 class RunPipelineConfig(PipelineConfig):
     """NeMo's PipelineConfig and the engine's own settings."""
 
-    p2p_capacity: int | None = field(default=None, metadata=positive(MOST_CAPACITY))
+    p2p_capacity: int | None = key(None, positive(MOST_CAPACITY))
     """Messages under way per channel (posted receives plus outstanding sends); none lets the plan choose."""
     extra_warmup: Any = 0
     """Forwards in flight beyond the textbook warm-up, at most pp - 1 - r on rank r; `auto` chooses by simulation."""
@@ -190,22 +223,22 @@ class RunPipelineConfig(PipelineConfig):
 class DataConfig:
     """What is read and how long a sample is."""
 
-    path: str | list[Any] | None = field(default=None, metadata=not_empty())
+    path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path", verbatim=True)
     """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
     rows of {path, weight}; none reads the running interpreter's standard library sources."""
-    tokenizer: str = field(default="byte", metadata=not_empty())
-    """`byte`: every byte is a token; else a directory with a tokenizer.json. Unsaid, it is that of model.from."""
-    validation_path: str | list[Any] | None = field(default=None, metadata=not_empty())
+    tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
+    """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
+    validation_path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--valid-data-path", verbatim=True)
     """What evaluation reads, written as data.path; none holds out a share of data.path."""
-    validation_split: float = field(default=0.0, metadata=below_one())
+    validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
     """Share of the samples of data.path that is held out, from the end of each corpus; training never reads it."""
-    seq_length: int = field(default=256, metadata=positive(MOST_TOKENS))
+    seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len")
     """Tokens per sample."""
-    reset_position_ids: bool = False
-    """Count positions anew in every document of a sample; `data.tokenizer` says which token ends one."""
-    reset_attention_mask: bool = False
+    reset_position_ids: bool = key(False, names="--reset-position-ids")
+    """Count positions from 0 in every document of a sample; data.tokenizer defines which token ends one."""
+    reset_attention_mask: bool = key(False, names="--reset-attention-mask")
     """Let no token attend to another document of its sample, nor multi-token prediction look into one."""
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = key(False, names="--eod-mask-loss")
     """Leave out the loss of what follows the mark at a document's end."""
 
 
@@ -213,32 +246,32 @@ class DataConfig:
 class OptimConfig:
     """AdamW with linear warm-up and cosine decay."""
 
-    lr: float = field(default=3e-4, metadata=positive())
+    lr: float = key(3e-4, positive(), names="lr", known_as="learning_rate")
     """Peak learning rate."""
-    min_lr: float = field(default=0.0, metadata=not_negative())
+    min_lr: float = key(0.0, not_negative())
     """Learning rate at the end of the cosine."""
-    warmup_steps: int = field(default=0, metadata=not_negative())
+    warmup_steps: int = key(0, not_negative(), known_as="--lr-warmup-iters")
     """Updates over which the learning rate rises linearly. Neither this nor the cosine moves on in a step that fp16
     leaves out."""
-    weight_decay: float = field(default=0.1, metadata=not_negative())
+    weight_decay: float = key(0.1, not_negative())
     """Not applied to norms, biases and embeddings."""
-    beta1: float = field(default=0.9, metadata=below_one())
+    beta1: float = key(0.9, BELOW_ONE, known_as="--adam-beta1")
     """Decay of the running mean of gradients."""
-    beta2: float = field(default=0.95, metadata=below_one())
+    beta2: float = key(0.95, BELOW_ONE, known_as="--adam-beta2")
     """Decay of the running mean of squared gradients."""
-    eps: float = field(default=1e-8, metadata=positive())
+    eps: float = key(1e-8, positive(), known_as="--adam-eps")
     """Added to the denominator of an update."""
-    clip_grad: float = field(default=1.0, metadata=not_negative())
+    clip_grad: float = key(1.0, not_negative())
     """Largest global gradient norm; 0 does not clip."""
-    loss_scale: float | None = field(default=None, metadata=positive())
+    loss_scale: float | None = key(None, positive())
     """fp16: a fixed factor on the loss; none moves it by the rule below."""
-    initial_loss_scale: float = field(default=2.0**32, metadata=positive())
+    initial_loss_scale: float = key(2.0**32, positive())
     """fp16: the factor that a run starts with; the first steps overflow until it fits, and are left out."""
-    min_loss_scale: float = field(default=1.0, metadata=positive())
+    min_loss_scale: float = key(1.0, positive())
     """fp16: the factor never falls below it."""
-    loss_scale_window: int = field(default=1000, metadata=positive())
+    loss_scale_window: int = key(1000, positive())
     """fp16: steps without overflow after which the factor doubles."""
-    hysteresis: int = field(default=2, metadata=positive())
+    hysteresis: int = key(2, positive())
     """fp16: overflows before the factor is halved."""
 
 
@@ -246,33 +279,41 @@ class OptimConfig:
 class TrainConfig:
     """How long and on how much."""
 
-    steps: int = field(default=100, metadata=positive())
+    steps: int = key(100, positive(), names="steps", known_as="--train-iters max_steps")
     """Optimizer steps of the whole run."""
-    global_batch_size: int = field(default=8, metadata=positive(MOST_SAMPLES))
+    global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: int = field(default=1, metadata=positive(MOST_IN_A_MICROBATCH))
+    micro_batch_size: int = key(
+        1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size"
+    )
     """Sequences that one forward takes."""
-    seed: int = field(default=1234, metadata=not_negative())
+    seed: int = key(1234, not_negative(), mathematics=True)
     """Seed of initial weights and of the order of samples."""
-    eval_interval: int = field(default=0, metadata=not_negative())
+    eval_interval: int = key(0, not_negative())
     """Steps between evaluations, of which there is one after the last step too; 0 never evaluates."""
-    eval_steps: int = field(default=0, metadata=not_negative())
+    eval_steps: int = key(0, not_negative(), known_as="--eval-iters")
     """Batches of one evaluation, always the same ones; a held-out sample is read once at most."""
-    exit_after: str | None = None
+    exit_after: str | None = key(None, TIME)
     """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
     compile: bool = False
     """Compile every layer with torch.compile: losses agree within a millionth, not to the bit."""
-    recompute_granularity: str | None = None
+    recompute_granularity: str | None = key(
+        None, one_of("full", "selective"), names="recompute --recompute-granularity model.recompute_granularity"
+    )
     """Recompute activations in the backward instead of keeping them: `full` (layers) or `selective` (modules)."""
-    recompute_method: str | None = None
+    recompute_method: str | None = key(
+        None, one_of("uniform", "block"), names="--recompute-method model.recompute_method"
+    )
     """full: `uniform` (the default) keeps every N-th layer's input; `block` recomputes a stage's first N layers."""
-    recompute_num_layers: int | None = field(default=None, metadata=positive(MOST_STAGES))
+    recompute_num_layers: int | None = key(
+        None, positive(MOST_STAGES), names="--recompute-num-layers model.recompute_num_layers"
+    )
     """full: that N; none means 1 for `uniform`, every layer for `block`."""
-    recompute_modules: list[str] | None = None
+    recompute_modules: list[str] | None = key(None, names="--recompute-modules model.recompute_modules")
     """selective: `core_attn`, `mlp`, `moe`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn."""
     recompute_stages: list[int] | None = None
     """The stages (counted through the model from 0) that recompute; none means all."""
-    nonfinite: str = field(default="stop", metadata=one_of("stop"))
+    nonfinite: str = key("stop", one_of("stop"))
     """What a non-finite loss or gradient norm does: `stop`."""
 
 
@@ -280,11 +321,11 @@ class TrainConfig:
 class CheckpointConfig:
     """When to save and what to start from."""
 
-    interval: int = field(default=0, metadata=not_negative())
+    interval: int = key(0, not_negative(), known_as="--save-interval")
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
-    keep: int = field(default=2, metadata=not_negative())
+    keep: int = key(2, not_negative())
     """How many checkpoints stay; 0 keeps all."""
-    resume: str | None = field(default=None, metadata=not_empty())
+    resume: str | None = key(None, NOT_EMPTY, known_as="--load", verbatim=True)
     """A checkpoint directory (or a run) to start from."""
 
 
@@ -292,64 +333,72 @@ class CheckpointConfig:
 class LaunchConfig:
     """Where the ranks run."""
 
-    target: str = field(default="local", metadata=one_of("local", "slurm", "env"))
-    """`local`, `slurm` or `env` (ranks started by others)."""
-    device: str = field(default="cuda", metadata=one_of("cuda", "cpu", "any"))
+    target: str = key("local", one_of("local", "slurm", "env"))
+    """`local`, `slurm` or `env` (ranks that ppctl does not start)."""
+    device: str = key("cuda", one_of("cuda", "cpu", "any"))
     """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
-    nodes: int | None = field(default=None, metadata=positive(MOST_RANKS))
+    nodes: int | None = key(None, positive(MOST_RANKS), names="nodes", known_as="--nnodes", options="-N --nodes")
     """Machines; none means as many as the layout needs (one, where the run is local)."""
-    gpus_per_node: int | None = field(default=None, metadata=positive(MOST_RANKS))
+    gpus_per_node: int | None = key(
+        None,
+        positive(MOST_RANKS),
+        names="gpus_per_node",
+        known_as="--nproc-per-node",
+        options="-n --ntasks --ntasks-per-node --gpus-per-node",
+    )
     """Ranks on each machine; none means as many as the layout needs."""
-    device_memory: str | None = None
-    """Memory of one device, as "80GiB"; none means that the plan is not held against a limit."""
-    env: dict[str, str] = field(default_factory=dict)
+    device_memory: str | None = key(None, MEMORY)
+    """Memory of one device, as "80GiB"; none means that the plan is not compared with a limit."""
+    env: dict[str, str] = key(dict)
     """Environment variables set for every rank."""
-    start_limit: str = "30m"
+    start_limit: str = key("30m", TIME)
     """How long the ranks may take to start, a checkpoint's loading included; then the job ends, naming the culprit."""
-    edge_limit: str = "2m"
+    edge_limit: str = key("2m", TIME)
     """How long one connection may take to answer, or one group to meet, when all are touched before the first step."""
-    first_step_limit: str = "60m"
+    first_step_limit: str = key("60m", TIME)
     """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
-    step_limit: str | None = None
+    step_limit: str | None = key(None, TIME)
     """How long nothing may move in later steps; none: ten times the slowest step so far, at least 2 minutes and at most
     the longest of the other limits."""
-    account: str | None = None
+    account: str | None = key(None, ONE_LINE, options="-A --account", slurm=True)
     """SLURM: the account that pays (sbatch --account)."""
-    qos: str | None = None
+    qos: str | None = key(None, ONE_LINE, options="-q --qos", slurm=True)
     """SLURM: the quality of service."""
-    partition: str | None = None
+    partition: str | None = key(None, ONE_LINE, options="-p --partition", verbatim=True, slurm=True)
     """SLURM: the partition, or several with commas."""
-    time: str | None = None
+    time: str | None = key(None, SLURM_TIME, options="-t --time", slurm=True)
     """SLURM: the job's time limit, as 30 (minutes), 12:00:00 or 2-00:00:00; none takes the partition's."""
-    constraint: str | None = None
+    constraint: str | None = key(None, ONE_LINE, options="-C --constraint", verbatim=True, slurm=True)
     """SLURM: features that every node must have."""
-    exclusive: bool = False
+    exclusive: bool = key(False, options="--exclusive", slurm=True)
     """SLURM: share no node with other jobs."""
-    cpus_per_task: int | None = field(default=None, metadata=positive(MOST_RANKS))
+    cpus_per_task: int | None = key(None, positive(MOST_RANKS), options="-c --cpus-per-task", slurm=True)
     """SLURM: CPUs of one rank."""
-    container_image: str | None = None
+    container_image: str | None = key(
+        None, ONE_LINE, options="--container-image", verbatim=True, slurm=True, support=_PYXIS
+    )
     """SLURM with pyxis: the image that the ranks run in."""
-    container_mounts: list[str] | None = None
+    container_mounts: list[str] | None = key(None, options="--container-mounts", slurm=True, support=_PYXIS)
     """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
-    container_workdir: str | None = None
+    container_workdir: str | None = key(None, ONE_LINE, options="--container-workdir", slurm=True, support=_PYXIS)
     """SLURM with pyxis: the directory to start in."""
-    setup: list[str] | None = None
+    setup: list[str] | None = key(None, slurm=True)
     """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
-    health_check: str | None = None
+    health_check: str | None = key(None, ONE_LINE, verbatim=True, slurm=True)
     """SLURM: a command run once on every node first; a node where it fails is left out and the job requeued."""
-    sbatch_args: list[str] | None = None
+    sbatch_args: list[str] | None = key(None, slurm=True)
     """SLURM: further options of sbatch, as [--mail-type=END]."""
-    srun_args: list[str] | None = None
+    srun_args: list[str] | None = key(None, slurm=True)
     """SLURM: further options of the srun that starts the ranks."""
-    after: str | None = None
+    after: str | None = key(None, ONE_LINE, options="-d --dependency --kill-on-invalid-dep", slurm=True)
     """SLURM: a run (directory, id, job number) that must have finished first."""
-    python: str | None = None
+    python: str | None = key(None, ONE_LINE, slurm=True)
     """SLURM: the interpreter that runs the ranks; none takes the one that submits."""
-    code: str = field(default="pinned", metadata=one_of("pinned", "live"))
+    code: str = key("pinned", one_of("pinned", "live"), slurm=True)
     """SLURM: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
-    signal_lead: int = field(default=300, metadata=positive(10**7))
-    """SLURM: seconds before the time limit at which the ranks are told to save and leave."""
-    max_requeues: int = field(default=10, metadata=not_negative())
+    signal_lead: int = key(300, positive(10**7), options="--signal", slurm=True)
+    """SLURM: how many seconds before the time limit the ranks save and end."""
+    max_requeues: int = key(10, not_negative(), options="--requeue --no-requeue --open-mode", slurm=True)
     """SLURM: how often the job may requeue itself."""
 
 
@@ -357,15 +406,15 @@ class LaunchConfig:
 class LogConfig:
     """What is written about a run, and where."""
 
-    name: str = field(default="run", metadata=not_empty())
+    name: str = key("run", DIRECTORY_NAME)
     """Name of the run: a directory under `dir`."""
-    dir: str = field(default="runs", metadata=not_empty())
+    dir: str = key("runs", NOT_EMPTY, known_as="output_dir runs_dir", options="-o --output -e --error", verbatim=True)
     """Where run directories go."""
-    tensorboard: bool = False
+    tensorboard: bool = key(False, known_as="--tensorboard-dir")
     """Write the keys of metrics.jsonl for TensorBoard as well."""
-    wandb: bool = False
+    wandb: bool = key(False, known_as="--wandb-project")
     """Send the keys of metrics.jsonl to Weights & Biases as well."""
-    profile: bool = False
+    profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""
 
 
@@ -377,41 +426,38 @@ DEVICES = ("a100", "h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "cp
 class CostConfig:
     """What a plan is priced with. Changes what is predicted, never what is run."""
 
-    device: str | None = field(
-        default=None,
-        metadata=one_of(*DEVICES, any_case=True),
-    )
+    device: str | None = key(None, one_of(*DEVICES, any_case=True))
     """A device preset: a100, h100, h800, h200, b200, b300, gb200, gb300, cpu; none takes h100, or cpu on the CPU."""
-    profile: str | None = field(default=None, metadata=not_empty())
+    profile: str | None = key(None, NOT_EMPTY)
     """Measured costs of an earlier run, `@runs/.../profile.json`, in place of the preset's times."""
-    allocator: str = field(default="torch", metadata=one_of("torch", "megatron", "megatron_te_2.11"))
+    allocator: str = key("torch", one_of("torch", "megatron", "megatron_te_2.11"))
     """Who keeps what: `torch` (ppctl's own blocks), `megatron` or `megatron_te_2.11` (Transformer Engine's)."""
-    matmul: str | None = field(default=None, metadata=one_of("fp8", "bf16"))
+    matmul: str | None = key(None, one_of("fp8", "bf16"))
     """Rate of the linear layers' products: `fp8` or `bf16`; none takes the weights' own. A what-if: training has no
     fp8."""
-    cublas_workspace_mib: float | None = field(default=None, metadata=not_negative(MOST_WORKSPACE_MIB))
+    cublas_workspace_mib: float | None = key(None, not_negative(MOST_WORKSPACE_MIB))
     """One cuBLAS workspace in MiB; none takes the preset's."""
-    te_workspace_mib: float | None = field(default=None, metadata=not_negative(MOST_WORKSPACE_MIB))
+    te_workspace_mib: float | None = key(None, not_negative(MOST_WORKSPACE_MIB))
     """One Transformer Engine workspace in MiB; none takes the preset's."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """One run: everything that the user says. Derived values are the plan's."""
+    """One run: everything that the user sets. Derived values are the plan's."""
 
     recipe: str | None = None
     """The recipe that the config started from."""
     scale: str | None = None
     """`smoke`: the recipe as a miniature of the same layout, layers and switches, for a laptop."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    pipeline: RunPipelineConfig = field(default_factory=RunPipelineConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    cost: CostConfig = field(default_factory=CostConfig)
-    published: list[dict[str, Any]] = field(default_factory=list)
+    model: ModelConfig = key(ModelConfig, mathematics=True)
+    parallel: ParallelConfig = key(ParallelConfig)
+    pipeline: RunPipelineConfig = key(RunPipelineConfig)
+    data: DataConfig = key(DataConfig, mathematics=True)
+    optim: OptimConfig = key(OptimConfig, mathematics=True)
+    train: TrainConfig = key(TrainConfig)
+    checkpoint: CheckpointConfig = key(CheckpointConfig)
+    launch: LaunchConfig = key(LaunchConfig)
+    log: LogConfig = key(LogConfig)
+    cost: CostConfig = key(CostConfig)
+    published: list[dict[str, Any]] = key(list)
     """A recipe's table: rows of {what, published, here, why}."""

@@ -1,8 +1,7 @@
 """One YAML file of the configuration: its values, and the line of every key.
 
-Knows YAML, read as OmegaConf reads it: 1e-5 is a number, a date and 12:00:00
-are text, a key given twice is an error. Must not know
-Hydra's composition or the schema.
+Knows YAML, read as OmegaConf reads it: 1e-5 is a number, a date and 12:00:00 are text, a key that occurs twice is an
+error. Must not know Hydra's composition or the schema.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class _Loader(_FAST):  # type: ignore[misc,valid-type]  # the base is chosen at 
     }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping, in which a key stands once."""
+        """A mapping, in which no key occurs twice."""
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} occurs twice", key.start_mark)
             seen.add(key.value)
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return mapping

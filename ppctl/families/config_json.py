@@ -12,35 +12,21 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ppctl.config.limits import limit_of
+from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.mapping import converted_value
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.families.parts import POSITIONS, Unbuilt
+from ppctl.families.conversions import POSITIONS, Unbuilt
 from ppctl.families.table import FAMILIES, Family, Field
 from ppctl.geometry.layers import expert_width, head_dim, query_groups
 from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 
-TRAINING = frozenset(
-    {
-        "init_method_std",
-        "moe_router_bias_update_rate",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "mtp_loss_scaling_factor",
-        "attention_backend",
-        "attention_dropout",
-        "hidden_dropout",
-        "from_",
-    }
-)
-"""Fields that say how a model is trained: weights do not depend on them."""
-
+TRAINING = frozenset(key.attribute for key in keys_with("training").values())
+"""Fields about training only: weights do not depend on them."""
 
 _WRITTEN = frozenset({"model_type", "architectures", "dtype", "torch_dtype", *POSITIONS})
 _OF_FILES = frozenset({"quantization_config", "auto_map"})
-"""Keys that speak of a directory's own weights and programs, which no other directory has."""
+"""Keys about one directory's own weights and programs: they are not copied to another directory."""
 
 
 class Recognised(NamedTuple):
@@ -71,11 +57,11 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
         if key in config and config[key] not in allowed
     ]
     values = dict(family.implied)
-    told = {**family.defaults, **{family.synonyms.get(key, key): value for key, value in config.items()}}
-    for reads in ([partial(_read_field, field) for field in family.fields], [part.read for part in family.parts]):
+    filled = {**family.defaults, **{family.synonyms.get(key, key): value for key, value in config.items()}}
+    for reads in ([partial(_read_field, field) for field in family.fields], [each.read for each in family.conversions]):
         for read in () if problems else reads:
             try:
-                values |= read(told)
+                values |= read(filled)
             except Unbuilt as error:
                 problems.append(Problem("PP-E521", str(error), place=place))
             except KeyError as error:
@@ -85,16 +71,13 @@ def read_config(config: Mapping[str, Any], place: str) -> Recognised:
     return Recognised(family, canonical(ModelConfig(**values)))
 
 
-_OWN_FIELDS = {each.name: each for each in fields(ModelConfig)}
-
-
-def _read_field(field: Field, told: Mapping[str, Any]) -> dict[str, Any]:
+def _read_field(field: Field, config: Mapping[str, Any]) -> dict[str, Any]:
     name = f"model.{field.ours}"
     try:
-        value = converted_value(name, told[field.theirs])
+        value = converted_value(name, field.read(config[field.theirs]))
     except ValueError as error:
         raise Unbuilt(field.theirs, str(error)) from None
-    limit = limit_of(_OWN_FIELDS[field.ours].metadata)
+    limit = text_keys()[name].limit
     if limit is not None and value is not None and not limit.allows(value):
         raise Unbuilt(field.theirs, f"must be {limit.words}, not {value}")
     return {field.ours: value}
@@ -128,10 +111,10 @@ def write_config(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
 def _write(family: Family, model: ModelConfig) -> dict[str, Any]:
     model = canonical(model)
     written: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    values = [(field, getattr(model, field.ours)) for field in family.fields]
+    values = [(field, field.write(getattr(model, field.ours))) for field in family.fields]
     written |= {field.theirs: value for field, value in values if value is not None or field.nullable}
-    for part in family.parts:
-        written |= part.write(model)
+    for conversion in family.conversions:
+        written |= conversion.write(model)
     written |= {key: allowed[0] for key, allowed in family.fixed.items() if key not in written}
     if model.multi_latent_attention:
         written["num_key_value_heads"] = model.num_attention_heads
@@ -139,7 +122,7 @@ def _write(family: Family, model: ModelConfig) -> dict[str, Any]:
 
 
 def foreign_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What of a family's config.json neither says what the model is nor is written by ppctl, as bos_token_id."""
+    """The keys that neither define the model nor are written by ppctl, such as bos_token_id."""
     ours = {*family.defaults, *family.fixed, *family.synonyms, *(field.theirs for field in family.fields)}
     return {key: value for key, value in config.items() if key not in ours | _WRITTEN | _OF_FILES}
 

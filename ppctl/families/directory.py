@@ -1,6 +1,6 @@
 """A Hugging Face model directory: its family, its model, and where every canonical tensor is, checked before use.
 
-Knows which tensors a model must have and may have besides. Must not know torch: values are read elsewhere.
+Knows which tensors a model must have and which may be there besides. Must not know torch: values are read elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,20 @@ from ppctl.families.config_json import read_config
 from ppctl.families.names import mtp_copies, stored_name
 from ppctl.families.safetensors import SIZES, Stored, read_directory
 from ppctl.families.table import Family
-from ppctl.families.tensors import Shape, model_tensors
 from ppctl.files import read_whole
+from ppctl.geometry.layers import Layer, layer_kinds
+from ppctl.geometry.parameters import Parameter, Sizes, beside_layers, kind_parameters
+
+Shape = tuple[int, ...]
 
 CONFIG, TOKENIZER, EMBEDDING = "config.json", "tokenizer.json", "tok_embeddings.weight"
 SCALE = "_scale_inv"
-"""Beside a matrix in 8-bit floats stands its inverse scales' tensor, of this name: one scale per block."""
+"""What is appended to the name of a matrix in 8-bit floats for the tensor of its inverse scales, one per block."""
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _BLOCK = (128, 128)
 _UNREAD = ("rotary_emb.inv_freq",)
-"""Ends of names that old files hold and nobody needs."""
+"""Ends of names of tensors in old files that are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,11 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     naming every tensor that is missing, unknown or misshapen).
     """
     config = read_config_file(path)
-    family, told = read_config(config, str(path / CONFIG))
+    family, described = read_config(config, str(path / CONFIG))
     stored = read_directory(path)
-    model = told if model is None else model
+    model = described if model is None else model
     model = model if mtp else replace(model, mtp_num_layers=None)
-    skipped = told.mtp_num_layers if not model.mtp_num_layers else model.mtp_num_layers
+    skipped = described.mtp_num_layers if not model.mtp_num_layers else model.mtp_num_layers
     whole = replace(model, mtp_num_layers=skipped)
     known = {*_copies(whole), *stored_names(family, whole).values()}
     copies = {name: of for name, of in _copies(model).items() if name in stored}
@@ -84,6 +88,30 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     if problems := list(_misfits(found, known)):
         raise CheckpointError(problems)
     return found
+
+
+def model_tensors(model: ModelConfig) -> dict[str, Shape]:
+    """Canonical name -> shape, for the whole model with its multi-token prediction, in canonical order.
+
+    Every expert is a tensor of its own. A tied output and the copy of the embedding that MTP reads are no tensors.
+    """
+    sizes = Sizes.of(model)
+    layers = [Layer("decoder", index) for index in range(model.num_layers)]
+    layers += [Layer("mtp", depth) for depth in range(model.mtp_num_layers or 0)]
+    first, *last = (row for row in beside_layers(sizes) if row.copy_of is None)
+    found = {first.name: first.shape}
+    for layer, kind in zip(layers, layer_kinds(model, layers), strict=True):
+        found.update(_layer_tensors(kind_parameters(sizes, kind), layer.index))
+    return found | {row.name: row.shape for row in last}
+
+
+def _layer_tensors(rows: tuple[Parameter, ...], layer: int) -> Iterator[tuple[str, Shape]]:
+    """The tensors of one layer: expert by expert where its rows are experts'."""
+    for experts, run in groupby(rows, key=lambda row: row.experts):
+        alike = list(run)
+        for expert in range(experts or 1):
+            for row in alike:
+                yield row.name.format(layer=layer, expert=expert), row.shape
 
 
 def stored_names(family: Family, model: ModelConfig) -> dict[str, str]:
@@ -100,7 +128,7 @@ def mtp_tables(model: ModelConfig) -> dict[str, str]:
 
 
 def _copies(model: ModelConfig) -> dict[str, str]:
-    """All that may be stored beside the model's tensors, and must equal one of them."""
+    """Stored name -> canonical name, of copies that may be stored besides and must equal the original."""
     tied = {"lm_head.weight": EMBEDDING} if model.share_embeddings_and_output_weights else {}
     return mtp_tables(model) | tied
 

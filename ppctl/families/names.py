@@ -1,6 +1,6 @@
-"""Canonical names and Hugging Face's, as tables: one for all families, and what differs in one of them.
+"""Canonical names and Hugging Face's, as tables: one for all families, and the differences of some.
 
-Knows names alone. Must not know shapes, files or torch. `{expert}` stands for the index of an expert. MTP's modules
+Knows names only. Must not know shapes, files or torch. `{expert}` stands for the index of an expert. MTP's modules
 follow the decoder's layers there: module K of a model with N layers is `model.layers.{N+K}`.
 """
 
@@ -46,7 +46,7 @@ LATENT = {
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.wkv_b": "self_attn.kv_b_proj",
 }
-"""What DeepSeek's families call otherwise, and have beyond the others."""
+"""DeepSeek's families: names that differ, and modules that only they have."""
 
 MIXTRAL = {
     "moe.router": "block_sparse_moe.gate",
@@ -54,7 +54,7 @@ MIXTRAL = {
     "moe.experts.{expert}.w2": "block_sparse_moe.experts.{expert}.w2",
     "moe.experts.{expert}.w3": "block_sparse_moe.experts.{expert}.w3",
 }
-"""What Mixtral calls otherwise."""
+"""Mixtral's names that differ."""
 
 MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 """Module within an MTP module; its decoder layer has the names of `LAYER`."""
@@ -67,19 +67,18 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(layer\.)?(.+)")
 
 
-def stored_name(name: str, num_layers: int, others: Mapping[str, str]) -> str:
+def stored_name(name: str, num_layers: int, own_names: Mapping[str, str]) -> str:
     """Hugging Face's name of a canonical tensor.
 
-    `others` is what the family calls otherwise than `LAYER`. Raises KeyError for a name that is not canonical.
+    `own_names` are the family's names that differ from `LAYER`. Raises KeyError for a name that is not canonical.
     """
+    table = {**LAYER, **own_names}
     if name in MODEL:
         return MODEL[name]
     if found := _LAYER.fullmatch(name):
-        return f"model.layers.{found[1]}.{_within(found[2], {**LAYER, **others})}"
+        return f"model.layers.{found[1]}.{_within(found[2], table)}"
     if found := _MTP.fullmatch(name):
-        return (
-            f"model.layers.{num_layers + int(found[1])}.{_within(found[3], {**LAYER, **others} if found[2] else MTP)}"
-        )
+        return f"model.layers.{num_layers + int(found[1])}.{_within(found[3], table if found[2] else MTP)}"
     raise KeyError(name)
 
 

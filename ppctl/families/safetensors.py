@@ -1,4 +1,4 @@
-"""Safetensors from outside: what a directory's files say they hold, and whether the bytes are there.
+"""The headers of safetensors files: which tensors a directory has, and whether their bytes are there.
 
 Knows the format (eight bytes of length, a JSON header, the tensors' bytes) and the index beside several files. Must not
 know models or torch: nothing but headers is read, which takes milliseconds for any size.

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import not_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ppctl.config.schema import ModelConfig
-from ppctl.families import parts
+from ppctl.families.conversions import DIVIDED, FIRST_DENSE, GROUPS, PART_ROPE, ROPE, SPARSE_STEP, Conversion
 from ppctl.families.names import LATENT, MIXTRAL
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _or_zero(value: Any) -> Any:
+    return value or 0
 
 
 class Field(NamedTuple):
@@ -23,13 +31,10 @@ class Field(NamedTuple):
     ours: str
     nullable: bool = False
     """Whether null means something else than leaving the key out."""
-
-
-class Part(NamedTuple):
-    """Several keys of config.json that make several of ours; each direction is a function."""
-
-    read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[[Any], Any] = _same
+    """Our value from theirs."""
+    write: Callable[[Any], Any] = _same
+    """Their value from ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,11 @@ class Family:
     defaults: Mapping[str, Any]
     """Key of config.json -> what a file without it means: the default of transformers' config class (decision 24)."""
     fields: tuple[Field, ...]
-    parts: tuple[Part, ...]
+    conversions: tuple[Conversion, ...]
     fixed: Mapping[str, tuple[Any, ...]]
     """Keys of config.json that change what is computed -> the values that ppctl builds; the first is the default."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """What it calls otherwise than the other families."""
+    """Module -> its name, where that is not the one in `names.LAYER`."""
     also: tuple[str, ...] = ()
     """Other values of model_type that mean this family."""
     synonyms: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -76,16 +81,9 @@ _LATENT = (
     Field("v_head_dim", "v_head_dim"),
 )
 _ROUTED = (Field("num_experts_per_tok", "moe_router_topk"), Field("moe_intermediate_size", "moe_ffn_hidden_size"))
+_MTP = Field("num_nextn_predict_layers", "mtp_num_layers", write=_or_zero)
+"""Written as 0 too: transformers assumes one module where the key is missing."""
 _DEEPSEEK_EXPERTS = (*_ROUTED, Field("aux_loss_alpha", "moe_aux_loss_coeff"))
-
-_ROPE = Part(parts.read_rope, parts.write_rope)
-_PART_ROPE = Part(parts.read_part_rope, parts.write_part_rope)
-_FIRST_DENSE = Part(parts.read_first_dense, parts.write_first_dense)
-_GROUPS = Part(parts.read_groups, parts.write_groups)
-_SPARSE_STEP = Part(parts.read_sparse_step, parts.write_sparse_step)
-_NORMALISED = Part(parts.read_normalised, parts.write_normalised)
-_DIVIDED = Part(parts.read_divided, parts.write_divided)
-_MTP = Part(parts.read_mtp, parts.write_mtp)
 
 _SILU = {"hidden_act": ("silu",), "attention_dropout": (0.0,)}
 _NO_WINDOW = {"use_sliding_window": (False,)}
@@ -115,10 +113,10 @@ _QWEN_MOE = {
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
     "decoder_sparse_step": 1, "mlp_only_layers": None, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
-_UNTOLD = {"aux_loss_alpha": 0.0, "num_nextn_predict_layers": None}
-"""What transformers' classes do not know, or would presume: modules for multi-token prediction that are not stored."""
+_NOT_STORED = {"aux_loss_alpha": 0.0, "num_nextn_predict_layers": None}
+"""Unlike transformers' classes: without the key there is no module for multi-token prediction."""
 _GLM = {
-    **_COMMON, **_UNTOLD, "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    **_COMMON, **_NOT_STORED, "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
     "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False, "use_qk_norm": False,
     "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
@@ -128,7 +126,7 @@ _LATENT_SIZES = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 _DEEPSEEK_V3 = {
-    **_COMMON, **_LATENT_SIZES, **_UNTOLD, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+    **_COMMON, **_LATENT_SIZES, **_NOT_STORED, "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
     "num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 4096,
     "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 256,
     "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
@@ -137,18 +135,18 @@ _DEEPSEEK_V2 = {
     **_LLAMA, **_LATENT_SIZES, "aux_loss_alpha": 0.0, "vocab_size": 102400, "moe_intermediate_size": 1407,
     "n_shared_experts": 2, "n_routed_experts": 64, "first_k_dense_replace": 0,
 }  # fmt: skip
-"""Without num_experts_per_tok: transformers' default is none, with which no expert is chosen."""
+"""num_experts_per_tok is not among them: transformers' default is null, with which no expert is chosen."""
 
 _MORE_EXPERTS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 
 FAMILIES = (
     Family(
-        "llama", "LlamaForCausalLM", {}, _LLAMA, _GROUPED, (_ROPE,),
+        "llama", "LlamaForCausalLM", {}, _LLAMA, _GROUPED, (ROPE,),
         {**_SILU, "attention_bias": (False,), "mlp_bias": (False,)},
     ),
-    Family("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, _QWEN, _GROUPED, (_ROPE,), {**_SILU, **_NO_WINDOW}),
+    Family("qwen2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, _QWEN, _GROUPED, (ROPE,), {**_SILU, **_NO_WINDOW}),
     Family(
-        "qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, {**_QWEN, "head_dim": 128}, _GROUPED, (_ROPE,),
+        "qwen3", "Qwen3ForCausalLM", {"qk_layernorm": True}, {**_QWEN, "head_dim": 128}, _GROUPED, (ROPE,),
         {**_SILU, **_NO_WINDOW, "attention_bias": (False,)},
     ),
     Family(
@@ -159,15 +157,20 @@ FAMILIES = (
             Field("num_experts_per_tok", "moe_router_topk"),
             Field("router_aux_loss_coef", "moe_aux_loss_coeff"),
         ),
-        (_ROPE,),
+        (ROPE,),
         {**_SILU, "sliding_window": (None,), "router_jitter_noise": (0.0,)},
         names=MIXTRAL,
         synonyms={"num_experts": "num_local_experts"},
     ),
     Family(
         "qwen3_moe", "Qwen3MoeForCausalLM", {"qk_layernorm": True}, _QWEN_MOE,
-        (*_GROUPED, *_ROUTED, Field("router_aux_loss_coef", "moe_aux_loss_coeff")),
-        (_ROPE, _SPARSE_STEP, _NORMALISED),
+        (
+            *_GROUPED,
+            *_ROUTED,
+            Field("router_aux_loss_coef", "moe_aux_loss_coeff"),
+            Field("norm_topk_prob", "moe_router_pre_softmax", read=not_, write=not_),
+        ),
+        (ROPE, SPARSE_STEP),
         {**_SILU, **_NO_WINDOW, "attention_bias": (False,)},
         synonyms={"num_local_experts": "num_experts"},
     ),
@@ -176,16 +179,18 @@ FAMILIES = (
         (
             *_GROUPED,
             *_DEEPSEEK_EXPERTS,
+            _MTP,
             Field("attention_bias", "add_qkv_bias"),
             Field("use_qk_norm", "qk_layernorm"),
         ),
-        (_PART_ROPE, _FIRST_DENSE, _GROUPS, _DIVIDED, _MTP),
+        (PART_ROPE, FIRST_DENSE, GROUPS, DIVIDED),
         _SILU,
         synonyms=_MORE_EXPERTS,
     ),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_BALANCED}, _DEEPSEEK_V3, (*_LATENT, *_DEEPSEEK_EXPERTS),
-        (_ROPE, _FIRST_DENSE, _GROUPS, _DIVIDED, _MTP),
+        "deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_BALANCED}, _DEEPSEEK_V3,
+        (*_LATENT, *_DEEPSEEK_EXPERTS, _MTP),
+        (ROPE, FIRST_DENSE, GROUPS, DIVIDED),
         {**_SILU, **_SIGMOID, "attention_bias": (False,), "rope_interleave": (True,), "moe_layer_freq": (1,)},
         names=LATENT,
         also=("kimi_k2",),
@@ -194,7 +199,7 @@ FAMILIES = (
     Family(
         "deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, "moe_router_pre_softmax": True}, _DEEPSEEK_V2,
         (*_LATENT, *_DEEPSEEK_EXPERTS),
-        (_ROPE, _FIRST_DENSE),
+        (ROPE, FIRST_DENSE),
         {
             **_SILU, "scoring_func": ("softmax",), "topk_method": ("greedy",), "attention_bias": (False,),
             "mlp_bias": (False,), "n_group": (1, None), "topk_group": (1, None), "routed_scaling_factor": (1.0,),

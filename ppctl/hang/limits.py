@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from ppctl.config.durations import seconds
+from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.hang.waits import Standing
 

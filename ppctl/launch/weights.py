@@ -16,8 +16,7 @@ from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import TRAINING, read_config
-from ppctl.families.directory import CONFIG, TOKENIZER, open_directory, read_config_file
-from ppctl.families.tensors import model_tensors
+from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, open_directory, read_config_file
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.runs import find_checkpoint
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ppctl.config.checks import memory_bytes
+from ppctl.config.quantities import memory_bytes
 from ppctl.plan.amounts import GIB, amount, unit_for
 from ppctl.plan.findings import Finding
 from ppctl.plan.said import Override, Said

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ppctl.config.schedules import schedule_policy
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem, ScheduleError
 from ppctl.files import read_text
@@ -21,7 +20,7 @@ from ppctl.plan.sizes import CALL, Batch
 from ppctl.plan.timing import CSV, GIVEN, SCHEDULE, Choice
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import MESSAGES, Op, Schedule
-from ppctl.schedule.policies import POLICIES
+from ppctl.schedule.policies import POLICIES, schedule_policy
 
 CODE = "PP-E216"
 _MOST_READ = 2**22

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from ppctl.config.checks import memory_bytes
+from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory import held_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
-from ppctl.config.draft import SETS_LAYOUT_ASIDE
+from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
 
 Override = tuple[str, Any]
@@ -52,7 +52,7 @@ class Said:
         """
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides}
-        changed = any(name in names and names[name] != self[name] for name in SETS_LAYOUT_ASIDE)
+        changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
         if changed and LAYOUT not in names and not self.source(LAYOUT).startswith(PLACE):
             names[LAYOUT] = None
         for name, value in names.items():

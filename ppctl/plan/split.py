@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
-from ppctl.config.schedules import schedule_policy
 from ppctl.errors import LayoutError
 from ppctl.layout import even_layout
 from ppctl.layout.text import MAX_ITEMS, canonical_text
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Override, Said
 from ppctl.plan.types import Derived
-from ppctl.schedule.policies import POLICIES
+from ppctl.schedule.policies import POLICIES, schedule_policy
 
 FIRST = "parallel.num_layers_in_first_pipeline_stage"
 LAST = "parallel.num_layers_in_last_pipeline_stage"

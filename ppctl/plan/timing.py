@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ppctl.config.argv import PLACE
+from ppctl.config.checks import in_batches
 from ppctl.config.limits import MOST_STAGES
-from ppctl.config.messages import in_batches
-from ppctl.config.schedules import schedule_policy
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.said import Said
@@ -19,7 +18,7 @@ from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule
+from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule, schedule_policy
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ppctl.config.checks import memory_bytes
+from ppctl.config.quantities import memory_bytes
 from ppctl.errors import ScheduleError
 from ppctl.plan.findings import Finding, Findings
 from ppctl.plan.fit import LIMIT

@@ -24,8 +24,7 @@ from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
-from ppctl.families.directory import CONFIG, TOKENIZER, mtp_tables, open_directory, stored_names
-from ppctl.families.tensors import model_tensors
+from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
 from ppctl.pretrained.reading import Reader
 from ppctl.pretrained.source_files import keep_settings
 from ppctl.pretrained.tokenizer_files import copy_tokenizer, tokenizer_path

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from ppctl import checkpoint_folder
 from ppctl.comm.channels import PeerLost
 from ppctl.comm.sockets import raise_file_limit
-from ppctl.config.durations import seconds
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.mapping import to_mapping
+from ppctl.config.quantities import seconds
 from ppctl.devices import device_type
 from ppctl.engine.interpreter import EngineError
 from ppctl.errors import ConfigError, PpctlError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
-from ppctl.config.durations import seconds
+from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.heartbeat import host_name
 from ppctl.reach.contact import Contact, Made, Meeting

@@ -162,6 +162,20 @@ POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
 """The policies by name, those that are wanted most first."""
 
 
+SPELLINGS = {
+    spelling.lower(): policy.name
+    for policy in _ROWS
+    if policy.trains
+    for spelling in (policy.name, *policy.other_names)
+}
+"""What a run's `pipeline.pp_schedule` may be, in lower case and without torch's prefix `Schedule` -> the policy."""
+
+
+def schedule_policy(name: str | None) -> str | None:
+    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`), or None."""
+    return SPELLINGS.get((name or "").lower().removeprefix("schedule"))
+
+
 def fitting_policy(vpp: int) -> str:
     """The policy of a run that names none: it runs any number of chunks per rank."""
     return POLICIES["1f1b"].for_more_chunks if vpp > 1 else "1f1b"

@@ -14,7 +14,7 @@ from ppctl.cost.parameters import (
     stage_count,
     total_parameters,
 )
-from ppctl.families.tensors import model_tensors
+from ppctl.families.directory import model_tensors
 from ppctl.geometry.layers import parse_layers
 from ppctl.geometry.parameters import MTP_EMBEDDING
 from ppctl.model.initialize import pieces

@@ -17,8 +17,7 @@ from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
-from ppctl.families.directory import open_directory
-from ppctl.families.tensors import model_tensors
+from ppctl.families.directory import model_tensors, open_directory
 from ppctl.pretrained import convert
 from ppctl.pretrained.__main__ import main as convert_command
 from ppctl.pretrained.convert import export_checkpoint, import_directory

@@ -192,9 +192,9 @@ def test_megatrons_flags() -> None:
     """Each is taken, or answered with the key that says the same, or with why there is nothing to say."""
     flags = set(frozen("megatron's flags"))
     if IS_WRITTEN:
-        from ppctl.config.flags import LATER, LISTS, MEANINGLESS, MEGATRON, RENAMED, SWITCHES
+        from ppctl.config.flags import FIXED, LATER, LISTS, MEANINGLESS, MEGATRON, SWITCHES
 
-        flags |= {*MEGATRON, *LISTS, *SWITCHES, *RENAMED, *LATER, *MEANINGLESS}
+        flags |= {*MEGATRON, *LISTS, *SWITCHES, *FIXED, *LATER, *MEANINGLESS}
     hold("megatron's flags", {flag: _meaning(flag) for flag in sorted(flags)})
     assert _meaning("--no-such-flag-of-anybody") == {"known": False}
 
@@ -258,10 +258,12 @@ def test_words_that_keys_take() -> None:
     """Presets, schedules and modes by their names."""
     words = {key: list(values) for key, values in frozen("words").items()}
     if IS_WRITTEN:
-        from ppctl.config.checks import CHOICES, OPTIONAL_CHOICES
-        from ppctl.config.schedules import SCHEDULES
+        from ppctl.config.keys import keys_with
+        from ppctl.config.limits import Choice
+        from ppctl.schedule.policies import SPELLINGS
 
-        known = {**CHOICES, **OPTIONAL_CHOICES, **MORE_WORDS, "pipeline.pp_schedule": list(SCHEDULES)}
+        choices = {name: key.limit.names for name, key in keys_with("limit").items() if isinstance(key.limit, Choice)}
+        known = {**choices, **MORE_WORDS, "pipeline.pp_schedule": list(SPELLINGS)}
         words = {key: list(dict.fromkeys([*words.get(key, ()), *values])) for key, values in known.items()}
     hold("words", {key: [word for word in values if _is_accepted(key, word)] for key, values in words.items()})
 

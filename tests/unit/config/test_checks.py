@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from ppctl.config.checks import check, memory_bytes
+from ppctl.config.checks import check
 from ppctl.config.compose import compose
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
@@ -139,17 +139,3 @@ def test_a_config_without_provenance_is_checked_by_its_values():
     config = RunConfig()
     config.parallel.cpu_offloading = True
     assert [problem.code for problem in check(config, {})] == ["PP-E110"]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("1.5TiB", 3 * 2**39), ("1024", 1024), ("1024B", 1024)],
-)
-def test_amounts_of_memory(text, size):
-    assert memory_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "80 gib", "-1GiB", "1e3GiB", "80GiB!"])
-def test_what_is_no_amount_of_memory(text):
-    with pytest.raises(ValueError, match="80GiB"):
-        memory_bytes(text)

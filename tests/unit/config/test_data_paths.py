@@ -79,10 +79,10 @@ def test_tenths_are_tenths():
 
 
 RULES = [
-    (["train.eval_interval=5", "train.eval_steps=2"], "nothing is", "data.validation_split=0.05"),
-    (["train.eval_interval=5", "data.validation_split=0.1"], "no batches", "train.eval_steps=8"),
-    (["train.eval_steps=2"], "nothing is ever evaluated", "train.eval_steps=0"),
-    (["data.validation_path=x"], "nothing is ever evaluated", "data.validation_path=null"),
+    (["train.eval_interval=5", "train.eval_steps=2"], "neither is set", "data.validation_split=0.05"),
+    (["train.eval_interval=5", "data.validation_split=0.1"], "at least one batch", "train.eval_steps=8"),
+    (["train.eval_steps=2"], "there is no evaluation", "train.eval_steps=0"),
+    (["data.validation_path=x"], "there is no evaluation", "data.validation_path=null"),
     (["data.validation_split=1"], "0 or more, below 1", "data.validation_split=0.0"),
     (["data.validation_split=nan"], "0 or more, below 1", "data.validation_split=0.0"),
     (["data.path=[0,a]"], "greater than 0", "data.path=null"),

@@ -79,8 +79,9 @@ def test_an_installed_copy_works_from_any_directory(tmp_path):
     shutil.copytree(conf_directory(), package / "_conf", ignore=skip)
     shutil.copytree(recipes_directory(), package / "_recipes", ignore=skip)
     program = (
-        "import ppctl; from ppctl.config.compose import compose; c = compose(['recipe=quickstart']); "
-        "print(ppctl.__file__, c.recipe_path, c.config.parallel.pipeline_model_parallel_size)"
+        "import ppctl; from ppctl.config.compose import compose; from ppctl.config.resources import recipes; "
+        "c = compose(['recipe=quickstart']); path = recipes()['quickstart'].path; "
+        "print(ppctl.__file__, path, c.config.parallel.pipeline_model_parallel_size)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.pipeline_config import PipelineConfig, calculate_virtual_stages, stage_ids_this_rank
-from ppctl.config.schedules import schedule_policy
 from ppctl.errors import ConfigError
 from ppctl.schedule.action import Action
+from ppctl.schedule.policies import schedule_policy
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "nemo.json").read_text())["records"]
 FUNCTIONS = {"calculate_virtual_stages": calculate_virtual_stages, "stage_ids_this_rank": stage_ids_this_rank}

@@ -7,18 +7,10 @@ import pytest
 
 from ppctl.config.compose import compose
 from ppctl.config.keys import keys, text_keys
-from ppctl.config.schedules import schedule_policy
-from ppctl.config.support import (
-    IGNORED,
-    LATER,
-    MEANING,
-    NEEDS,
-    PLANS,
-    PYTHON,
-    SUPPORT,
-    WORKS,
-)
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, WORKS
+from ppctl.config.support import MEANING, SHOWN_BY
 from ppctl.errors import ConfigError
+from ppctl.schedule.policies import schedule_policy
 
 CODES = {LATER: "PP-E110", NEEDS: "PP-E111"}
 ROOT = Path(__file__).parents[3]
@@ -40,36 +32,40 @@ BESIDE = {"parallel.sequence_parallel": ["tp=2"]}
 """What else has to be typed for a setting to make sense."""
 
 
-def test_every_field_of_parallel_and_pipeline_has_a_state():
-    fields = {name for name in keys() if name.partition(".")[0] in ("parallel", "pipeline")}
-    assert fields <= set(SUPPORT)
-    assert set(SUPPORT) <= set(keys())
-    assert {state.state for state in SUPPORT.values()} == set(MEANING)
+STATES = {name: key.facts.support.state for name, key in keys().items()}
 
 
-REFUSED = sorted(name for name, support in SUPPORT.items() if support.state in CODES)
+def with_state(*states):
+    return sorted(name for name, state in STATES.items() if state in states)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def test_every_field_of_parallel_and_pipeline_that_works_is_shown_by_a_test():
+    assert {name for name in with_state(WORKS, PYTHON) if name.partition(".")[0] in ("parallel", "pipeline")} <= set(
+        SHOWN_BY
+    )
+    assert set(STATES.values()) == set(MEANING)
+
+
+@pytest.mark.parametrize("name", with_state(*CODES))
 def test_a_setting_that_is_not_honoured_is_refused_by_name_and_its_remedy_is_accepted(name):
     key = text_keys()[name]
     other = SPECIAL[name] if name in SPECIAL else OTHER[type(key.default)](key.default)
     typed = f"{name}={str(other).lower() if isinstance(other, bool) else other}"
     with pytest.raises(ConfigError) as error:
         compose([typed])
-    mine = [problem for problem in error.value.problems if problem.code == CODES[SUPPORT[name].state]]
+    mine = [problem for problem in error.value.problems if problem.code == CODES[STATES[name]]]
     assert [problem.message.partition("=")[0] for problem in mine] == [name]
     assert "command line" in mine[0].place
     compose([mine[0].remedy])
 
 
-@pytest.mark.parametrize("name", sorted(name for name, s in SUPPORT.items() if s.state in CODES and not s.accepts))
+@pytest.mark.parametrize("name", with_state(*CODES))
 def test_typing_the_default_of_such_a_setting_is_fine(name):
     default = text_keys()[name].default
     compose([f"{name}={'null' if default is None else str(default).lower()}"])
 
 
-@pytest.mark.parametrize("name", sorted(name for name, support in SUPPORT.items() if support.state == PLANS))
+@pytest.mark.parametrize("name", with_state(PLANS))
 def test_what_can_be_planned_is_refused_for_training_only(name):
     key = text_keys()[name]
     other = SPECIAL[name] if name in SPECIAL else OTHER[type(key.default)](key.default)
@@ -83,7 +79,7 @@ def test_what_can_be_planned_is_refused_for_training_only(name):
     assert name in problem.message
 
 
-@pytest.mark.parametrize("name", sorted(name for name, support in SUPPORT.items() if support.state == PYTHON))
+@pytest.mark.parametrize("name", with_state(PYTHON))
 def test_a_python_object_cannot_be_typed(name):
     with pytest.raises(ConfigError) as error:
         compose([f"{name}=3"])
@@ -91,7 +87,7 @@ def test_a_python_object_cannot_be_typed(name):
 
 
 def test_a_python_object_left_in_a_config_is_no_problem_of_text():
-    states = {name: SUPPORT[name].state for name in keys() if name not in text_keys()}
+    states = {name: STATES[name] for name in keys() if name not in text_keys()}
     assert {name for name, state in states.items() if state != PYTHON} == {"parallel._cpu_offloading_context"}
 
 
@@ -145,17 +141,14 @@ def test_a_kind_of_schedule_is_no_schedule(name):
         compose([f"pipeline.pp_schedule={name}"])
 
 
-STATED = sorted(name for name in SUPPORT if name.partition(".")[0] in ("parallel", "pipeline"))
-
-
-@pytest.mark.parametrize("name", [name for name in STATED if SUPPORT[name].state == WORKS])
-def test_a_field_that_works_names_a_test_that_exists(name):
-    path, _, test = SUPPORT[name].test.partition("::")
-    assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE), SUPPORT[name].test
+@pytest.mark.parametrize("name", sorted(SHOWN_BY))
+def test_a_key_that_works_names_a_test_that_exists(name):
+    path, _, test = SHOWN_BY[name].partition("::")
+    assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE), SHOWN_BY[name]
 
 
 def test_only_what_works_names_a_test():
-    assert not [name for name in SUPPORT if SUPPORT[name].test and SUPPORT[name].state not in (WORKS, PYTHON)]
+    assert set(SHOWN_BY) <= set(with_state(WORKS, PYTHON))
 
 
 def test_every_state_begins_with_one_of_four_words():
@@ -163,9 +156,7 @@ def test_every_state_begins_with_one_of_four_words():
     assert words == {"works", "later", "needs", "ignored"}
 
 
-@pytest.mark.parametrize(
-    "name", sorted(name for name in text_keys() if name in SUPPORT and SUPPORT[name].state == IGNORED)
-)
+@pytest.mark.parametrize("name", [name for name in with_state(IGNORED) if name in text_keys()])
 def test_what_the_original_ignores_is_accepted_with_one_note(name):
     assert compose([]).notes == ()
     (note,) = compose([f"{name}={str(not text_keys()[name].default).lower()}"]).notes

@@ -57,8 +57,8 @@ def test_an_empty_file_is_an_empty_mapping(read, text):
     [
         ("a: [\n", "line 2"),
         ("- 1\n", "no mapping"),
-        ("a: 1\na: 2\n", "given twice"),
-        ("a: {b: 1, b: 2}\n", "given twice"),
+        ("a: 1\na: 2\n", "occurs twice"),
+        ("a: {b: 1, b: 2}\n", "occurs twice"),
         ("a: *b\n", "alias"),
         ("? [1]\n: 2\n", ""),
         ("a: 1\n---\nb: 2\n", "document"),

@@ -11,9 +11,8 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost import parameters as count
 from ppctl.errors import ConfigError
 from ppctl.families.config_json import canonical, known_families, read_config, write_config
-from ppctl.families.directory import mtp_tables, stored_names
+from ppctl.families.directory import model_tensors, mtp_tables, stored_names
 from ppctl.families.table import FAMILIES
-from ppctl.families.tensors import model_tensors
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
 FAMILY = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ppctl.config.recompute import MODULES
+from ppctl.config.recompute_rules import MODULES
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import Kind, Layer, parse_layers
 from ppctl.geometry.names import canonical_names, embedding_uses, expert_name, owner_of, parameter_of, stage_parameters

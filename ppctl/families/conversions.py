@@ -1,15 +1,15 @@
-"""Keys of config.json that are not one of ours each: positions, which layers have experts, groups of experts.
+"""Conversions between keys of config.json and of ModelConfig that are not one to one: positions, experts.
 
-Knows Hugging Face's conventions, old and new. Must not know families or files. A `read_` function takes config.json
-with its family's defaults filled in and gives values of ModelConfig, raising Unbuilt for what ppctl does not build; its
-`write_` twin goes back.
+Knows Hugging Face's conventions, old and new. Must not know families or files. A `_read_` function takes config.json
+with its family's defaults filled in and returns values of ModelConfig, or raises Unbuilt for what ppctl does not build;
+the `_write_` function of the same name is its inverse.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
@@ -20,13 +20,20 @@ _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _ORIGINAL = "original_max_position_embeddings"
 
 POSITIONS = ("rope_scaling", "rope_parameters", _ORIGINAL)
-"""Keys of config.json that say how positions are extended; a family's defaults have the rest."""
+"""Keys of config.json about the extension of positions, which no family's defaults have."""
 
 _LLAMA3 = {"beta_fast": "high_freq_factor", "beta_slow": "low_freq_factor"}
 
 
+class Conversion(NamedTuple):
+    """Several keys of config.json that make several of ours; each direction is a function."""
+
+    read: Callable[[Json], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
 class Unbuilt(Exception):
-    """A key of config.json and why ppctl does not build what it says."""
+    """A key of config.json whose value ppctl does not build, and why."""
 
     def __init__(self, key: str, why: str) -> None:
         super().__init__(f"{key}: {why}")
@@ -52,7 +59,7 @@ def _of_type(config: Json, key: str, kind: Any, words: str) -> Any:
     return config[key]
 
 
-def read_rope(config: Json) -> dict[str, Any]:
+def _read_rope(config: Json) -> dict[str, Any]:
     """Base and extension, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     found = _positions(config)
     kind = found.get("rope_type", found.get("type", "default"))
@@ -95,8 +102,8 @@ def _read_yarn(config: Json, scaling: Json) -> dict[str, Any]:
     return {"rotary_scaling_factor": float(number(scaling, "factor")), **values}
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
-    """As files of before transformers 5 have it: both read them."""
+def _write_rope(model: ModelConfig) -> dict[str, Any]:
+    """In the form before transformers 5, which all versions read."""
     scaling: dict[str, Any] | None = None
     if model.rotary_scaling_factor is not None and model.rotary_scaling_type == "llama3":
         scaling = {"rope_type": "llama3", "factor": model.rotary_scaling_factor}
@@ -110,19 +117,19 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": model.rotary_base, "rope_scaling": scaling}
 
 
-def read_part_rope(config: Json) -> dict[str, Any]:
-    """As `read_rope`, of a share of every head."""
+def _read_part_rope(config: Json) -> dict[str, Any]:
+    """As `_read_rope`, of a share of every head."""
     found = _positions(config)
     share = number({"partial_rotary_factor": config["partial_rotary_factor"], **found}, "partial_rotary_factor")
-    return {**read_rope(config), "rotary_percent": float(share)}
+    return {**_read_rope(config), "rotary_percent": float(share)}
 
 
-def write_part_rope(model: ModelConfig) -> dict[str, Any]:
-    """As `write_rope`, of a share of every head."""
-    return {**write_rope(model), "partial_rotary_factor": model.rotary_percent}
+def _write_part_rope(model: ModelConfig) -> dict[str, Any]:
+    """As `_write_rope`, of a share of every head."""
+    return {**_write_rope(model), "partial_rotary_factor": model.rotary_percent}
 
 
-def read_first_dense(config: Json) -> dict[str, Any]:
+def _read_first_dense(config: Json) -> dict[str, Any]:
     """Routed and shared experts in all layers but the first ones."""
     layers, dense = whole(config, "num_hidden_layers"), whole(config, "first_k_dense_replace")
     if not config["n_routed_experts"] or dense >= layers:
@@ -135,8 +142,8 @@ def read_first_dense(config: Json) -> dict[str, Any]:
     }
 
 
-def write_first_dense(model: ModelConfig) -> dict[str, Any]:
-    """The number of leading dense layers; a pattern that has others does not survive the way back."""
+def _write_first_dense(model: ModelConfig) -> dict[str, Any]:
+    """The number of leading dense layers; `write_config` notices a pattern with other dense layers."""
     if model.num_moe_experts is None:
         return {"first_k_dense_replace": model.num_layers}
     width = model.moe_ffn_hidden_size or model.ffn_hidden_size
@@ -148,7 +155,7 @@ def write_first_dense(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_groups(config: Json) -> dict[str, Any]:
+def _read_groups(config: Json) -> dict[str, Any]:
     """Group-limited routing and the factor on the chosen experts' weights."""
     return {
         "moe_router_num_groups": whole(config, "n_group") if config["n_group"] else None,
@@ -157,8 +164,8 @@ def read_groups(config: Json) -> dict[str, Any]:
     }
 
 
-def write_groups(model: ModelConfig) -> dict[str, Any]:
-    """With every value written out."""
+def _write_groups(model: ModelConfig) -> dict[str, Any]:
+    """All three values, defaults included."""
     return {
         "n_group": model.moe_router_num_groups or 1,
         "topk_group": model.moe_router_group_topk or 1,
@@ -166,7 +173,7 @@ def write_groups(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_sparse_step(config: Json) -> dict[str, Any]:
+def _read_sparse_step(config: Json) -> dict[str, Any]:
     """Experts in every step-th layer (counted from 1) that is not listed as dense."""
     step = whole(config, "decoder_sparse_step")
     dense = _of_type(config, "mlp_only_layers", list | None, "a list of layers") or []
@@ -176,26 +183,16 @@ def read_sparse_step(config: Json) -> dict[str, Any]:
     return {"num_moe_experts": whole(config, "num_experts") or None, "moe_layer_freq": moe}
 
 
-def write_sparse_step(model: ModelConfig) -> dict[str, Any]:
+def _write_sparse_step(model: ModelConfig) -> dict[str, Any]:
     """As a list of the dense layers."""
     dense = [i for i, moe in enumerate(moe_layer_pattern(model)) if not moe]
     return {"num_experts": model.num_moe_experts or 0, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def read_normalised(config: Json) -> dict[str, Any]:
-    """Whether the chosen experts' weights add up to 1 (softmax over them) or are parts of a softmax over all."""
-    return {"moe_router_pre_softmax": not config["norm_topk_prob"]}
-
-
-def write_normalised(model: ModelConfig) -> dict[str, Any]:
-    """The same, the other way round."""
-    return {"norm_topk_prob": not model.moe_router_pre_softmax}
-
-
-def read_divided(config: Json) -> dict[str, Any]:
-    """Nothing of ours: several sigmoids are divided by their sum, a single one stays as it is (decision 24)."""
+def _read_divided(config: Json) -> dict[str, Any]:
+    """No key of ours: several sigmoids are divided by their sum, a single one is not (decision 24)."""
     several, divided = whole(config, "num_experts_per_tok") > 1, bool(config["norm_topk_prob"])
-    if several == divided or read_first_dense(config)["num_moe_experts"] is None:
+    if several == divided or _read_first_dense(config)["num_moe_experts"] is None:
         return {}
     if several:
         raise Unbuilt("norm_topk_prob", "false is not built where a token goes to several experts")
@@ -207,16 +204,14 @@ def read_divided(config: Json) -> dict[str, Any]:
     )
 
 
-def write_divided(model: ModelConfig) -> dict[str, Any]:
-    """The same, for the router that ppctl builds."""
+def _write_divided(model: ModelConfig) -> dict[str, Any]:
+    """What the router that ppctl builds does."""
     return {"norm_topk_prob": model.moe_router_topk > 1}
 
 
-def read_mtp(config: Json) -> dict[str, Any]:
-    """How many modules for multi-token prediction are stored."""
-    return {"mtp_num_layers": whole(config, "num_nextn_predict_layers") if config["num_nextn_predict_layers"] else None}
-
-
-def write_mtp(model: ModelConfig) -> dict[str, Any]:
-    """Always written: transformers presumes one where the key is missing."""
-    return {"num_nextn_predict_layers": model.mtp_num_layers or 0}
+ROPE = Conversion(_read_rope, _write_rope)
+PART_ROPE = Conversion(_read_part_rope, _write_part_rope)
+FIRST_DENSE = Conversion(_read_first_dense, _write_first_dense)
+GROUPS = Conversion(_read_groups, _write_groups)
+SPARSE_STEP = Conversion(_read_sparse_step, _write_sparse_step)
+DIVIDED = Conversion(_read_divided, _write_divided)

@@ -1,8 +1,8 @@
-"""Lengths of time as people and SLURM write them."""
+"""Times and memory as people and SLURM write them."""
 
 import pytest
 
-from ppctl.config.durations import seconds, slurm_seconds
+from ppctl.config.quantities import memory_bytes, seconds, slurm_seconds
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,17 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text, found):
 def test_what_is_no_time_limit_is_told(text):
     with pytest.raises(ValueError, match="12:00:00"):
         slurm_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("1.5TiB", 3 * 2**39), ("1024", 1024), ("1024B", 1024)],
+)
+def test_amounts_of_memory(text, size):
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 gib", "-1GiB", "1e3GiB", "80GiB!"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(ValueError, match="80GiB"):
+        memory_bytes(text)

@@ -1,4 +1,4 @@
-"""Lengths of time as people write them: `11h50m`, and SLURM's `2-12:00:00`. Standard library only."""
+"""Amounts as people write them: times such as `11h50m`, SLURM's `2-12:00:00`, memory such as `80GiB`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 
 _WORDS = re.compile(r"(?=[0-9])(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?", re.ASCII)
 _SLURM = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.ASCII)
+_MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def seconds(text: str) -> int:
@@ -13,7 +16,7 @@ def seconds(text: str) -> int:
     match = _WORDS.fullmatch(text.strip())
     total = _sum(match.groups()) if match else 0
     if total <= 0:
-        raise ValueError(f"{text!r} is no length of time: days, hours, minutes and seconds, as 11h50m")
+        raise ValueError(f"{text!r} is not a length of time: days, hours, minutes and seconds, as 11h50m")
     return total
 
 
@@ -26,7 +29,7 @@ def slurm_seconds(text: str) -> int | None:
         return None
     match = _SLURM.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no time limit of SLURM's: minutes, 12:00:00 or 2-12:00:00")
+        raise ValueError(f"{text!r} is not a time limit of SLURM's: minutes, 12:00:00 or 2-12:00:00")
     days, first, second, third = match.groups()
     if days is not None:  # D-HH[:MM[:SS]]
         return _sum((days, first, second, third))
@@ -37,3 +40,11 @@ def slurm_seconds(text: str) -> int | None:
 
 def _sum(parts: tuple[str | None, ...]) -> int:
     return sum(int(part or 0) * unit for part, unit in zip(parts, (86400, 3600, 60, 1), strict=True))
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of `80GiB`, `141 GB`, `1024`. Raises ValueError for anything else."""
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not an amount of memory: a number and a unit, as 80GiB")
+    return int(float(match[1]) * _UNITS[match[2] or "B"])

@@ -1,7 +1,7 @@
-"""Rules on activation recompute: which of its keys belong together, and which modules a model has to recompute.
+"""Rules on the keys of activation recompute: which belong together, and which modules a model has to recompute.
 
-Knows Megatron's names of granularities, methods and modules. Must not know stages or torch: what a stage recomputes is
-`geometry/recompute.py`, how is `model/recompute.py`.
+Knows Megatron's names of modules. Must not know stages or torch: what a stage recomputes is in `geometry/recompute.py`,
+how it does so in `model/recompute.py`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from ppctl.config.keys import Finding, as_typed, did_you_mean
 from ppctl.config.schema import ModelConfig, RunConfig
 
-GRANULARITIES = ("full", "selective")
-METHODS = ("uniform", "block")
 MODULES = ("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj")
 
 _KEY = "train.recompute_granularity"
@@ -26,35 +24,22 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
     """Every rule that is broken."""
     train = config.train
     granularity = train.recompute_granularity
-    if granularity not in (None, *GRANULARITIES):
-        hint = did_you_mean(granularity, GRANULARITIES)
-        yield (_KEY,), f"{_KEY} is one of {', '.join(GRANULARITIES)}, or null{hint}", f"{_KEY}=full"
-        return
     for owner, names in _BELONGS.items():
         for name in names:
             if getattr(train, name) is not None and granularity != owner:
-                keys = (f"train.{name}", _KEY)
-                yield (
-                    keys,
-                    f"train.{name} says how {_KEY}={owner} goes, and that is {granularity}",
-                    f"train.{name}=null",
-                )
+                message = f"train.{name} is a detail of {_KEY}={owner}, and that is {granularity or 'null'}"
+                yield (f"train.{name}", _KEY), message, f"train.{name}=null"
     if train.recompute_stages is not None and granularity is None:
         keys = ("train.recompute_stages", _KEY)
-        yield keys, "stages are named to recompute in, and nothing is recomputed", "train.recompute_stages=null"
-    if train.recompute_method not in (None, *METHODS):
-        message = (
-            f"train.recompute_method is one of {', '.join(METHODS)}{did_you_mean(train.recompute_method, METHODS)}"
-        )
-        yield ("train.recompute_method",), message, "train.recompute_method=uniform"
+        yield keys, "recompute_stages names stages, and nothing is recomputed", "train.recompute_stages=null"
     if train.compile and granularity == "selective":
-        message = "a compiled layer chooses itself what it keeps: its modules cannot be recomputed one by one"
+        message = "torch.compile chooses what a layer keeps: single modules of it cannot be recomputed"
         yield ("train.compile", _KEY), message, "train.compile=false"
     yield from _modules(config)
     partial = config.parallel.num_microbatches_with_partial_activation_checkpoints
     if partial is not None and granularity != "full":
         name = "parallel.num_microbatches_with_partial_activation_checkpoints"
-        message = f"microbatches are spared from {_KEY}=full, and that is {granularity or 'null'}"
+        message = f"it exempts microbatches from {_KEY}=full, and that is {granularity or 'null'}"
         yield (name, _KEY), message, f"{name}=null"
 
 

@@ -45,7 +45,7 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
 
 
 def _rotary(model: ModelConfig) -> Iterator[Finding]:
-    """Of heads whose width is even."""
+    """Rules on rotary positions, of heads whose width is even."""
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     share = model.rotary_percent
     turned = int(head * share) if 0 < share <= 1 else 0
@@ -61,15 +61,19 @@ def _rotary(model: ModelConfig) -> Iterator[Finding]:
         keys = ("model.mscale_all_dim", "model.multi_latent_attention")
         yield keys, "mscale_all_dim has an effect on latent attention only", "model.mscale_all_dim=0"
     if model.rotary_scaling_type == "llama3" and 0 < model.beta_fast <= model.beta_slow:
-        message = "what turns fast must turn more often than what turns slowly"
+        message = "beta_fast, the fast frequencies, must be above beta_slow"
         yield ("model.beta_fast", "model.beta_slow"), message, f"model.beta_fast={4 * model.beta_slow:g}"
     if model.rotary_scaling_factor is not None and 0 < model.rotary_base <= 1:
         keys = ("model.rotary_base", "model.rotary_scaling_factor")
-        yield keys, "YaRN tells fast frequencies from slow ones: the base must be above 1", "model.rotary_base=10000"
+        yield (
+            keys,
+            "YaRN separates fast frequencies from slow ones: the base must be above 1",
+            "model.rotary_base=10000",
+        )
 
 
 def _latent(model: ModelConfig) -> Iterator[Finding]:
-    """What latent attention does not have."""
+    """Rules on latent attention."""
     width = model.qk_pos_emb_head_dim
     if width % 2:
         message = f"rotary positions turn pairs: a width of {width} is odd"

@@ -2,23 +2,23 @@
 
 import pytest
 
+from ppctl.config.checks import in_batches
 from ppctl.config.compose import compose
-from ppctl.config.messages import in_batches
 from ppctl.config.schema import ParallelConfig
 from ppctl.errors import ConfigError
 
 BROKEN = [
-    (["parallel.batch_p2p_comm=true"], "cannot overlap what comes then", "parallel.overlap_p2p_comm=false"),
+    (["parallel.batch_p2p_comm=true"], "cannot overlap with compute", "parallel.overlap_p2p_comm=false"),
     (["parallel.batch_p2p_sync=true"], "that is off", "parallel.batch_p2p_sync=false"),
     (
         ["parallel.overlap_p2p_comm=false", "pipeline.p2p_capacity=4"],
-        "behind a batch no message is under way",
+        "after a batch no message is under way",
         "pipeline.p2p_capacity=null",
     ),
     (
         ["parallel.pipeline_model_parallel_comm_backend=glo"],
-        "is one of nccl, gloo, ucc",
-        "parallel.pipeline_model_parallel_comm_backend=null",
+        "must be one of nccl, gloo, ucc; did you mean gloo?",
+        "parallel.pipeline_model_parallel_comm_backend=gloo",
     ),
     (
         ["parallel.pipeline_model_parallel_comm_backend=nccl", "launch.device=cpu"],
