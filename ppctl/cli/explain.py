@@ -58,7 +58,7 @@ def explain(topic: str | None) -> str:
     known = [*keys(), *ALIASES, *sections(), *sections_by_code]
     close = nearest(topic, known)
     remedy = f"ppctl explain {close[0]}" if close else "ppctl explain"
-    message = f"there is no code and no key {topic}{did_you_mean(topic, known)}"
+    message = f"there is no error code, key or section {topic}{did_you_mean(topic, known)}"
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
 
 

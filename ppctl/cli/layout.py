@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("layout", nargs="*", metavar=_KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
     parser.add_argument("--pp", type=int, metavar="N", help="number of pipeline ranks")
-    parser.add_argument("--num-layers", type=int, metavar="N", help="number of decoder layers (default: every t)")
-    parser.add_argument("--mtp-num-layers", type=int, metavar="M", help="number of MTP layers (default: every m)")
+    parser.add_argument("--num-layers", type=int, metavar="N", help="number of decoder layers (default: those of LAYOUT)")
+    parser.add_argument("--mtp-num-layers", type=int, metavar="M", help="number of MTP layers (default: those of LAYOUT)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     words = "instead of checking LAYOUT, find the fastest one for a config: +recipe=NAME [KEY=VALUE ...]"
     parser.add_argument("--suggest", action="store_true", help=words)
@@ -66,13 +66,13 @@ def _suggest(args: argparse.Namespace) -> int:
     """Print the layout that `layout=auto` would take, and those that it was compared with."""
     from ppctl.cli.plan import planned  # Hydra and the planner; without them a layout is drawn in a third of the time
     from ppctl.config.argv import normalise
+    from ppctl.config.compose import not_an_override
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]
     found = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
     if found.problems or found.rest:
-        strays = [Problem("PP-E105", f"{word} is no override: KEY=VALUE", place="command line") for word in found.rest]
-        raise ConfigError([*found.problems, *strays])
+        raise ConfigError([*found.problems, *map(not_an_override, found.rest)])
     _, plan, problems = planned(found.overrides)
     if plan is None:
         return _report(problems, "")

@@ -10,9 +10,8 @@ import os
 from collections.abc import Sequence
 
 from ppctl.config.argv import normalise
-from ppctl.config.keys import nearest
-from ppctl.config.resources import RECIPES_PATH, recipes
-from ppctl.errors import Problem
+from ppctl.config.compose import not_an_override
+from ppctl.config.resources import RECIPES_PATH
 
 
 def parse(parser: argparse.ArgumentParser, command: str, tokens: Sequence[str]) -> argparse.Namespace:
@@ -25,12 +24,5 @@ def parse(parser: argparse.ArgumentParser, command: str, tokens: Sequence[str]) 
         before = os.environ.get(RECIPES_PATH, "")
         os.environ[RECIPES_PATH] = os.pathsep.join([*args.recipes_dir, *filter(None, [before])])
     args.overrides = found.overrides
-    args.problems = (*found.problems, *map(_stray, strays))
+    args.problems = (*found.problems, *map(not_an_override, strays))
     return args
-
-
-def _stray(token: str) -> Problem:
-    """The problem of a word that is not an override."""
-    close = nearest(token, recipes())
-    remedy = f"+recipe={close[0]}" if close else "ppctl --help"
-    return Problem("PP-E105", f"{token} is no override: KEY=VALUE", remedy, "command line")

@@ -102,7 +102,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 def displaced(changes: Mapping[str, tuple[Any, Any]]) -> list[Problem]:
     """One problem for each change that cannot take effect: a run stays in its directory."""
     return [
-        Problem("PP-E617", f"{key} was {changes[key][0]}, and a run stays where it is; leave it out", place=key)
+        Problem("PP-E617", f"{key} was {changes[key][0]}, and a run keeps its directory; leave it out", place=key)
         for key in ("log.name", "log.dir")
         if key in changes
     ]

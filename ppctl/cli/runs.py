@@ -27,7 +27,7 @@ _QUIET = 60.0
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare RUN and --dir, which `named_run` reads."""
-    words = "its directory, id, a unique prefix of the id, or SLURM job (default: the newest run)"
+    words = "the run's directory, id, a unique prefix of the id, or SLURM job (default: the newest run)"
     parser.add_argument("run", nargs="?", metavar="RUN", help=words)
     parser.add_argument("--dir", default="runs", metavar="DIR", help="the directory with all runs (default: runs)")
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(one, indent=1) if args.json else "\n".join(lines))
         return 0
     if args.run is not None:
-        message = f"{args.run}: `ppctl runs list` takes no run"
+        message = f"{args.run}: `ppctl runs list` does not take a run"
         raise ConfigError(Problem("PP-E105", message, f"ppctl runs show {args.run}"))
     found = [facts(each) for each in list_runs(Path(args.dir))]
     if args.json:

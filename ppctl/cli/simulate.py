@@ -39,7 +39,7 @@ MOST_ROWS = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
+    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
     chunks = "chunks per rank (default: 1, or 2 for schedules that need several)"
     parser.add_argument("--vpp", type=int, metavar="V", help=chunks)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ppctl.hang.waits import schedule_of
 from ppctl.heartbeat import Beat
 from ppctl.rundir import RunDir
 
@@ -135,8 +136,7 @@ def place(run: RunDir, beat: Beat | None) -> tuple[int | None, str | None]:
         return None, f"while {beat.state}"
     with suppress(Exception):  # the plan may be damaged; the report is printed all the same
         plan = run.read_plan()
-        schedule = plan.forward_schedule if beat.state in ("evaluating", "generating") else plan.schedule
-        row = schedule.actions[plan.for_rank(beat.rank).pp_rank]
+        row = schedule_of(plan, beat.state).actions[plan.for_rank(beat.rank).pp_rank]
         if beat.index >= len(row):
             return row[-1].stage, f"after {row[-1]}"
         return row[beat.index].stage, f"in {row[beat.index]}"

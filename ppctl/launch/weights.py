@@ -32,7 +32,7 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
         path = Path(text).expanduser().absolute()
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
     except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: there is no such home directory
-        message = f"{KEY}={text} is no directory with a {CONFIG}, no checkpoint and no run"
+        message = f"{KEY}={text} is neither a directory with a {CONFIG} nor a checkpoint nor a run"
         raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
 
 

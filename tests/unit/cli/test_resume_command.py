@@ -209,7 +209,7 @@ def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
 
 @pytest.mark.parametrize("typed", ["log.name=other", "log.dir=elsewhere"])
 def test_a_run_stays_where_it_is(run: RunDir, typed: str) -> None:
-    with pytest.raises(ConfigError, match="a run stays where it is"):
+    with pytest.raises(ConfigError, match="a run keeps its directory"):
         prepared(run, typed, "--allow")
 
 
