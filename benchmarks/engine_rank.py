@@ -29,9 +29,9 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.recorder import make_recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.plan.warmup import least_warmup, simulated_steps
+from ppctl.plan.extra_warmup import least_warmup, simulated_steps
 from ppctl.schedule.action import Schedule
-from ppctl.schedule.hops import message_times
+from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ppctl.cost.memory import peaks
+from ppctl.cost.state import peaks
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate

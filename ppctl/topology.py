@@ -18,6 +18,9 @@ from ppctl.errors import ConfigError, Problem
 VIEWS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
 """Axes of each view, fastest first."""
 
+BUCKET_ELEMENTS = 32 * 1024 * 1024
+"""What the ranks of a data-parallel group send each other at once, unless one tensor is larger: bounds the copies."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:

@@ -17,7 +17,7 @@ from ppctl.config.argv import ALIASES
 from ppctl.config.keys import text_keys
 from ppctl.config.limits import MOST_RANKS, MOST_STAGES
 from ppctl.errors import Problem
-from ppctl.plan.timing import MOST_ACTIONS
+from ppctl.plan.schedule_choice import MOST_ACTIONS
 
 BASES = (
     (),

@@ -7,7 +7,7 @@ import torch
 from cuts import cut
 
 from ppctl.families.directory import open_directory
-from ppctl.geometry.names import owner_of
+from ppctl.geometry.canonical_names import owner_of
 from ppctl.model.initialize import pieces
 from ppctl.model.stage import build_stage
 from ppctl.pretrained.reading import Reader

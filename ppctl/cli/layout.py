@@ -17,7 +17,7 @@ from ppctl.cli.pipeline import Chunk, rows_of, with_header
 from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
-from ppctl.layout.text import LETTERS
+from ppctl.layout.letters import LETTERS
 
 INTERMIXED = True
 """Overrides may stand before and behind options."""
@@ -34,8 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("layout", nargs="*", metavar=_KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
     parser.add_argument("--pp", type=int, metavar="N", help="number of pipeline ranks")
-    parser.add_argument("--num-layers", type=int, metavar="N", help="number of decoder layers (default: those of LAYOUT)")
-    parser.add_argument("--mtp-num-layers", type=int, metavar="M", help="number of MTP layers (default: those of LAYOUT)")
+    parser.add_argument(
+        "--num-layers", type=int, metavar="N", help="number of decoder layers (default: those of LAYOUT)"
+    )
+    parser.add_argument(
+        "--mtp-num-layers", type=int, metavar="M", help="number of MTP layers (default: those of LAYOUT)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     words = "instead of checking LAYOUT, find the fastest one for a config: +recipe=NAME [KEY=VALUE ...]"
     parser.add_argument("--suggest", action="store_true", help=words)

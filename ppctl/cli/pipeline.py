@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ppctl.layout.text import stage_text
+from ppctl.layout.letters import stage_text
 
 
 class Chunk(NamedTuple):

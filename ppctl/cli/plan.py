@@ -19,9 +19,9 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan, plan_checked
-from ppctl.plan.given import not_trained
-from ppctl.plan.picture import picture
-from ppctl.schedule.slots import to_slots
+from ppctl.plan.plan_picture import picture
+from ppctl.plan.schedule_file import not_trained
+from ppctl.schedule.simulate import to_slots
 
 CONFIG, MEMORY = 2, 4
 OVER_MEMORY = "PP-E801"

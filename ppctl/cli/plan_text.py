@@ -13,13 +13,11 @@ from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
 from ppctl.cli.table import aligned
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.layout.text import LETTERS, LayerType
+from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.amounts import Unit, amount, unit_for
-from ppctl.plan.fit import parts
-from ppctl.plan.prices import simulation_costs
-from ppctl.plan.timing import predicted
-from ppctl.schedule.timeline import timeline_text
+from ppctl.plan.memory_limit import Unit, amount, peak_terms, unit_for
+from ppctl.plan.prices import predicted, simulation_costs
+from ppctl.schedule.text_timeline import timeline_text
 
 _LONGEST_TIMELINE = 16
 """The most stages that a timeline shows."""
@@ -122,9 +120,9 @@ def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
 def memory_line(plan: Plan) -> str:
     """Where memory peaks."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
-    summands = parts(worst)
-    sign = " =" if "+" in summands else "; at most"
-    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{sign} {summands}"
+    terms = peak_terms(worst)
+    sign = " =" if "+" in terms else "; at most"
+    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{sign} {terms}"
 
 
 def times(plan: Plan) -> list[str]:

@@ -18,7 +18,7 @@ from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate
-from ppctl.schedule.timeline import timeline_text
+from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, longest_span, step_time
 
 SCHEDULES = {name: policy for name, policy in POLICIES.items() if policy.trains}

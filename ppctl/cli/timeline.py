@@ -14,7 +14,7 @@ from ppctl.cli.console import PIPE_WIDTH, note
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import write_atomically
 from ppctl.schedule.picture import Picture
-from ppctl.schedule.timeline import timeline_text
+from ppctl.schedule.text_timeline import timeline_text
 
 FORMS = {
     ".html": ("ppctl.schedule.page", "timeline_html"),

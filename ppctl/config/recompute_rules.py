@@ -1,6 +1,6 @@
 """Rules on the keys of activation recompute: which belong together, and which modules a model has to recompute.
 
-Knows Megatron's names of modules. Must not know stages or torch: what a stage recomputes is in `geometry/recompute.py`,
+Knows Megatron's names of modules. Must not know stages or torch: what a stage recomputes is in `geometry/layers.py`,
 how it does so in `model/recompute.py`.
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ppctl.accelerators import DEVICES
 from ppctl.config.limits import (
     BELOW_ONE,
     DIRECTORY_NAME,
@@ -416,10 +417,6 @@ class LogConfig:
     """Send the keys of metrics.jsonl to Weights & Biases as well."""
     profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""
-
-
-DEVICES = ("a100", "h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "cpu")
-"""The device presets; those who price hold the same names: a test compares."""
 
 
 @dataclass(kw_only=True, slots=True)

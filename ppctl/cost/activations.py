@@ -11,31 +11,58 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.allocator import ALLOCATORS, Allocator
-from ppctl.geometry.layers import KindName, Layer, expert_width, head_dim, layer_kinds, query_groups
-from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import KindName, Layer, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.geometry.parameters import Sizes
+from ppctl.topology import ParallelSizes
 
 
-class Shares(NamedTuple):
-    """What one device holds of a microbatch: tokens and the sizes that divide its activations."""
+class Allocator(NamedTuple):
+    """What one system's blocks keep."""
 
-    micro_batch_size: int
-    seq_length: int
-    tp: int = 1
-    cp: int = 1
-    etp: int = 1
-    sequence_parallel: bool = False
-    fused_loss: bool = False
+    name: str
+    gated_vectors: int
+    """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
+    expert_copies: int
+    """Vectors of the hidden width for every chosen expert: the token's copy, and the expert's output."""
+    norm_statistics: bool
+    """Whether the fp32 statistics of norms are counted."""
+    fp32_norms: bool
+    """Norms are run step by step in fp32 and keep their input and the normalised input so."""
+    logit_bytes: int
+    """Per logit, from the loss's forward to its backward."""
+    fused_logit_bytes: int
+    """The same with a fused cross entropy."""
+    cublas_workspaces: int
+    """One per thread that multiplies: forward's and autograd's."""
+    chunk_buffers: int
+    """Hidden states of a microbatch that stay alive for every chunk."""
+    receives: bool
+    """Whether receives are posted ahead into buffers of their own."""
+    gradients: tuple[int, int, int] = (0, 0, 0)
+    """Gradients of activations that live at once in a layer's backward: vectors of the inner width, vectors of the
+    hidden width, and bytes per logit in the loss's."""
+    transformer_engine: bool = False
+    dummy_weight_gradients: bool = False
+    """One 16-bit weight gradient for every distinct shape of a weight."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a microbatch on one device."""
-        return self.micro_batch_size * -(-self.seq_length // self.cp)
 
-    @property
-    def sp(self) -> int:
-        """What divides the residual stream."""
-        return self.tp if self.sequence_parallel else 1
+_TORCH = Allocator("torch", 4, 2, True, False, 8, 8, 2, 0, receives=True, gradients=(2, 3, 4))
+_MEGATRON = Allocator("megatron", 3, 1, False, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
+
+ALLOCATORS = {
+    # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits and
+    # log-probabilities in fp32; norms fused.
+    "torch": _TORCH,
+    # Megatron-core with Transformer Engine: fused SwiGLU, 16-bit logits beside the loss's fp32. Source: the rule of
+    # tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; this is Transformer
+    # Engine's, 16-bit logits and their gradient.
+    "megatron": _MEGATRON,
+    # Transformer Engine 2.11 keeps a dummy weight gradient per shape. Source: tests/golden/simumax_settings.json.
+    "megatron_te_2.11": _MEGATRON._replace(name="megatron_te_2.11", dummy_weight_gradients=True),
+}
+
+TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
+"""torch's CPU build runs RMSNorm step by step. Checked by tests/dist/test_plan_memory.py."""
 
 
 class Part(NamedTuple):
@@ -46,16 +73,35 @@ class Part(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Everything but the layer: the model's share on a device, the size of an element, and whose blocks run."""
+    """What decides over the activations of a layer, beside the layer itself."""
 
-    shares: Shares
+    micro_batch_size: int
+    seq_length: int
     element: int
     """Bytes of an activation."""
+    sizes: ParallelSizes = ParallelSizes(1)
+    sequence_parallel: bool = False
+    fused_loss: bool = False
     allocator: Allocator = ALLOCATORS["torch"]
+    """Whose blocks run."""
     train: TrainConfig = TrainConfig()
     """Its `recompute_*`."""
     packed: bool = False
     """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
+        return self.micro_batch_size * -(-self.seq_length // self.sizes.cp)
+
+    @property
+    def sp(self) -> int:
+        """What divides the residual stream."""
+        return self.sizes.tp if self.sequence_parallel else 1
+
+    def hidden_bytes(self, model: ModelConfig) -> int:
+        """Bytes of a microbatch's hidden state on one device."""
+        return self.tokens * model.hidden_size * self.element // self.sp
 
 
 INPUT = "input"
@@ -64,34 +110,32 @@ INPUT = "input"
 
 def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[Part]:
     """A norm's input (kept by `module`) and what it puts out, per token."""
-    size, keeps = setting.element, setting.allocator
-    yield Part(module, width * (4 if keeps.fp32_norms else size))
-    yield Part("layernorm", width * (size + (4 if keeps.fp32_norms else 0)))
-    if keeps.norm_statistics:
+    inside, outside = _norm_sizes(setting)
+    yield Part(module, width * inside)
+    yield Part("layernorm", width * outside)
+    if setting.allocator.norm_statistics:
         yield Part("layernorm", 4)
 
 
 def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
     """Input, norm, projections, scores and result of one attention."""
-    shares, size = setting.shares, setting.element
-    h, heads, tp = model.hidden_size, model.num_attention_heads, shares.tp
-    yield from norm_parts(h / shares.sp, setting)
-    if model.multi_latent_attention:
-        q_width = model.qk_head_dim + model.qk_pos_emb_head_dim
+    size, sizes = setting.element, Sizes.of(model)
+    h, heads, tp = sizes.hidden, sizes.heads, setting.sizes.tp
+    yield from norm_parts(h / setting.sp, setting)
+    if sizes.latent:
         inside, outside = _norm_sizes(setting)
-        latent = (model.q_lora_rank or 0) + model.kv_lora_rank
-        yield Part("attention", latent * inside + size * (model.qk_pos_emb_head_dim + heads * model.v_head_dim / tp))
-        yield Part("mla_up_proj", latent * outside + size * heads * (2 * q_width + model.v_head_dim) / tp)
+        latent = (sizes.q_rank or 0) + sizes.kv_rank
+        yield Part("attention", latent * inside + size * (sizes.turned + heads * sizes.v_head / tp))
+        yield Part("mla_up_proj", latent * outside + size * heads * (2 * sizes.query_head + sizes.v_head) / tp)
     else:
-        d, groups = head_dim(model), query_groups(model)
-        normed = (heads + groups) * sum(_norm_sizes(setting)) if model.qk_layernorm else 0
+        groups = sizes.groups
+        normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
-        yield Part("attention", d * (normed + plain) / tp)
+        yield Part("attention", sizes.head * (normed + plain) / tp)
     yield Part("core_attn", 4 * heads / tp + _scores(model, setting))
     if setting.packed:
-        width = model.v_head_dim if model.multi_latent_attention else head_dim(model)
-        yield Part("core_attn", size * heads * width / tp)
-    yield Part("attention", h / shares.sp if model.hidden_dropout else 0)
+        yield Part("core_attn", size * heads * sizes.value_head / tp)
+    yield Part("attention", h / setting.sp if model.hidden_dropout else 0)
 
 
 def _norm_sizes(setting: Setting) -> tuple[int, int]:
@@ -104,53 +148,53 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
     if model.attention_backend != "unfused":
         return 0.0
     per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
-    return model.num_attention_heads / setting.shares.tp * setting.shares.seq_length * per_pair
+    return model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Part]:
     """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
-    shares, size, keeps = setting.shares, setting.element, setting.allocator
-    h, vectors = model.hidden_size, keeps.gated_vectors if model.gated_linear_unit else 2
-    yield from norm_parts(h / shares.sp, setting, "residual")
+    size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
+    h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
+    yield from norm_parts(h / setting.sp, setting, "residual")
     if moe:
-        shared, chosen = model.moe_shared_expert_intermediate_size or 0, model.moe_router_topk
+        chosen = model.moe_router_topk
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
-        copies = keeps.expert_copies * h * shares.etp / shares.tp
-        inner = chosen * expert_width(model) / shares.tp
-        yield Part("moe", size * (chosen * copies + (vectors - 1) * inner) + 8 * (model.num_moe_experts or 0))
+        copies = keeps.expert_copies * h * over.etp / over.tp
+        inner = chosen * sizes.expert / over.tp
+        yield Part("moe", size * (chosen * copies + (vectors - 1) * inner) + 8 * sizes.experts)
         yield Part("moe_act", size * inner)
-        yield Part("moe", size * vectors * shared / shares.tp)
+        yield Part("moe", size * vectors * sizes.shared / over.tp)
     else:
-        yield Part("mlp", size * vectors * model.ffn_hidden_size / shares.tp)
-    yield Part("residual", h / shares.sp if model.hidden_dropout else 0)
+        yield Part("mlp", size * vectors * sizes.ffn / over.tp)
+    yield Part("residual", h / setting.sp if model.hidden_dropout else 0)
 
 
-def parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> list[Part]:
+def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> list[Part]:
     """What one layer keeps per token, without recomputation."""
-    shares, keeps = setting.shares, setting.allocator
-    hidden = model.hidden_size / shares.sp
+    keeps = setting.allocator
+    hidden = model.hidden_size / setting.sp
     if kind == "embedding":
         return [Part(INPUT, 8)]
     if kind == "loss":
-        per_logit = keeps.fused_logit_bytes if shares.fused_loss else keeps.logit_bytes
+        per_logit = keeps.fused_logit_bytes if setting.fused_loss else keeps.logit_bytes
         vectors = sum(_norm_sizes(setting)) * hidden
         outputs = 1 + (model.mtp_num_layers or 0)
-        return [Part(INPUT, outputs * (vectors + per_logit * model.vocab_size / shares.tp) + 8)]
+        return [Part(INPUT, outputs * (vectors + per_logit * model.vocab_size / setting.sizes.tp) + 8)]
     layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
     # Two norms, their outputs side by side in one vector of 2h, and the projection's result.
     return [*layer, Part("mtp", (2 * sum(_norm_sizes(setting)) + setting.element) * hidden)] if kind == "mtp" else layer
 
 
-def gradients(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> float:
+def gradient_bytes(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> float:
     """Bytes per token of the activations' gradients that live at once while a layer's backward runs."""
-    shares = setting.shares
+    tp, sizes = setting.sizes.tp, Sizes.of(model)
     inner, hidden, per_logit = setting.allocator.gradients
     if kind == "embedding":
         return 0.0
     if kind == "loss":
-        return per_logit * model.vocab_size / shares.tp
-    width = model.moe_router_topk * expert_width(model) if moe else model.ffn_hidden_size
-    return setting.element * (inner * width / shares.tp + hidden * model.hidden_size / shares.sp)
+        return per_logit * sizes.vocabulary / tp
+    width = model.moe_router_topk * sizes.expert if moe else sizes.ffn
+    return setting.element * (inner * width / tp + hidden * sizes.hidden / setting.sp)
 
 
 class StageActivations(NamedTuple):
@@ -166,8 +210,8 @@ def stage_activations(
     model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
 ) -> StageActivations:
     """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
-    tokens, held = setting.shares.tokens, tuple(layers)
-    hidden = model.hidden_size * setting.element / setting.shares.sp
+    tokens, held = setting.tokens, tuple(layers)
+    hidden = model.hidden_size * setting.element / setting.sp
     if not held:
         return StageActivations(int(tokens * hidden), 0)
     runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
@@ -175,9 +219,9 @@ def stage_activations(
     @cache
     def price(kind: KindName, moe: bool) -> tuple[float, float, float]:
         """Bytes per token that stay, that `modules` compute again, and of gradients."""
-        found = parts(model, kind, moe, setting)
+        found = layer_parts(model, kind, moe, setting)
         dropped = sum(size for module, size in found if module in modules)
-        return sum(size for _, size in found) - dropped, dropped, gradients(model, kind, moe, setting)
+        return sum(size for _, size in found) - dropped, dropped, gradient_bytes(model, kind, moe, setting)
 
     kept = largest = 0.0
     for run in runs:
@@ -185,14 +229,9 @@ def stage_activations(
         kept += hidden
         again = sum(stays + dropped for stays, dropped, _ in priced) - hidden
         largest = max(largest, again + max(gradient for _, _, gradient in priced))
-    for kind in layer_kinds(model, set_apart(held, runs)):
+    recomputed = {layer for run in runs for layer in run}
+    for kind in layer_kinds(model, [layer for layer in held if layer not in recomputed]):
         stays, dropped, gradient = price(*kind)
         kept += stays
         largest = max(largest, dropped + gradient)
     return StageActivations(int(tokens * kept), int(tokens * largest))
-
-
-def set_apart(layers: Iterable[Layer], runs: Iterable[Iterable[Layer]]) -> list[Layer]:
-    """The layers that no run recomputes, in order."""
-    recomputed = {layer for run in runs for layer in run}
-    return [layer for layer in layers if layer not in recomputed]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import Kind, KindName, Layer, head_dim, layer_kinds
+from ppctl.geometry.layers import Kind, KindName, Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 
 
@@ -24,10 +24,14 @@ def _matrices(sizes: Sizes, kind: Kind, block: str, topk: int) -> int:
 
 def attention_flops(model: ModelConfig, batch: int, seq: int) -> int:
     """Projections, scores and weighted values of one layer, for `batch` sequences of `seq` tokens."""
-    latent = model.multi_latent_attention
-    widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim if latent else 2 * head_dim(model)
-    matrices = _matrices(Sizes.of(model), Kind("decoder", False), "attention", 0)
-    return 2 * batch * seq * matrices + batch * seq * seq * model.num_attention_heads * widths
+    sizes = Sizes.of(model)
+    matrices = _matrices(sizes, Kind("decoder", False), "attention", 0)
+    return 2 * batch * seq * matrices + score_flops(sizes, batch, seq)
+
+
+def score_flops(sizes: Sizes, batch: int, seq: int) -> int:
+    """Of these, the causal scores and weighted values."""
+    return batch * seq * seq * sizes.heads * (sizes.query_head + sizes.value_head)
 
 
 def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> int:

@@ -1,77 +1,58 @@
 """Parameter counts, per layer, per stage and for the whole model: sums over the table of parameters.
 
-Knows the table's rows. Must not know what a layer holds (`geometry/parameters.py`), bytes, ranks or schedules; how
-tensor and expert parallelism divide the counts is told by three heaps: `Count.tensor`, `Count.whole`, `Count.experts`.
+Knows the table's rows. Must not know what a layer holds (`geometry/parameters.py`), bytes or schedules. Counts are kept
+apart by the parallel axes that split the parameters, so that what one device holds follows from the sizes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from math import prod
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds, mtp_is_moe
+from ppctl.geometry.canonical_names import stage_rows
+from ppctl.geometry.layers import Kind, Layer, mtp_is_moe
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
-from ppctl.geometry.names import stage_rows
-from ppctl.geometry.parameters import (
-    Parameter,
-    Sizes,
-    beside_layers,
-    final_norm,
-    kind_parameters,
-    mtp_embedding,
-)
+from ppctl.geometry.parameters import Parameter, Sizes, beside_layers, kind_parameters, mtp_embedding
+from ppctl.topology import ParallelSizes
+
+Axes = tuple[str, ...]
+
+Count = Counter[Axes]
+"""Numbers of parameters by the parallel axes that split them: `()` for norms, `("tp",)` for most matrices,
+`("ep", "etp")` for experts'."""
 
 
-class Count(NamedTuple):
-    """Numbers of parameters, by what divides them over ranks."""
+def ways(axes: Axes, sizes: ParallelSizes) -> int:
+    """How many devices share what these axes split."""
+    return prod(getattr(sizes, axis) for axis in axes)
 
-    tensor: int = 0
-    """Matrices that tensor parallelism splits."""
-    whole: int = 0
-    """Held by every tensor-parallel rank: norms, routers, MLA's down-projections, MTP's projection."""
-    experts: int = 0
-    """Routed experts, split over ep and etp."""
 
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.tensor + self.whole + self.experts
+def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
+    """(dense parameters, experts' parameters) on one device: they are replicated over different ranks.
 
-    def plus(self, *others: Count) -> Count:
-        """The sum, heap by heap."""
-        return Count(*(sum(heap) for heap in zip(self, *others, strict=True)))
-
-    def on_device(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
-        """(dense parameters, experts' parameters) on one device: they are replicated over different ranks.
-
-        An uneven split counts its largest part.
-        """
-        return -(-self.tensor // tp) + self.whole, -(-self.experts // (ep * etp))
+    An uneven split counts its largest part.
+    """
+    dense = experts = 0
+    for axes, number in count.items():
+        held = -(-number // ways(axes, sizes))
+        dense, experts = (dense, experts + held) if "ep" in axes else (dense + held, experts)
+    return dense, experts
 
 
 def count_of(rows: Iterable[Parameter], experts: int | None = None) -> Count:
     """The rows' parameters; `experts` of each layer's routed ones (none: all)."""
-    tensor = whole = spread = 0
+    count: Count = Counter()
     for row in rows:
-        if row.experts:
-            spread += row.size * (row.experts if experts is None else experts)
-        elif row.splits:
-            tensor += row.size
-        else:
-            whole += row.size
-    return Count(tensor, whole, spread)
+        count[row.axes] += row.elements if experts is None or not row.experts else row.size * experts
+    return count
 
 
 @cache
 def _kind_count(sizes: Sizes, kind: Kind, experts: int | None = None) -> Count:
     return count_of(kind_parameters(sizes, kind), experts)
-
-
-def layer_count(model: ModelConfig, kind: Kind) -> Count:
-    """One layer; an embedding with its positions, a loss with its output."""
-    return _kind_count(Sizes.of(model), kind)
 
 
 def attention(model: ModelConfig) -> Count:
@@ -85,11 +66,6 @@ def decoder(model: ModelConfig, moe: bool, experts: int | None = None) -> Count:
     return _kind_count(Sizes.of(model), Kind("decoder", moe), experts)
 
 
-def mtp_module(model: ModelConfig) -> Count:
-    """One multi-token-prediction module without its copy of the embedding; its layer is of the last layer's kind."""
-    return layer_count(model, Kind("mtp", mtp_is_moe(model)))
-
-
 def embedding(model: ModelConfig) -> Count:
     """The token table; the output projection has the same size."""
     return count_of([mtp_embedding(Sizes.of(model))])
@@ -97,25 +73,21 @@ def embedding(model: ModelConfig) -> Count:
 
 def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     """What a stage builds, replicas included: one with MTP modules builds a copy of the embedding for them."""
-    held, sizes = tuple(layers), Sizes.of(model)
-    kinds = layer_kinds(model, held)
-    parts = [_kind_count(sizes, kind) for kind in kinds]
-    if holds_final_norm(model, held):
-        parts.append(count_of(final_norm(sizes)))
-    if any(kind.name == "mtp" for kind in kinds):
-        parts.append(embedding(model))
-    return Count().plus(*parts)
+    count: Count = Counter()
+    for row, number in stage_rows(model, layers):
+        count[row.axes] += number * row.elements
+    return count
 
 
 def largest_matrix(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> int:
     """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
     rows = stage_rows(model, layers)
-    return max((row.size * (row.experts // expert_ranks if row.experts else 1) for row in rows), default=0)
+    return max((row.size * (row.experts // expert_ranks if row.experts else 1) for row, _ in rows), default=0)
 
 
 def replicated_parameters(model: ModelConfig, layers: Iterable[Layer]) -> int:
     """Of a stage's parameters, those that copy an earlier use: a tied output, the embedding that MTP reads."""
-    return sum(row.elements for row in stage_rows(model, layers) if row.copy_of is not None)
+    return sum(row.elements for row, _ in stage_rows(model, layers) if row.copy_of is not None)
 
 
 def total_parameters(model: ModelConfig) -> int:
@@ -129,18 +101,19 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def mtp_parameters(model: ModelConfig) -> int:
-    """All MTP modules, without copies of embedding and output."""
-    return (model.mtp_num_layers or 0) * mtp_module(model).total
+    """All MTP modules, without copies of embedding and output; their layer is of the last decoder layer's kind."""
+    one = _kind_count(Sizes.of(model), Kind("mtp", mtp_is_moe(model)))
+    return (model.mtp_num_layers or 0) * one.total()
 
 
 def hugging_face_parameters(model: ModelConfig) -> int:
     """The model as Hugging Face stores it: MTP modules in, each with its own copy of embedding and output."""
-    copies = (model.mtp_num_layers or 0) * 2 * embedding(model).total
+    copies = (model.mtp_num_layers or 0) * 2 * embedding(model).total()
     return total_parameters(model) + mtp_parameters(model) + copies
 
 
 def _backbone(model: ModelConfig, experts: int | None) -> int:
-    pattern, sizes = moe_layer_pattern(model), Sizes.of(model)
-    once = [row for row in beside_layers(sizes) if row.copy_of is None]
-    layers = sum(pattern.count(moe) * decoder(model, moe, experts).total for moe in set(pattern))
-    return layers + count_of(once).total
+    pattern = moe_layer_pattern(model)
+    once = [row for row in beside_layers(Sizes.of(model)) if row.copy_of is None]
+    layers = sum(pattern.count(moe) * decoder(model, moe, experts).total() for moe in set(pattern))
+    return layers + count_of(once).total()

@@ -1,17 +1,24 @@
-"""Seconds of work on a device, and of messages between ranks.
+"""What one device does for one microbatch in one layer, the seconds that it takes, and those of messages.
 
-Knows presets' rates and how ranks lie on a machine. Must not know schedules or configs. Operations, bytes through
-memory, kernels and communication are added up, each at the stated share of its peak: nothing is taken to hide behind
-another, but context parallelism's ring behind its scores.
+Work is counted by the parts of a layer, which go by the names that recomputation uses, so that what is done again has a
+price. Operations, bytes through memory, kernels and communication are added up, each at the stated share of the
+device's peak: nothing is taken to hide behind another, but context parallelism's ring behind its scores. Must not know
+schedules or stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from ppctl.cost.devices import Device, Efficiency, efficiency_of
-from ppctl.cost.work import Work
+from ppctl.accelerators import Device, Efficiency, efficiency_of
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.activations import Setting
+from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
+from ppctl.cost.parameters import ways
+from ppctl.geometry.layers import Kind
+from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
+from ppctl.topology import ParallelSizes
 
 ACCUMULATED = 8
 """Bytes that adding one gradient in fp32 moves: read and write."""
@@ -24,71 +31,158 @@ NARROWED = 4
 """Bytes that making one 16-bit element an 8-bit one moves: read once, written for rows and for columns."""
 
 
-class Rates(NamedTuple):
-    """A device as kernels find it."""
+class Work(NamedTuple):
+    """Of one part's forward."""
+
+    module: str
+    matmul: float = 0.0
+    """Operations in products with weights; the backward does as many for its inputs and again for the weights."""
+    scores: float = 0.0
+    """Operations of attention's scores and weighted values; the backward does 2.5 times as many, all for its inputs."""
+    inputs: float = 0.0
+    """Elements that the products read: 8-bit products have them narrowed first, and their gradients in the backward."""
+    traffic: float = 0.0
+    """Bytes through memory of what is no product."""
+    weights: float = 0.0
+    """Parameters that are read, and whose gradients are added up."""
+    kernels: int = 0
+    tensor: float = 0.0
+    """Bytes that a device sends to its tensor-parallel group."""
+    context: float = 0.0
+    """Bytes that it sends around its context-parallel group, beside the scores."""
+    experts: float = 0.0
+    """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
+
+
+def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
+    """All parts of one layer."""
+    h, tokens, element, tp = model.hidden_size, setting.tokens, setting.element, setting.sizes.tp
+    if kind.name == "embedding":
+        rows = model.vocab_size / tp
+        return [Work("embedding", traffic=tokens * 3 * h * element, weights=rows * h, kernels=4)]
+    if kind.name == "loss":
+        columns = model.vocab_size / tp
+        logits = tokens * columns * (1 + (model.mtp_num_layers or 0))
+        # Logits are written, widened, and read twice for a log-softmax.
+        return [
+            Work("layernorm", traffic=2 * tokens * h * element / setting.sp, kernels=2),
+            Work("loss", matmul=2 * logits * h, inputs=tokens * h, weights=columns * h),
+            Work("loss", traffic=12 * logits, kernels=10),
+        ]
+    works = [*_attention(model, setting), *_feed_forward(model, kind.moe, setting)]
+    works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
+    if tp > 1:
+        # Before and after each of the two blocks: a gather and a scatter of the residual stream.
+        works.append(Work("tensor", tensor=4 * tokens * h * element * (tp - 1) / tp))
+    if kind.name == "mtp":
+        works.append(
+            Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6)
+        )
+    return works
+
+
+def _attention(model: ModelConfig, setting: Setting) -> Iterator[Work]:
+    sizes, tokens, element = Sizes.of(model), setting.tokens, setting.element
+    h, heads, tp, over = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
+    flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / over
+    scores = score_flops(sizes, setting.micro_batch_size, setting.seq_length) / over
+    rows = _rows(sizes, "attention", moe=False)
+    up = 2 * tokens * _held([row for row in rows if row.recomputed and row.is_matrix], setting.sizes)
+    if sizes.latent:
+        moved = 2 * heads * (2 * sizes.query_head + sizes.v_head) / tp
+        latent = tokens * ((sizes.q_rank or 0) + sizes.kv_rank)
+        yield Work("mla_up_proj", matmul=up, inputs=latent, traffic=tokens * moved * element, kernels=10)
+        keys = heads * (sizes.query_head + sizes.v_head) / tp
+    else:
+        yield Work("attention", traffic=2 * tokens * (heads + sizes.groups) * sizes.head / tp * element, kernels=6)
+        keys = 2 * sizes.groups * sizes.head / tp
+    inputs, weights = tokens * (h + heads * sizes.value_head / tp), _held(rows, setting.sizes)
+    yield Work("attention", matmul=flops - scores - up, inputs=inputs, weights=weights, kernels=4)
+    yield Work("core_attn", scores=scores, context=tokens * keys * element * (setting.sizes.cp - 1), kernels=2)
+
+
+def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Work]:
+    sizes, over, tokens, element = Sizes.of(model), setting.sizes, setting.tokens, setting.element
+    h, tp, matrices = sizes.hidden, over.tp, 3 if sizes.gated else 2
+    flops = feed_forward_flops(model, moe, setting.micro_batch_size, setting.seq_length) / (tp * over.cp)
+    block = "moe" if moe else "feed_forward"
+    weights = _held([row for row in _rows(sizes, block, moe) if row.role in ("matrix", "expert")], over)
+    if not moe:
+        width = sizes.ffn / tp
+        yield Work("mlp", matmul=flops, inputs=tokens * (h + width), weights=weights, kernels=3)
+        yield Work("mlp", traffic=matrices * tokens * width * element, kernels=2)
+        return
+    inner = model.moe_router_topk * sizes.expert / tp
+    copies = model.moe_router_topk * h * over.etp / tp
+    yield Work("moe", matmul=flops, inputs=tokens * (copies + inner), weights=weights, kernels=12)
+    moved = 2 * copies + copies + h / tp
+    yield Work("moe", traffic=tokens * (moved * element + 16 * sizes.experts / tp), kernels=30)
+    yield Work("moe_act", traffic=matrices * tokens * (inner + sizes.shared / tp) * element, kernels=3)
+    if over.ep * over.etp > 1:
+        yield Work("moe", experts=tokens * h * 2 * over.etp / tp, kernels=8)
+
+
+def _rows(sizes: Sizes, block: str, moe: bool) -> list[Parameter]:
+    return [row for row in kind_parameters(sizes, Kind("decoder", moe)) if row.inside(block)]
+
+
+def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
+    """Elements on one device."""
+    return sum(row.elements / ways(row.axes, sizes) for row in rows)
+
+
+class Machine(NamedTuple):
+    """A device as kernels find it, and how the groups of its ranks lie on the machine."""
 
     device: Device
     efficiency: Efficiency
+    sizes: ParallelSizes
     matmul: float
     """Operations per second in products with weights."""
     weight_bytes: int
     """Bytes of a weight as products read it."""
     narrow: bool
     """8-bit products: their inputs are narrowed first, and dispatched so."""
+    topk: int = 1
+    """Experts that a token goes to."""
+    expert_groups: int | None = None
+    """Most domains that a token's experts lie on, where routing is limited to groups."""
 
     @property
     def memory(self) -> float:
         """Bytes per second."""
         return self.device.memory_bandwidth * self.efficiency.memory
 
+    def link(self, ranks: int) -> float:
+        """Bytes per second one way within a group of `ranks` neighbours."""
+        device = self.device
+        return (device.fast_link if ranks <= device.domain else device.network) * self.efficiency.link
 
-def rates_of(device: Device, matmul_dtype: str) -> Rates:
-    """The rates for weights of `float32`, `bfloat16`, or products in `fp8`."""
+
+def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig) -> Machine:
+    """The machine for weights of `float32`, `bfloat16`, or products in `fp8`."""
     efficiency = efficiency_of(device)
+    groups = model.moe_router_group_topk if model.moe_router_num_groups else None
+    routing = (model.moe_router_topk, groups or None)
     if matmul_dtype == "fp8":
-        return Rates(device, efficiency, device.fp8_flops * efficiency.fp8_matmul, 1, True)
+        return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, *routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
     rate = device.bf16_flops * (1 if narrow else 0.5) * efficiency.matmul  # TF32 runs at half of bf16's rate
-    return Rates(device, efficiency, rate, 2 if narrow else 4, False)
+    return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, *routing)
 
 
-class Layout(NamedTuple):
-    """How the groups of a rank lie on the machine."""
-
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    edp: int = 1
-    pp: int = 1
-    topk: int = 1
-    expert_groups: int | None = None
-    """Most domains that a token's experts lie on, where routing is limited to groups."""
-
-    @property
-    def stride(self) -> int:
-        """Ranks between pipeline neighbours."""
-        return self.tp * self.cp * self.dp
-
-
-def link(device: Device, efficiency: Efficiency, ranks: int) -> float:
-    """Bytes per second one way within a group of `ranks` neighbours."""
-    return (device.fast_link if ranks <= device.domain else device.network) * efficiency.link
-
-
-def expert_seconds(size: float, rates: Rates, layout: Layout) -> float:
+def expert_seconds(size: float, machine: Machine) -> float:
     """One dispatch or combine of `size` bytes of tokens: within domains, and once to every other domain it goes to."""
-    device, group = rates.device, layout.ep * layout.etp
+    device, efficiency, group = machine.device, machine.efficiency, machine.sizes.ep * machine.sizes.etp
     if size == 0.0 or group == 1:
         return 0.0
-    ranks = group * (1 - (1 - 1 / group) ** layout.topk)
+    ranks = group * (1 - (1 - 1 / group) ** machine.topk)
     domains = max(1.0, group / device.domain)
-    reached = domains * (1 - (1 - 1 / domains) ** layout.topk)
-    if layout.expert_groups is not None:
-        reached = min(reached, layout.expert_groups)
-    outside = size * reached * (domains - 1) / domains / (device.network * rates.efficiency.dispatch)
-    inside = size * ranks * (1 - 1 / min(group, device.domain)) / (device.fast_link * rates.efficiency.dispatch)
+    reached = domains * (1 - (1 - 1 / domains) ** machine.topk)
+    if machine.expert_groups is not None:
+        reached = min(reached, machine.expert_groups)
+    outside = size * reached * (domains - 1) / domains / (device.network * efficiency.dispatch)
+    inside = size * ranks * (1 - 1 / min(group, device.domain)) / (device.fast_link * efficiency.dispatch)
     return max(outside, inside) + device.latency
 
 
@@ -100,34 +194,32 @@ class PartSeconds(NamedTuple):
     weight_gradient: float
 
 
-def part_seconds(work: Work, rates: Rates, layout: Layout) -> PartSeconds:
+def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     """Forward, and the two halves of the backward."""
-    device, efficiency = rates.device, rates.efficiency
-    rate = rates.matmul * (efficiency.grouped if work.module == "moe" else 1.0)
-    product = work.matmul / rate + work.weights * rates.weight_bytes / rates.memory if work.matmul else 0.0
-    product += work.inputs * NARROWED / rates.memory if rates.narrow else 0.0
+    device, efficiency, sizes = machine.device, machine.efficiency, machine.sizes
+    rate = machine.matmul * (efficiency.grouped if work.module == "moe" else 1.0)
+    product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0
+    product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
     scores = work.scores / (device.bf16_flops * efficiency.attention)
-    ring = work.context / link(device, efficiency, layout.tp * layout.cp) if work.context else 0.0
+    ring = work.context / machine.link(sizes.tp * sizes.cp) if work.context else 0.0
     again = work.scores * BACKWARD_SCORES / (device.bf16_flops * efficiency.attention_backward)
-    sent = efficiency.tensor_exposed * work.tensor / link(device, efficiency, layout.tp)
-    dispatched = expert_seconds(work.experts / (2 if rates.narrow else 1), rates, layout)
-    combined = expert_seconds(work.experts, rates, layout)
-    plain = work.traffic / rates.memory + work.kernels * efficiency.kernel + sent + dispatched + combined
-    added = work.weights * ACCUMULATED / rates.memory
+    sent = efficiency.tensor_exposed * work.tensor / machine.link(sizes.tp)
+    dispatched = expert_seconds(work.experts / (2 if machine.narrow else 1), machine)
+    combined = expert_seconds(work.experts, machine)
+    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + sent + dispatched + combined
+    added = work.weights * ACCUMULATED / machine.memory
     return PartSeconds(
         product + max(scores, ring) + plain,
-        product + max(again, 2 * ring) + plain + work.traffic / rates.memory,
+        product + max(again, 2 * ring) + plain + work.traffic / machine.memory,
         work.matmul / rate + added,
     )
 
 
-def layer_seconds(
-    works: Iterable[Work], rates: Rates, layout: Layout, recomputed: Collection[str] | None = ()
-) -> PartSeconds:
+def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collection[str] | None = ()) -> PartSeconds:
     """The sum over parts; `recomputed` parts (none: all) run their forward again before their input gradient."""
     forward = backward = weights = 0.0
     for work in works:
-        one = part_seconds(work, rates, layout)
+        one = part_seconds(work, machine)
         forward += one.forward
         backward += one.input_gradient
         weights += one.weight_gradient
@@ -136,23 +228,20 @@ def layer_seconds(
     return PartSeconds(forward, backward, weights)
 
 
-def message_seconds(size: float, device: Device, layout: Layout) -> float:
-    """A message of `size` bytes to the next pp_rank."""
-    within = layout.stride * layout.pp <= device.domain
-    rate = device.fast_link if within else device.network
-    return device.latency + size / (rate * efficiency_of(device).link)
+def message_seconds(size: float, machine: Machine) -> float:
+    """A message of `size` bytes to the next pp_rank, in a domain of fast links where all ranks are in one."""
+    return machine.device.latency + size / machine.link(machine.sizes.world)
 
 
-def reduce_seconds(dense: float, experts: float, bytes_each: float, device: Device, layout: Layout) -> float:
+def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Machine) -> float:
     """A reduce-scatter (or gather) of parameters' bytes over the ranks that hold the same ones."""
-    efficiency = efficiency_of(device)
-    total = 0.0
+    sizes, total = machine.sizes, 0.0
     for count, ranks, width in (
-        (dense, layout.dp * layout.cp, layout.tp * layout.dp * layout.cp),
-        (experts, layout.edp, layout.ep * layout.etp * layout.edp),
+        (dense, sizes.dp * sizes.cp, sizes.tp * sizes.dp * sizes.cp),
+        (experts, sizes.edp, sizes.ep * sizes.etp * sizes.edp),
     ):
         if count and ranks > 1:
-            total += device.latency + count * bytes_each * (ranks - 1) / ranks / link(device, efficiency, width)
+            total += machine.device.latency + count * bytes_each * (ranks - 1) / ranks / machine.link(width)
     return total
 
 

@@ -5,7 +5,7 @@ tensor-parallel ranks, how it starts, whether it decays and with which module it
 ranks, modules of torch or files. A parameter of `ppctl/model` without a row here is refused when a stage is built.
 
 Rows are made per kind of layer, once for each set of sizes; a layer's experts are one row with their number. Rows by
-stage and by canonical name: `names.py`.
+stage and by canonical name: `canonical_names.py`.
 
 Sources: Llama and Mixtral as published (GQA, SwiGLU, RMSNorm); DeepSeek-V2/V3 technical reports for multi-head latent
 attention, shared experts and the MTP module (two norms, a projection 2h -> h, one decoder layer, a final norm); GPT-3
@@ -85,6 +85,11 @@ class Parameter(NamedTuple):
         """Whether weight decay applies: to matrices, not to norms, biases and embeddings in any of their uses."""
         return self.is_matrix
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The parallel axes that split it."""
+        return tuple(axis for axis, _ in self.splits)
+
     def inside(self, block: str) -> bool:
         """Whether it is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
         return f".{block}." in self.name
@@ -127,6 +132,16 @@ class Sizes(NamedTuple):
     norm_bias: bool
     router_bias: bool
     tied: bool
+
+    @property
+    def query_head(self) -> int:
+        """Width of one head's query and key."""
+        return self.qk_head + self.turned if self.latent else self.head
+
+    @property
+    def value_head(self) -> int:
+        """Width of one head's value and result."""
+        return self.v_head if self.latent else self.head
 
     @classmethod
     def of(cls, model: ModelConfig) -> Sizes:
@@ -235,7 +250,7 @@ def _grouped_attention(sizes: Sizes) -> Iterator[Parameter]:
 def _latent_attention(sizes: Sizes) -> Iterator[Parameter]:
     """Down-projections are whole on every rank; what expands the compressed vectors again is split by heads."""
     h, again = sizes.hidden, "mla_up_proj"
-    queries = sizes.heads * (sizes.qk_head + sizes.turned)
+    queries = sizes.heads * sizes.query_head
     if sizes.q_rank is None:
         yield from _columns("wq", queries, h)
     else:

@@ -2,7 +2,7 @@
 
 Stages are in model order; stage s is chunk s // pp of pp_rank s % pp. An object never changes and reads no global
 state: `pp_rank=None` means the rank that the object was bound to when it was made. `reader` reads both forms (by
-the grammar of `parser`), `rules` judges, `text` writes. Standard library only; knows no config.
+the grammar of `parser`), `rules` judges, `letters` writes. Standard library only; knows no config.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from ppctl.errors import LayoutError, Problem
+from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text
 from ppctl.layout.reader import read_layout
 from ppctl.layout.rules import Rules, even_counts, find_problems, stages_of
-from ppctl.layout.text import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text
 
 __all__ = ["LayerType", "PipelineParallelLayerLayout", "even_layout"]
 

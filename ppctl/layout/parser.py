@@ -15,7 +15,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from ppctl.layout.text import MAX_ITEMS, ascii_digits, describe_unknown, lookalike
+from ppctl.layout.letters import MAX_ITEMS, ascii_digits, describe_unknown, lookalike
 
 _ATOMS = "EtmL|"
 _SEPARATORS = ", \t\n\r\v\f"
@@ -154,7 +154,7 @@ class _Parser:
         opening = self.position
         if self.depth == _MAX_DEPTH:
             self.mistake("PP-E009", f"groups are nested more than {_MAX_DEPTH} deep", opening)
-            self.position = len(self.text)  # nothing sensible can be said about the rest
+            self.position = len(self.text)  # the rest cannot be judged
             return []
         self.position += 1
         self.depth += 1

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ppctl.errors import LayoutError, Problem
+from ppctl.layout.letters import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
 from ppctl.layout.parser import Mistake, Parsed, parse_text
 from ppctl.layout.rules import mend
-from ppctl.layout.text import LETTERS, MAX_ITEMS, TYPES, LayerType, Source, canonical_text, lookalike
 
 _MOST_SHOWN = 20
 _CASES = ("e", "T", "M", "l")
@@ -45,7 +45,7 @@ def read_layout(
         source = Source(key, layout, parsed.columns)
         if parsed.mistakes:
             remedy = source.override(_suggestion(parsed, wanted))
-            raise LayoutError(_told(parsed.mistakes, remedy, source))
+            raise LayoutError(_problems(parsed.mistakes, remedy, source))
         return parsed.stages, source
     source = Source(key)
     problems: list[Problem] = []
@@ -56,8 +56,8 @@ def read_layout(
     return stages, source
 
 
-def _told(mistakes: Sequence[Mistake], remedy: str, source: Source) -> list[Problem]:
-    """The mistakes with carets; of a text that is no layout at all, the first ones and the number of the others."""
+def _problems(mistakes: Sequence[Mistake], remedy: str, source: Source) -> list[Problem]:
+    """The mistakes with carets; of a text that is no layout at all, the first ones and how many more."""
     shown, rest = mistakes[:_MOST_SHOWN], mistakes[_MOST_SHOWN:]
     problems = [Problem(each.code, each.message, remedy, source.caret(each.column)) for each in shown]
     if rest:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.errors import Problem
-from ppctl.layout.text import MAX_ITEMS, Source, canonical_text
+from ppctl.layout.letters import MAX_ITEMS, Source, canonical_text
 
 
 class Rules(NamedTuple):

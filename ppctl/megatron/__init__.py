@@ -15,7 +15,7 @@ from ppctl.megatron.microbatches import check_first_val_step, get_pp_rank_microb
 from ppctl.megatron.shapes import get_tensor_shapes
 from ppctl.megatron.steps import backward_step, custom_backward, deallocate_output_tensor, forward_step
 from ppctl.megatron.wgrad import clear_embedding_activation_buffer, finish_embedding_wgrad_compute
-from ppctl.schedule.table import convert_schedule_table_to_order, get_schedule_table
+from ppctl.schedule.schedule_table import convert_schedule_table_to_order, get_schedule_table
 
 __all__ = [
     "backward_step",

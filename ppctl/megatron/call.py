@@ -24,7 +24,7 @@ from ppctl.megatron.steps import ForwardStep, check_attached, forward_step, time
 from ppctl.megatron.sync import Synchroniser
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
-from ppctl.schedule.sync import SyncPlan
+from ppctl.schedule.sync_events import SyncPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

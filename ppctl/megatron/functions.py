@@ -41,7 +41,7 @@ from ppctl.megatron.steps import ForwardStep
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync_events import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
 
 _PARTIAL = "num_microbatches_with_partial_activation_checkpoints"

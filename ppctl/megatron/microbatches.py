@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ppctl.megatron.models import holder_of, misuse
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.schedule.action import BACKWARDS, Action, Op
-from ppctl.schedule.table import WarmupCounts, warmup_counts
+from ppctl.schedule.schedule_table import WarmupCounts, warmup_counts
 
 
 def get_pp_rank_microbatches(

@@ -14,7 +14,7 @@ from torch import nn
 
 from ppctl.megatron.models import per_chunk, setting
 from ppctl.schedule.action import Action
-from ppctl.schedule.sync import Sync, SyncKind, SyncPlan
+from ppctl.schedule.sync_events import Sync, SyncKind, SyncPlan
 
 
 class Synchroniser:

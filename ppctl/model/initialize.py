@@ -1,4 +1,4 @@
-"""Initial weights: every parameter's values are a pure function of (seed, canonical name, shape, model).
+"""Initial weights: every parameter's values are a pure function of (seed, canonical name, model).
 
 Knows how a name becomes numbers. Must not know stages, ranks, devices or the order of construction: the same parameter
 starts equal in every cut, on every device and in every dtype (rounded from the same float32 draw).
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import expert_name, parameter_of
+from ppctl.geometry.canonical_names import expert_name, parameter_of
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -32,18 +32,18 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
     return torch.from_numpy(values)
 
 
-def initial_value(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
+def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
     """What the parameter `name` starts with (float32, CPU), by its row in the table of parameters.
 
     A tied use draws under its owner's name, so that all uses start equal.
     """
     row = parameter_of(name, model)
     if row.start in ("ones", "zeros"):
-        return torch.ones(shape) if row.start == "ones" else torch.zeros(shape)
+        return torch.ones(row.shape) if row.start == "ones" else torch.zeros(row.shape)
     std = model.init_method_std
     if row.start == "residual":
         std /= math.sqrt(2 * model.num_layers)
-    return normal(seed, row.copy_of or name, shape, std)
+    return normal(seed, row.copy_of or name, row.shape, std)
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed:
     """Fill materialised parameters, keyed by canonical name, with their initial values; `held` are the experts here."""
     for stack, parameter in parameters.items():
         for name, tensor in pieces(stack, parameter, held):
-            tensor.copy_(initial_value(name, tuple(tensor.shape), model, seed))
+            tensor.copy_(initial_value(name, model, seed))
 
 
 def pieces(name: str, tensor: Tensor, held: range) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
+from ppctl.geometry.canonical_names import EMBEDDING_USES, embedding_uses
 from ppctl.plan import StageSpec
 
 

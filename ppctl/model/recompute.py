@@ -1,7 +1,7 @@
 """Activation recompute: layers that keep their input alone, modules that do, and outputs that are made a second time.
 
 Knows torch's checkpoint, autograd's saved tensors, and what Megatron's names of modules stand for in a layer. Must not
-know which stages or layers are chosen (`geometry/recompute.py`) or the schedule. Recompute changes no bit: every
+know which stages or layers are chosen (`geometry/layers.py`) or the schedule. Recompute changes no bit: every
 operation is the same, on the same numbers, in the same order.
 """
 
@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
-from ppctl.geometry.layers import Layer
-from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import Layer, recomputed_modules, recomputed_runs
 from ppctl.model.stage import StageModule
 
 Function = Callable[..., Any]

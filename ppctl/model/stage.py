@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
-from ppctl.geometry.names import stage_parameters
 from ppctl.geometry.parameters import Parameter
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer

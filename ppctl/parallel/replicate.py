@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ppctl.cost.passing import BUCKET_ELEMENTS
+from ppctl.topology import BUCKET_ELEMENTS
 
 
 class GradientReducer:

@@ -1,8 +1,8 @@
 """The plan: everything that follows from a RunConfig, checked, priced and frozen.
 
-`plan` and `types` hold what both towers read and `build` derives it. Its chapters: `sizes` (world and batch), `cut`
-(the layout), `timing` (the schedule), `stages` (what each holds and costs), `fit` (memory). `said` is the config with
-its sources, `findings` proves the advice, `encode` is the form of plan.json. Must not know torch, Hydra, files or
+`plan` and `types` hold what both towers read, and `build` derives it. Its steps: `sizes` (world and batch),
+`layout_choice`, `schedule_choice`, `stages` (what each holds), `memory` and `prices` (what that costs), `memory_limit`.
+`config_values` is the config with its sources; `violations` finds remedies that work. Must not know torch, Hydra or
 processes.
 """
 

@@ -6,22 +6,21 @@ or schedules are chosen.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
+from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
-from ppctl.cost.activations import Setting, Shares, stage_activations
-from ppctl.cost.allocator import ALLOCATORS, TORCH_ON_CPU
-from ppctl.cost.devices import Device, preset
-from ppctl.cost.memory import Spread, State, dummy_gradient_bytes, peaks, state_bytes, workspace_bytes
-from ppctl.cost.parameters import Count, largest_matrix, stage_count
-from ppctl.cost.passing import BUCKET_ELEMENTS, Passing, most, passing
+from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
+from ppctl.cost.parameters import largest_matrix, stage_count
+from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes
 from ppctl.geometry.layers import NUMBERED, Layer
-from ppctl.plan.amounts import GIB, unit_for
+from ppctl.plan.memory_limit import GIB, MIB, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
-from ppctl.topology import ParallelSizes
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -34,26 +33,20 @@ def device_of(config: RunConfig) -> Device:
 
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
     """What decides over the activations of a layer."""
-    parallel = config.parallel
-    shares = Shares(
-        micro_batch_size,
-        config.data.seq_length,
-        sizes.tp,
-        sizes.cp,
-        sizes.etp,
-        parallel.sequence_parallel,
-        parallel.cross_entropy_loss_fusion,
-    )
-    allocator = ALLOCATORS[config.cost.allocator]
+    parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator]
     if allocator.name == "torch" and device_of(config).name == "cpu":
         allocator = TORCH_ON_CPU
-    packed = config.data.reset_attention_mask
-    return Setting(shares, precision_of(config).activation, allocator, config.train, packed)
-
-
-def spread_of(sizes: ParallelSizes) -> Spread:
-    """Over how many devices parameters are split and shared out."""
-    return Spread(sizes.tp, sizes.ep, sizes.etp, sizes.dp * sizes.cp, sizes.edp)
+    return Setting(
+        micro_batch_size,
+        config.data.seq_length,
+        precision_of(config).activation,
+        sizes,
+        parallel.sequence_parallel,
+        parallel.cross_entropy_loss_fusion,
+        allocator,
+        config.train,
+        config.data.reset_attention_mask,
+    )
 
 
 def rank_costs(
@@ -63,7 +56,7 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
-    spread, sharding = spread_of(sizes), _sharding(config, sizes)
+    sharding = _sharding(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
@@ -72,18 +65,18 @@ def rank_costs(
     for pp_rank, actions in enumerate(schedule.actions):
         own = of_rank[pp_rank]
         counts = [stage_count(model, stage.layers) for stage in own]
-        state = state_bytes(Count().plus(*counts), spread, precision_of(config), sharding)
+        state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
         in_step = state.total + activations
         if sharding == "full":
-            held = most(actions, kept, again, _passing(config, own, spread))
+            held = most(actions, kept, again, _passing(config, own, sizes))
             state = State(held.weights, held.gradients, state.optimizer)
             in_step = held.total + state.optimizer
         buffers = _buffers(config, own, sizes, setting)
         costs.append(
             RankCost(
                 pp_rank,
-                sum(count.total for count in counts),
+                sum(count.total() for count in counts),
                 *state,
                 activation_bytes=activations,
                 peak_bytes=in_step + buffers + messages[pp_rank],
@@ -119,16 +112,16 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), stage_count(config.model, layers)
-    state = state_bytes(count, spread_of(sizes), precision_of(config), _sharding(config, sizes))
+    state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
     return state.total, stage_activations(config.model, layers, setting, stage).kept
 
 
-def _passing(config: RunConfig, own: Sequence[StageSpec], spread: Spread) -> dict[int, Passing]:
+def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:
     """What the stages of a rank hold of state only while they compute."""
     model, precision = config.model, precision_of(config)
-    matrices = [largest_matrix(model, stage.layers, spread.ep * spread.etp) for stage in own]
+    matrices = [largest_matrix(model, stage.layers, sizes.ep * sizes.etp) for stage in own]
     bucket = max(BUCKET_ELEMENTS, *matrices)
-    return {stage.stage: passing(stage_count(model, stage.layers), spread, precision, bucket) for stage in own}
+    return {stage.stage: passing(stage_count(model, stage.layers), sizes, precision, bucket) for stage in own}
 
 
 def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:
@@ -143,12 +136,12 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
     streams = 5 if config.model.num_moe_experts and experts else 1  # grouped products run on four more
     te = device.te_workspace_mib * streams if cost.te_workspace_mib is None else cost.te_workspace_mib
     cublas = device.cublas_workspace_mib if cost.cublas_workspace_mib is None else cost.cublas_workspace_mib
-    hidden = setting.shares.tokens * config.model.hidden_size * setting.element // setting.shares.sp
+    workspaces = int((allocator.cublas_workspaces * cublas + te * allocator.transformer_engine) * MIB)
     dummies = 0
     if allocator.dummy_weight_gradients:
         layers = [layer for stage in own for layer in stage.layers]
-        dummies = dummy_gradient_bytes(config.model, layers, spread_of(sizes))
-    return workspace_bytes(allocator, cublas, te) + allocator.chunk_buffers * len(own) * hidden + dummies
+        dummies = dummy_gradient_bytes(config.model, layers, sizes)
+    return workspaces + allocator.chunk_buffers * len(own) * setting.hidden_bytes(config.model) + dummies
 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:

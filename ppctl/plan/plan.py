@@ -1,7 +1,7 @@
 """The Plan, one rank's part of it, and plan.json: what both towers read.
 
 Knows what a plan holds, and the keys of plan.json, a superset of what `ppctl plan --json` prints. Must not know how a
-plan is derived (`build`) or how its parts are written (`encode`), torch, Hydra, files or processes.
+plan is derived (`build`), torch, Hydra, files or processes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from ppctl.errors import Problem
-from ppctl.plan.encode import (
-    decode_row,
-    decode_stage,
-    decode_timing,
-    encode_row,
-    encode_stage,
-    encode_timing,
-    fields_of,
-)
-from ppctl.plan.types import Derived, RankCost, StageSpec, Timing
+from ppctl.plan.types import Derived, RankCost, StageSpec, Timing, fields_of
 from ppctl.schedule.action import Action, Channel, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
@@ -103,7 +94,7 @@ class Plan:
             "world_size": world,
             "parallel": sizes,
             "layout": self.layout,
-            "stages": [encode_stage(stage) for stage in self.stages],
+            "stages": [stage.to_json() for stage in self.stages],
             "pp_ranks": [fields_of(cost) for cost in self.pp_ranks],
             **{name: getattr(self, name) for name in _NUMBERS},
             "replicated_params": [stage.replicated_params for stage in self.stages],
@@ -118,7 +109,7 @@ class Plan:
                 "batched": schedule.batched,
                 "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
             },
-            "timing": encode_timing(self.timing),
+            "timing": self.timing.to_json(),
             "derived": [fields_of(derived) for derived in self.derived],
             "problems": [problem.to_json() for problem in self.problems],
         }
@@ -134,12 +125,12 @@ class Plan:
         sizes = ParallelSizes(data["world_size"], **data["parallel"])
         placement = Placement(schedule["placement"], sizes.pp, sizes.num_stages)
         capacities = {Channel.parse(text): size for text, size in schedule["capacities"].items()}
-        rows = tuple(decode_row(text) for text in schedule["actions"])
+        rows = tuple(tuple(map(Action.parse, text.split())) for text in schedule["actions"])
         return cls(
             name=data["name"],
             sizes=sizes,
             layout=data["layout"],
-            stages=tuple(decode_stage(stage) for stage in data["stages"]),
+            stages=tuple(map(StageSpec.from_json, data["stages"])),
             pp_ranks=tuple(RankCost(**cost) for cost in data["pp_ranks"]),
             schedule=Schedule(
                 schedule["name"], placement, schedule["microbatches"], rows, capacities, schedule["batched"]
@@ -149,7 +140,7 @@ class Plan:
             **{name: schedule[name] for name in _TIMES},
             **{name: data[name] for name in _NUMBERS},
             tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),
-            timing=decode_timing(data["timing"]),
+            timing=Timing.from_json(data["timing"]),
             derived=tuple(Derived(**derived) for derived in data["derived"]),
             provenance=dict(data["provenance"]),
             problems=tuple(Problem(**problem) for problem in data["problems"]),
@@ -158,7 +149,7 @@ class Plan:
     def _executed(self) -> dict[str, Any]:
         """`report` with each rank's actions."""
         data = self.report()
-        data["schedule"]["actions"] = [encode_row(row) for row in self.schedule.actions]
+        data["schedule"]["actions"] = [" ".join(map(str, row)) for row in self.schedule.actions]
         return data
 
 

@@ -1,7 +1,7 @@
-"""What a microbatch costs on every stage: seconds and bytes, from a device preset or from measured costs.
+"""What a microbatch costs on every stage, from a device preset or from measured costs, and what a step takes then.
 
-`stage_costs` is the one door: plans, simulations and searches for a layout read the same numbers. Knows which keys of
-the config set prices. Must not know schedules or how closed forms work (`ppctl.cost`).
+Plans, simulations and searches for a layout all read the numbers of `pricer`. Knows which keys of the config set
+prices. Must not know how schedules are made or how closed forms work (`ppctl.cost`).
 """
 
 from __future__ import annotations
@@ -12,31 +12,30 @@ from functools import cache
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.devices import Device
-from ppctl.cost.parameters import Count, stage_count
-from ppctl.cost.profile import LayerSeconds, fitted
-from ppctl.cost.times import Layout, PartSeconds, layer_seconds, message_seconds, rates_of, reduce_seconds
-from ppctl.cost.work import layer_work
-from ppctl.geometry.layers import Kind, KindName, Layer, count_of, layer_kinds
-from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
+from ppctl.cost.parameters import Count, on_device, stage_count
+from ppctl.cost.times import (
+    Machine,
+    PartSeconds,
+    layer_seconds,
+    layer_work,
+    machine_of,
+    message_seconds,
+    optimizer_seconds,
+    reduce_seconds,
+)
+from ppctl.errors import ScheduleError
+from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of
-from ppctl.plan.profile import Measured
+from ppctl.plan.profile import LayerSeconds, Measured, fitted
 from ppctl.plan.stages import precision_of
-from ppctl.plan.types import StageCost, StageSpec
-from ppctl.schedule.action import Channel
-from ppctl.schedule.simulate import Costs
+from ppctl.plan.types import RankCost, StageCost, StageSpec, Timing
+from ppctl.schedule.action import Channel, Schedule
+from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
+from ppctl.schedule.trace import Span, Trace, busy_time, step_time
 from ppctl.topology import ParallelSizes
 
-
-def layout_of(config: RunConfig, sizes: ParallelSizes) -> Layout:
-    """How the ranks' groups lie on the machine."""
-    model = config.model
-    grouped = model.moe_router_num_groups and model.moe_router_group_topk
-    return Layout(
-        *(sizes.tp, sizes.cp, sizes.ep, sizes.etp, sizes.dp, sizes.edp, sizes.pp),
-        topk=model.moe_router_topk,
-        expert_groups=model.moe_router_group_topk if grouped else None,
-    )
+OPERATIONS = 3
+"""A step's model FLOPs are three forwards': the backward is twice one. Recomputation does not count."""
 
 
 def stage_costs(
@@ -60,14 +59,12 @@ def pricer(
 ) -> Callable[[int, tuple[Layer, ...], bool], StageCost]:
     """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
     model, train = config.model, config.train
-    setting, device, layout = setting_of(config, sizes, micro_batch_size), device_of(config), layout_of(config, sizes)
-    rates = rates_of(device, config.cost.matmul or precision_of(config).dtype)
-    hidden = setting.shares.tokens * model.hidden_size * setting.element // setting.shares.sp
+    setting = setting_of(config, sizes, micro_batch_size)
+    machine = machine_of(device_of(config), config.cost.matmul or precision_of(config).dtype, sizes, model)
 
     @cache
-    def of_kind(kind: KindName, moe: bool, recomputed: tuple[str, ...] | None) -> PartSeconds:
-        works = layer_work(model, kind, moe, setting.shares, setting.element, sizes.ep)
-        return layer_seconds(works, rates, layout, recomputed)
+    def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:
+        return layer_seconds(layer_work(model, kind, setting), machine, recomputed)
 
     scales, sent = _scales(config, measured, of_kind), measured.message if measured else None
 
@@ -76,27 +73,25 @@ def pricer(
         runs = {layer for run in recomputed_runs(train, stage, held) for layer in run}
         seconds = []
         for layer, kind in zip(held, layer_kinds(model, held), strict=True):
-            forward, inputs, weights = of_kind(*kind, None if layer in runs else modules)
+            forward, inputs, weights = of_kind(kind, None if layer in runs else modules)
             ahead, back = scales.get(kind, (1.0, 1.0))
             seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
-        size = 0 if last else hidden * (1 + count_of("mtp", held))
+        size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held))
         return StageCost(
             sum(s.forward for s in seconds),
             sum(s.input_gradient for s in seconds),
             sum(s.weight_gradient for s in seconds),
-            0.0 if last else (sent or message_seconds(size, device, layout)),
+            0.0 if last else (sent or message_seconds(size, machine)),
             size,
             stage_activations(model, held, setting, stage).kept,
-            _reduction(config, stage_count(model, held), sizes, device, layout),
+            _reduction(config, stage_count(model, held), machine),
         )
 
     return of_stage
 
 
 def _scales(
-    config: RunConfig,
-    measured: Measured | None,
-    preset: Callable[[KindName, bool, tuple[str, ...] | None], PartSeconds],
+    config: RunConfig, measured: Measured | None, preset: Callable[[Kind, tuple[str, ...] | None], PartSeconds]
 ) -> dict[Kind, tuple[float, float]]:
     """How many times longer than the preset says a kind of layer takes: forward and backward."""
     if measured is None:
@@ -106,7 +101,7 @@ def _scales(
     whole = None if config.train.recompute_granularity == "full" else modules
     prior = {}
     for kind in {kind for counts, _ in rows for kind in counts}:
-        one = preset(*kind, whole)
+        one = preset(kind, whole)
         prior[kind] = LayerSeconds(one.forward, one.input_gradient + one.weight_gradient)
     found = fitted(rows, prior)
     return {
@@ -115,13 +110,13 @@ def _scales(
     }
 
 
-def _reduction(config: RunConfig, count: Count, sizes: ParallelSizes, device: Device, layout: Layout) -> float:
+def _reduction(config: RunConfig, count: Count, machine: Machine) -> float:
     """Summing fp32 gradients: to every rank, or to those that keep a share and then send the new weights back."""
     precision = precision_of(config)
     each = 2 * precision.gradient
     if config.parallel.data_parallel_sharding != "none":
         each = precision.gradient + precision.weight
-    return reduce_seconds(*count.on_device(sizes.tp, sizes.ep, sizes.etp), each, device, layout)
+    return reduce_seconds(*on_device(count, machine.sizes), each, machine)
 
 
 def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) -> Costs:
@@ -131,10 +126,7 @@ def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) ->
     """
     messages: dict[Channel, float] = {}
     for here, there, cost in zip(stages, stages[1:], costs, strict=False):
-        for channel in (
-            Channel(here.pp_rank, there.pp_rank, "F"),
-            Channel(there.pp_rank, here.pp_rank, "B"),
-        ):
+        for channel in (Channel(here.pp_rank, there.pp_rank, "F"), Channel(there.pp_rank, here.pp_rank, "B")):
             messages[channel] = max(messages.get(channel, 0.0), cost.message_s)
     return Costs(
         [cost.forward_s for cost in costs],
@@ -143,4 +135,48 @@ def simulation_costs(costs: Sequence[StageCost], stages: Sequence[StageSpec]) ->
         [cost.weight_grad_s for cost in costs],
         [cost.reduce_s if stage.vpp_rank == 0 else 0.0 for cost, stage in zip(costs, stages, strict=True)],
         messages=messages,
+    )
+
+
+def predicted(schedule: Schedule, costs: Costs) -> Trace:
+    """The step as it would run at these costs. Empty for a schedule that hangs."""
+    try:
+        return simulate(schedule, costs)
+    except ScheduleError:
+        return Trace(schedule.placement.pp, ())
+
+
+def step_timing(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    sizes: ParallelSizes,
+    schedule: Schedule,
+    trace: Trace,
+    costs: Sequence[StageCost],
+    ranks: Sequence[RankCost],
+    calls: int,
+    priced_by: str,
+) -> Timing:
+    """All times of `calls` schedule calls and one optimizer step."""
+    device = device_of(config)
+    pipeline = step_time(trace)
+    optimizer = max(optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device) for r in ranks)
+    step = calls * pipeline + optimizer
+    tokens = config.train.global_batch_size * config.data.seq_length
+    flops = OPERATIONS * sum(s.flops_forward for s in stages) * schedule.num_microbatches * calls * sizes.dp
+    rate = flops / step / sizes.world if pipeline else 0.0
+    rows: list[list[Span]] = [[] for _ in range(trace.pp)]
+    for span in trace.spans:
+        rows[span.pp_rank].append(span)
+    return Timing(
+        priced_by=priced_by,
+        pipeline_s=pipeline,
+        optimizer_s=optimizer,
+        tokens_per_s=tokens / step if pipeline else 0.0,
+        tokens_per_s_per_device=tokens / step / sizes.world if pipeline else 0.0,
+        tflops_per_device=rate / 1e12,
+        mfu=rate / device.bf16_flops if device.name != "cpu" else None,
+        bubbles=tuple(1 - busy_time(row) / pipeline for row in rows) if pipeline else (),
+        critical=tuple(seconds_by_kind(critical_path(schedule, trace)).items()),
+        stages=tuple(costs),
     )

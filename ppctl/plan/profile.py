@@ -1,23 +1,37 @@
-"""Reading a profile: the measured costs that `cost.profile=@runs/.../profile.json` names.
+"""profile.json: what a run measured (`cost.profile=@runs/.../profile.json`), and the cost of single layers from it.
 
-One of the two files that planning reads (`given` reads the other). Must not know how costs follow from it.
+One of the two files that planning reads (`schedule_file` reads the other). Must not know presets, or how stages are
+priced.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from ppctl.cost.profile import LayerSeconds, differences
+from ppctl.config.schema import RunConfig
 from ppctl.files import read_text
-from ppctl.geometry.layers import Layer, parse_layers
-from ppctl.layout.text import LETTERS, LayerType, canonical_text
-from ppctl.plan.findings import Finding, Findings
-from ppctl.plan.said import Said
+from ppctl.geometry.layers import Kind, Layer, parse_layers
+from ppctl.layout.letters import LETTERS, LayerType, canonical_text
+from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
 
 KEY = "cost.profile"
-_WITHOUT = ((KEY, None),)
+_WITHOUT = {KEY: None}
+
+ROUNDS = 500
+"""Passes of the fit; it settles in a few dozen."""
+
+
+class LayerSeconds(NamedTuple):
+    """One layer and one microbatch."""
+
+    forward: float
+    backward: float
 
 
 class Measured(NamedTuple):
@@ -29,11 +43,11 @@ class Measured(NamedTuple):
     """Median seconds of a message; none where the run sent none."""
 
 
-def read_profile(said: Said, findings: Findings) -> Measured | None:
-    """The measured costs; None where none are given or, with a finding, where they are of no use here."""
-    if said[KEY] is None:
+def read_profile(values: ConfigValues, violations: Violations) -> Measured | None:
+    """The measured costs; None if no profile is set or, with a violation, if it is of no use here."""
+    if values[KEY] is None:
         return None
-    path = str(said[KEY]).removeprefix("@")
+    path = str(values[KEY]).removeprefix("@")
     try:
         data: Any = json.loads(read_text(path))
         stages = tuple(
@@ -41,19 +55,19 @@ def read_profile(said: Said, findings: Findings) -> Measured | None:
             for row in data["stages"]
         )
         times = [_seconds(row["seconds"]) for row in data.get("messages", [])]
-        wrong = differences(data["subject"], said.config)
-        strange = {layer for layers, _ in stages for layer in layers} - _layers(said)
+        wrong = differences(data["subject"], values.config)
+        strange = {layer for layers, _ in stages for layer in layers} - _layers(values)
         if not wrong and (strange or not stages):
             raise ValueError(f"the model has no layer {sorted(strange)[0]}" if strange else "it measured no stage")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or f"it is no profile.json of a run ({type(error).__name__}: {error})"
         message = f"the profile {path} cannot be read: {reason}"
-        findings.append(Finding("PP-E820", KEY, message, said.told(KEY), _WITHOUT))
+        violations.append(Violation("PP-E820", KEY, message, values.cite(KEY), _WITHOUT))
         return None
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         message = f"the profile {path} is of another model or another share of it: {'; '.join(wrong[:3])}{more}"
-        findings.append(Finding("PP-E821", KEY, message, said.told(KEY), _WITHOUT))
+        violations.append(Violation("PP-E821", KEY, message, values.cite(KEY), _WITHOUT))
         return None
     from statistics import median  # slow to import, and few plans have a profile
 
@@ -67,8 +81,8 @@ def _seconds(value: object) -> float:
     return float(value)
 
 
-def _layers(said: Said) -> set[str]:
-    decoders, mtp = said["model.num_layers"], said["model.mtp_num_layers"] or 0
+def _layers(values: ConfigValues) -> set[str]:
+    decoders, mtp = values["model.num_layers"], values["model.mtp_num_layers"] or 0
     numbered = [Layer("decoder", n) for n in range(decoders)] + [Layer("mtp", n) for n in range(mtp)]
     return set(map(str, [Layer("embedding"), *numbered, Layer("loss")]))
 
@@ -81,3 +95,61 @@ def origin(measured: Measured | None, layout: str) -> tuple[Derived, ...]:
     ran = canonical_text(["".join(LETTERS[kind] for kind in stage) for stage in kinds])
     of = "of this layout" if ran == layout else f"of the layout {ran}: what its layers took, put together anew"
     return (Derived("cost.profile", measured.path, f"costs measured in {measured.path}, {of}"),)
+
+
+def subject(config: RunConfig) -> dict[str, Any]:
+    """What a measurement is of: the same layers on the same share of a microbatch. pp, vpp, dp, the layout are free.
+
+    Written into profile.json and compared when it is read.
+    """
+    model = {f"model.{key}": value for key, value in asdict(config.model).items() if key != "from"}
+    parallel = config.parallel
+    names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "bf16", "fp16")
+    return {
+        **model,
+        **{f"parallel.{name}": getattr(parallel, name) for name in names},
+        "train.micro_batch_size": config.train.micro_batch_size,
+        "train.recompute_granularity": config.train.recompute_granularity,
+        "data.seq_length": config.data.seq_length,
+    }
+
+
+def differences(written: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """In words, what a profile was measured with and this config says otherwise.
+
+    A key that `written` does not have is younger than the profile: its run had the default.
+    """
+    own, before = subject(config), {**subject(RunConfig()), **written}
+    return [f"{key} {before[key]}, here {own[key]}" for key in own if before[key] != own[key]]
+
+
+def fitted(
+    stages: Sequence[tuple[Counter[Kind], LayerSeconds]], prior: Mapping[Kind, LayerSeconds]
+) -> dict[Kind, LayerSeconds]:
+    """The cost of every kind that makes up the measured stages.
+
+    Where stages do not tell kinds apart, they keep the proportions of `prior`: every pass moves each stage's kinds by
+    its residue, in proportion to what they were (Kaczmarz), which ends at the nearest costs that explain the stages.
+    """
+    columns = []
+    for which in (0, 1):
+        start = {kind: max(seconds[which], 1e-12) for kind, seconds in prior.items()}
+        total = sum(start[kind] * n for counts, _ in stages for kind, n in counts.items())
+        scale = sum(seconds[which] for _, seconds in stages) / total if total else 1.0
+        columns.append(_settled([(counts, seconds[which]) for counts, seconds in stages], start, scale))
+    return {kind: LayerSeconds(columns[0][kind], columns[1][kind]) for kind in prior}
+
+
+def _settled(
+    rows: Sequence[tuple[Counter[Kind], float]], start: Mapping[Kind, float], scale: float
+) -> dict[Kind, float]:
+    weights = {kind: seconds * scale for kind, seconds in start.items()}
+    found = dict(weights)
+    for _ in range(ROUNDS):
+        for counts, measured in rows:
+            norm = sum(n * n * weights[kind] for kind, n in counts.items())
+            if norm:
+                residue = measured - sum(n * found[kind] for kind, n in counts.items())
+                for kind, n in counts.items():
+                    found[kind] = max(0.0, found[kind] + residue * n * weights[kind] / norm)
+    return found

@@ -11,15 +11,15 @@ from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
 from ppctl.config.limits import MOST_RANKS, MOST_STAGES
-from ppctl.plan.findings import Finding, Findings
-from ppctl.plan.said import Override, Said
+from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
 
 AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
 
 CALL = "pipeline.pp_batch_size"
-"""Samples of one schedule call on a dp rank. It counts where it was given: else a step is one call."""
+"""Samples of one schedule call on a dp rank. It counts where the user set it: else a step is one call."""
 
 TOO_MUCH = "PP-E214"
 """The code of a product of sizes that no plan can bear."""
@@ -52,166 +52,169 @@ class Batch:
     derived: tuple[Derived, ...]
 
 
-def beyond(said: Said) -> Findings:
+def beyond(values: ConfigValues) -> Violations:
     """Values that their fields do not allow: remedies that lead to such are not offered."""
-    return [Finding("PP-E103", key, f"{key} is beyond its limit", said.told(key)) for key in beyond_limits(said.config)]
+    return [
+        Violation("PP-E103", key, f"{key} is beyond its limit", values.cite(key))
+        for key in beyond_limits(values.config)
+    ]
 
 
-def derive_world(said: Said, findings: Findings) -> World | None:
+def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     """World size and dp: one replica takes tp x cp x pp ranks, the job has nodes x gpus_per_node, dp is the ratio."""
-    replica = prod(said[axis] for axis in AXES)
-    needed = replica * (said["dp"] or 1)
-    nodes, gpus = said["nodes"], said["gpus_per_node"]
+    replica = prod(values[axis] for axis in AXES)
+    needed = replica * (values["dp"] or 1)
+    nodes, gpus = values["nodes"], values["gpus_per_node"]
     if nodes is None and gpus is None:
         world, machines = needed, ""
     else:
         nodes = nodes or -(-needed // gpus)
         gpus = gpus or -(-needed // nodes)
         world, machines = nodes * gpus, f" = nodes {nodes} x {gpus}"
-    dp = said["dp"] or world // replica
-    factors = " x ".join(f"{axis} {said[axis]}" for axis in AXES)
+    dp = values["dp"] or world // replica
+    factors = " x ".join(f"{axis} {values[axis]}" for axis in AXES)
     if world != replica * dp or dp < 1:
-        findings.append(_mismatch(said, world, machines, factors, nodes or 1, gpus or needed))
+        violations.append(_mismatch(values, world, machines, factors, nodes or 1, gpus or needed))
         return None
     equation = f"world {world}{machines} = {factors} x dp {dp}"
     if not machines:
         equation += "; neither launch.nodes nor launch.gpus_per_node was given"
     if world > MOST_RANKS:
-        findings.append(_too_many_ranks(said, world, equation))
+        violations.append(_too_many_ranks(values, world, equation))
         return None
     derived = [Derived("world_size", world, equation), Derived("data_parallel_size", dp, equation)]
-    expert = _experts(said, said["tp"] * said["cp"] * dp, findings)
+    expert = _experts(values, values["tp"] * values["cp"] * dp, violations)
     if expert is None:
         return None
     ep, etp, edp = expert
-    if said["model.num_moe_experts"]:
-        text = f"tp {said['tp']} x cp {said['cp']} x dp {dp} = etp {etp} x ep {ep} x edp {edp}"
+    if values["model.num_moe_experts"]:
+        text = f"tp {values['tp']} x cp {values['cp']} x dp {dp} = etp {etp} x ep {ep} x edp {edp}"
         derived.append(Derived("expert_data_parallel_size", edp, text))
     return World(world, dp, ep, etp, edp, tuple(derived))
 
 
-def _too_many_ranks(said: Said, world: int, equation: str) -> Finding:
-    replica = prod(said[axis] for axis in AXES)
-    unset: tuple[Override, ...] = (("nodes", None), ("gpus_per_node", None))
-    one = tuple((axis, 1) for axis in ("tp", "cp", "ep") if said[axis] > 1)
-    return Finding(
+def _too_many_ranks(values: ConfigValues, world: int, equation: str) -> Violation:
+    replica = prod(values[axis] for axis in AXES)
+    unset: Overrides = {"nodes": None, "gpus_per_node": None}
+    one = {axis: 1 for axis in ("tp", "cp", "ep") if values[axis] > 1}
+    return Violation(
         TOO_MUCH,
         "ranks",
         f"{equation}; a job has at most {MOST_RANKS} ranks",
-        said.told("nodes", "gpus_per_node", *AXES, "dp"),
-        (("dp", max(1, MOST_RANKS // replica)), *unset),
-        (("dp", None), *unset),
-        (*one, ("dp", None), ("etp", None), *unset),
+        values.cite("nodes", "gpus_per_node", *AXES, "dp"),
+        {"dp": max(1, MOST_RANKS // replica), **unset},
+        {"dp": None, **unset},
+        {**one, "dp": None, "etp": None, **unset},
     )
 
 
-def check_stages(said: Said, findings: Findings) -> None:
+def check_stages(values: ConfigValues, violations: Violations) -> None:
     """Refuse more stages than a plan can bear, before anything is made of them."""
-    pp, vpp = said["pp"], said["vpp"] or 1
+    pp, vpp = values["pp"], values["vpp"] or 1
     if pp * vpp > MOST_STAGES:
         message = f"pp {pp} x vpp {vpp} = {pp * vpp} stages; a plan holds at most {MOST_STAGES}"
-        ways = ((("vpp", MOST_STAGES // pp),), (("vpp", 1),), (("vpp", None),), (("pp", MOST_STAGES // vpp),))
-        findings.append(Finding(TOO_MUCH, "stages", message, said.told("pp", "vpp"), *ways, (("pp", 1), ("vpp", 1))))
+        ways = ({"vpp": MOST_STAGES // pp}, {"vpp": 1}, {"vpp": None}, {"pp": MOST_STAGES // vpp})
+        violations.append(Violation(TOO_MUCH, "stages", message, values.cite("pp", "vpp"), *ways, {"pp": 1, "vpp": 1}))
 
 
-def _mismatch(said: Said, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Finding:
-    replica, dp = prod(said[axis] for axis in AXES), said["dp"]
+def _mismatch(values: ConfigValues, world: int, machines: str, factors: str, nodes: int, gpus: int) -> Violation:
+    replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     code = "PP-E203" if dp else "PP-E204"
     right = f"{factors} x dp {dp} = {replica * dp}" if dp else f"{factors} = {replica} ranks per replica of the model"
     verb = "is not" if dp else "is not a multiple of"
-    return Finding(
+    return Violation(
         code,
         "world",
         f"the job's world {world}{machines} {verb} {right}",
-        said.told("nodes", "gpus_per_node", *AXES, "dp"),
-        *_worlds(said, world, nodes, gpus),
+        values.cite("nodes", "gpus_per_node", *AXES, "dp"),
+        *_worlds(values, world, nodes, gpus),
     )
 
 
-def _worlds(said: Said, world: int, nodes: int, gpus: int) -> Iterator[tuple[Override, ...]]:
+def _worlds(values: ConfigValues, world: int, nodes: int, gpus: int) -> Iterator[Overrides]:
     """Ways to make the world fit: dp, the machines, or one axis."""
-    replica, dp = prod(said[axis] for axis in AXES), said["dp"]
+    replica, dp = prod(values[axis] for axis in AXES), values["dp"]
     if dp and world % replica == 0:
-        yield (("dp", world // replica),)
+        yield {"dp": world // replica}
     needed = replica * (dp or max(1, world // replica))
-    if said["nodes"] is not None or needed % gpus == 0:
-        yield (("nodes", max(1, round(needed / gpus))),)
-    yield (("gpus_per_node", max(1, needed // nodes)),)
-    yield (("nodes", 1), ("gpus_per_node", needed))
+    if values["nodes"] is not None or needed % gpus == 0:
+        yield {"nodes": max(1, round(needed / gpus))}
+    yield {"gpus_per_node": max(1, needed // nodes)}
+    yield {"nodes": 1, "gpus_per_node": needed}
     for axis in reversed(AXES):
-        rest = replica // said[axis] * (dp or 1)
+        rest = replica // values[axis] * (dp or 1)
         if world % rest == 0:
-            for size in nearest_divisors(world // rest, said[axis]):
-                yield ((axis, size),)
+            for size in nearest_divisors(world // rest, values[axis]):
+                yield {axis: size}
 
 
-def _experts(said: Said, dense: int, findings: Findings) -> tuple[int, int, int] | None:
+def _experts(values: ConfigValues, dense: int, violations: Violations) -> tuple[int, int, int] | None:
     """(ep, etp, edp) with etp x ep x edp = tp x cp x dp."""
-    experts, ep = said["model.num_moe_experts"] or 0, said["ep"]
-    etp = said["etp"] if said.given("etp") else said["tp"]
+    experts, ep = values["model.num_moe_experts"] or 0, values["ep"]
+    etp = values["etp"] if values.is_set("etp") else values["tp"]
     if ep > 1 and experts == 0:
         message = f"expert parallelism of {ep} has no experts to spread: model.num_moe_experts is not set"
-        findings.append(Finding("PP-E206", "ep", message, said.told("ep", "model.num_moe_experts"), (("ep", 1),)))
+        violations.append(Violation("PP-E206", "ep", message, values.cite("ep", "model.num_moe_experts"), {"ep": 1}))
         return None
     if ep > 1 and experts % ep:
         message = f"{experts} experts cannot be spread evenly over ep {ep}"
-        remedies = [(("ep", size),) for size in nearest_divisors(experts, ep)]
-        findings.append(Finding("PP-E206", "ep", message, said.told("ep", "model.num_moe_experts"), *remedies))
+        remedies = [{"ep": size} for size in nearest_divisors(experts, ep)]
+        violations.append(Violation("PP-E206", "ep", message, values.cite("ep", "model.num_moe_experts"), *remedies))
         return None
     if dense % (etp * ep):
-        message = f"tp {said['tp']} x cp {said['cp']} x dp {dense // said['tp'] // said['cp']} = {dense} ranks "
+        message = f"tp {values['tp']} x cp {values['cp']} x dp {dense // values['tp'] // values['cp']} = {dense} ranks "
         message += f"are not a multiple of etp {etp} x ep {ep} = {etp * ep}"
-        place = said.told("tp", "cp", "dp", "etp", "ep", "nodes", "gpus_per_node")
-        findings.append(Finding("PP-E205", "ep", message, place, *_expert_worlds(said, dense, etp, ep)))
+        place = values.cite("tp", "cp", "dp", "etp", "ep", "nodes", "gpus_per_node")
+        violations.append(Violation("PP-E205", "ep", message, place, *_expert_worlds(values, dense, etp, ep)))
         return None
     return ep, etp, dense // etp // ep
 
 
-def _expert_worlds(said: Said, dense: int, etp: int, ep: int) -> Iterator[tuple[Override, ...]]:
+def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Iterator[Overrides]:
     for size in nearest_divisors(dense, ep):
-        yield (("ep", size),)
-    yield (("ep", 1), ("etp", 1))
-    dp = -(-dense // (etp * ep)) * etp * ep // (said["tp"] * said["cp"])
-    world = dp * prod(said[axis] for axis in AXES)
-    if said["nodes"] and said["gpus_per_node"] and said["dp"] is None and world % said["gpus_per_node"] == 0:
-        yield (("nodes", world // said["gpus_per_node"]),)
-    yield (("dp", dp), ("nodes", None), ("gpus_per_node", None))
+        yield {"ep": size}
+    yield {"ep": 1, "etp": 1}
+    dp = -(-dense // (etp * ep)) * etp * ep // (values["tp"] * values["cp"])
+    world = dp * prod(values[axis] for axis in AXES)
+    if values["nodes"] and values["gpus_per_node"] and values["dp"] is None and world % values["gpus_per_node"] == 0:
+        yield {"nodes": world // values["gpus_per_node"]}
+    yield {"dp": dp, "nodes": None, "gpus_per_node": None}
 
 
-def divide_model(said: Said, findings: Findings) -> None:
+def divide_model(values: ConfigValues, violations: Violations) -> None:
     """What tensor and context parallelism split must divide evenly."""
-    tp, cp = said["tp"], said["cp"]
+    tp, cp = values["tp"], values["cp"]
     split = ["model.num_attention_heads", "model.vocab_size", "model.ffn_hidden_size"]
-    if not said["model.multi_latent_attention"]:
+    if not values["model.multi_latent_attention"]:
         split.append("model.num_query_groups")
-    common = gcd(*(said[key] for key in split if said[key]))
+    common = gcd(*(values[key] for key in split if values[key]))
     for key in split:
-        if said[key] and said[key] % tp:
-            remedies = [(("tp", size),) for size in (*nearest_divisors(said[key], tp), *nearest_divisors(common, tp))]
-            message = f"tp {tp} does not divide {key} {said[key]}"
-            findings.append(Finding("PP-E207", key, message, said.told("tp", key), *remedies, (("tp", 1),)))
-    if cp > 1 and said["seq"] % (2 * cp):
-        message = f"seq {said['seq']} is not a multiple of 2 x cp {cp} (each rank takes an early and a late piece)"
-        remedies = [(("seq", size),) for size in nearest_multiples(2 * cp, said["seq"])]
-        findings.append(Finding("PP-E208", "seq", message, said.told("seq", "cp"), *remedies, (("cp", 1),)))
+        if values[key] and values[key] % tp:
+            remedies = [{"tp": size} for size in (*nearest_divisors(values[key], tp), *nearest_divisors(common, tp))]
+            message = f"tp {tp} does not divide {key} {values[key]}"
+            violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *remedies, {"tp": 1}))
+    if cp > 1 and values["seq"] % (2 * cp):
+        message = f"seq {values['seq']} is not a multiple of 2 x cp {cp} (each rank takes an early and a late piece)"
+        remedies = [{"seq": size} for size in nearest_multiples(2 * cp, values["seq"])]
+        violations.append(Violation("PP-E208", "seq", message, values.cite("seq", "cp"), *remedies, {"cp": 1}))
 
 
-def derive_batch(said: Said, dp: int, findings: Findings) -> Batch | None:
+def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch | None:
     """num_microbatches from global_batch_size = dp x num_microbatches x micro_batch_size.
 
-    Where pp_batch_size was given, a schedule call takes so many samples on every dp rank, and the calls of a step,
+    Where pp_batch_size is set, a schedule call takes so many samples on every dp rank, and the calls of a step,
     gradient_accumulation_steps, are a factor more.
     """
     key = "pipeline.pp_microbatch_size"
-    if not said.given(key) or said.given("mbs"):
+    if not values.is_set(key) or values.is_set("mbs"):
         key = "mbs"
-    mbs, gbs = said[key], said["gbs"]
-    call = said[CALL] if said.given(CALL) else None
+    mbs, gbs = values[key], values["gbs"]
+    call = values[CALL] if values.is_set(CALL) else None
     if call is not None and call % mbs:
-        findings.append(_ragged_call(said, key, call, gbs // dp))
+        violations.append(_ragged_call(values, key, call, gbs // dp))
         return None
     if gbs % (dp * (call or mbs)):
-        findings.append(_ragged_batch(said, key, dp))
+        violations.append(_ragged_batch(values, key, dp))
         return None
     count = (call or gbs // dp) // mbs
     calls = gbs // (dp * mbs * count)
@@ -223,29 +226,29 @@ def derive_batch(said: Said, dp: int, findings: Findings) -> Batch | None:
     return Batch(mbs, count, calls, tuple(derived))
 
 
-def _ragged_call(said: Said, key: str, call: int, share: int) -> Finding:
+def _ragged_call(values: ConfigValues, key: str, call: int, share: int) -> Violation:
     """pp_batch_size is no whole number of microbatches; `share` is a dp rank's part of the global batch."""
-    mbs = said[key]
+    mbs = values[key]
     message = f"{CALL} {call} = num_microbatches x micro_batch_size {mbs} has no whole solution"
     fitting = [size for size in nearest_divisors(share, call) if size % mbs == 0]
-    ways = [((CALL, size),) for size in (*fitting, *nearest_multiples(mbs, call))]
-    return Finding("PP-E211", CALL, message, said.told(CALL, key), *ways, ((CALL, share),))
+    ways = [{CALL: size} for size in (*fitting, *nearest_multiples(mbs, call))]
+    return Violation("PP-E211", CALL, message, values.cite(CALL, key), *ways, {CALL: share})
 
 
-def _ragged_batch(said: Said, key: str, dp: int) -> Finding:
+def _ragged_batch(values: ConfigValues, key: str, dp: int) -> Violation:
     """The global batch is no whole number of microbatches, or of schedule calls, on every dp rank."""
-    mbs, gbs, call = said[key], said["gbs"], said[CALL] if said.given(CALL) else None
+    mbs, gbs, call = values[key], values["gbs"], values[CALL] if values.is_set(CALL) else None
     terms = f"num_microbatches x micro_batch_size {mbs}"
     if call is not None:
         terms = f"gradient_accumulation_steps x num_microbatches {call // mbs} x micro_batch_size {mbs}"
     message = f"global_batch_size {gbs} = dp {dp} x {terms} has no whole solution"
-    place = said.told("gbs", key, *[CALL] * (call is not None))
-    place += f"\ndata_parallel_size = {dp} ({said.source('dp') if said['dp'] else 'derived'})"
-    ways = [(("gbs", size),) for size in nearest_multiples(dp * (call or mbs), gbs)]
+    place = values.cite("gbs", key, *[CALL] * (call is not None))
+    place += f"\ndata_parallel_size = {dp} ({values.source('dp') if values['dp'] else 'derived'})"
+    ways = [{"gbs": size} for size in nearest_multiples(dp * (call or mbs), gbs)]
     if gbs % dp == 0:
         sizes = nearest_divisors(gbs // dp, call or mbs)
-        ways += [((key, size),) for size in sizes] if call is None else [((CALL, size),) for size in sizes]
-    return Finding("PP-E211", "gbs", message, place, *ways)
+        ways += [{key: size} for size in sizes] if call is None else [{CALL: size} for size in sizes]
+    return Violation("PP-E211", "gbs", message, place, *ways)
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:

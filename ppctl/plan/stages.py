@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
-from ppctl.cost.memory import PRECISIONS, Precision
 from ppctl.cost.parameters import replicated_parameters, stage_count
+from ppctl.cost.state import PRECISIONS, Precision
+from ppctl.geometry.canonical_names import EMBEDDING_USES, embedding_uses
 from ppctl.geometry.layers import count_of, parse_layers
-from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
 from ppctl.geometry.parameters import EMBEDDING
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
@@ -48,7 +48,7 @@ def stage_specs(
                 layers=layers,
                 receives=crossing,
                 sends=sends,
-                params=stage_count(model, layers).total,
+                params=stage_count(model, layers).total(),
                 replicated_params=replicated_parameters(model, layers),
                 flops_forward=stage_flops(model, layers, micro_batch_size, config.data.seq_length),
             )

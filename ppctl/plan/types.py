@@ -1,14 +1,20 @@
-"""The parts of a plan that both towers read: a stage, its messages, a rank's costs, an equation.
+"""What a plan is made of: a stage, its messages, a rank's costs, an equation; each as a value and as JSON.
 
-Plain values. Must not know the plan that holds them (`plan`), or how they are derived.
+Knows the keys of each in plan.json. Must not know the plan that holds them (`plan`), or how they are derived.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from ppctl.geometry.layers import Layer
+from ppctl.geometry.layers import Layer, parse_layers
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """One level of a dataclass; `asdict` copies every leaf and takes ten times as long."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +23,11 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
+        """From `{"shape": [1, 4096, 4096], "dtype": "bfloat16"}`."""
+        return cls(tuple(data["shape"]), data["dtype"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,17 @@ class StageSpec:
     """Of these, copies of a parameter whose canonical owner is an earlier use (tied output, MTP's embedding)."""
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the layers by name."""
+        edges = {edge: [fields_of(spec) for spec in getattr(self, edge)] for edge in ("receives", "sends")}
+        return {**fields_of(self), "layers": list(map(str, self.layers)), **edges}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageSpec:
+        """The inverse of `to_json`."""
+        edges = {edge: tuple(map(TensorSpec.from_json, data[edge])) for edge in ("receives", "sends")}
+        return cls(**{**data, "layers": parse_layers(data["layers"]), **edges})
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +132,18 @@ class Timing:
     critical: tuple[tuple[str, float], ...] = ()
     """The longest chain of a call, in seconds: forward, backward, messages, gradients."""
     stages: tuple[StageCost, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        stages = [cost._asdict() for cost in self.stages]
+        return {**fields_of(self), "stages": stages, "critical": dict(self.critical), "bubbles": list(self.bubbles)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Timing:
+        """The inverse of `to_json`."""
+        stages = tuple(StageCost(**cost) for cost in data["stages"])
+        critical = tuple(data["critical"].items())
+        return cls(**{**data, "stages": stages, "critical": critical, "bubbles": tuple(data["bubbles"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,17 +38,17 @@ def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
             "cat": KINDS[span.action.op],
             "ts": 1e6 * span.start,
             "dur": 1e6 * (span.end - span.start),
-            "args": _told(span, notes.get(span.action.stage)),
+            "args": _arguments(span, notes.get(span.action.stage)),
         }
 
 
-def _told(span: Span, note: StageNote | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"stage": span.action.stage}
+def _arguments(span: Span, note: StageNote | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {"stage": span.action.stage}
     if span.action.mb >= 0:
-        told["microbatch"] = span.action.mb
+        shown["microbatch"] = span.action.mb
     if note is not None:
-        told |= {"chunk": note.vpp_rank, **({"layers": note.layers} if note.layers else {})}
-    return told
+        shown |= {"chunk": note.vpp_rank, **({"layers": note.layers} if note.layers else {})}
+    return shown
 
 
 def _counters(picture: Picture) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What a picture of a step shows: its trace, what its stages are, and what every rank holds while it runs.
 
-Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `timeline`) or how costs come about.
-Standard library only.
+Knows spans, names and bytes. Must not know how it is drawn (`page`, `perfetto`, `text_timeline`) or how costs come
+about. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class StageNote:
-    """What is told of a stage."""
+    """What a picture shows of a stage."""
 
     stage: int
     pp_rank: int
@@ -36,7 +36,7 @@ class StageNote:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankMemory:
     """Bytes on one device of a pp_rank: what is always there, and what one microbatch adds on each of its stages."""
 
     fixed: int
@@ -58,7 +58,7 @@ class Picture:
     subtitle: str
     trace: Trace
     stages: tuple[StageNote, ...]
-    memory: tuple[Held, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
     limit: int | None = None
     """Bytes of one device."""
 

@@ -1,9 +1,9 @@
 """The schedules as pure functions: sizes in, compute-only Schedule out.
 
-Those with whole backwards are one shape: some forwards to warm up, then forward and backward in turn, then the
-backwards that are left; they differ in the order of a rank's forwards (`table`) and in how many warm up. Those that
-split backwards are `zero_bubble`'s. `POLICIES` has a row for each, with all that anybody asks about a policy. Must not
-know messages, time or capacities. Standard library only.
+Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
+backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
+that split backwards are in `zero_bubble`. `POLICIES` has a row for each, with all that is asked about a policy. Must
+not know messages, time or capacities. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from difflib import get_close_matches
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
-from ppctl.schedule.table import get_schedule_table, in_turn, warmup_counts
-from ppctl.schedule.zero_bubble import dualpipev, interleaved_zero_bubble, zb_h1, zbv_zero_bubble
+from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
+from ppctl.schedule.zero_bubble import dualpipev, fills_zbv, interleaved_zero_bubble, zb_h1, zbv_zero_bubble
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -114,6 +114,8 @@ class Policy:
     their prefix `Schedule`, and NeMo Automodel's documentation."""
     for_more_chunks: str = ""
     """The policy to take where a rank has more chunks."""
+    least_microbatches: Callable[[int], int] = lambda pp: 1
+    """By pp, the fewest microbatches that it makes lists for: of fewer it takes those of such a list that exist."""
 
     def runs(self, vpp: int) -> bool:
         """Whether it can run this many chunks per rank."""
@@ -153,6 +155,7 @@ _ROWS = (
         placement="v",
         splits=True,
         other_names=("ZBVZeroBubble", "v_schedule"),
+        least_microbatches=fills_zbv,
     ),
     Policy("dualpipev", dualpipev, chunks=2, fixed=True, placement="v", splits=True),
     Policy("forward_only", forward_only, trains=False),

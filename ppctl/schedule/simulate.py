@@ -1,4 +1,4 @@
-"""(Schedule, Costs) -> Trace, and what a schedule holds at once.
+"""(Schedule, Costs) -> Trace, and what is read off it: the critical path, time slots; what a schedule holds at once.
 
 Knows prices in seconds. How lists run is the executor's business. Must not know models, devices or configuration.
 Standard library only.
@@ -7,14 +7,35 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import LIFE_ENDS, MESSAGES, Action, Channel, F, Op, Schedule
+from ppctl.schedule.action import (
+    BACKWARDS,
+    COMPUTE,
+    INPUT_GRADIENTS,
+    LIFE_ENDS,
+    MESSAGES,
+    Action,
+    Channel,
+    F,
+    Op,
+    Schedule,
+    input_gradient_of,
+)
 from ppctl.schedule.executor import execute
 from ppctl.schedule.trace import Span, Trace, bubble_fraction, spans_of, step_time
 
-__all__ = ["Costs", "bubble_fraction", "in_flight", "simulate", "step_time"]
+__all__ = [
+    "Costs",
+    "bubble_fraction",
+    "critical_path",
+    "in_flight",
+    "seconds_by_kind",
+    "simulate",
+    "step_time",
+    "to_slots",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +75,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
     """When every F, B, I, W and REDUCE_GRAD would run; messages take time but are no spans.
 
     A lowered schedule runs as it says, capacities and all; before that, every message is sent at once and received at
-    once. Raises ScheduleError if the schedule hangs (`verify` tells more).
+    once. Raises ScheduleError if the schedule hangs (`verify` says why).
     """
     run = execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
     if run.stuck:
@@ -86,3 +107,66 @@ def _most_alive(row: Sequence[Action], ending: Set[Op]) -> int:
         elif op in ending:
             alive -= 1
     return most
+
+
+_KINDS = ("forward", "backward", "messages", "gradients")
+
+
+def critical_path(schedule: Schedule, trace: Trace) -> list[Span]:
+    """The spans that end in the last one, in order, each started by the end (and the message) of the one before it."""
+    ends: dict[Action, Span] = {}
+    before: dict[Action, Span | None] = {}
+    last: dict[int, Span] = {}
+    for span in trace.spans:
+        ends[span.action] = span
+        before[span.action] = last.get(span.pp_rank)
+        last[span.pp_rank] = span
+    if not ends:
+        return []
+    path = [max(trace.spans, key=lambda span: span.end)]
+    while (reason := _reason(path[-1].action, schedule, ends, before)) is not None:
+        path.append(reason)
+    return path[::-1]
+
+
+def _reason(
+    action: Action, schedule: Schedule, ends: dict[Action, Span], before: dict[Action, Span | None]
+) -> Span | None:
+    """What an action waited for: the later of its rank's previous action and what it needs from its neighbour."""
+    op, stage, mb = action
+    needed = None
+    if op is F and stage > 0:
+        needed = Action(F, stage - 1, mb)
+    elif op in INPUT_GRADIENTS and stage < schedule.placement.num_stages - 1:
+        needed = input_gradient_of(stage + 1, mb, schedule)
+    candidates = [span for span in (before[action], ends.get(needed) if needed else None) if span is not None]
+    return max(candidates, key=lambda span: span.end, default=None)
+
+
+def seconds_by_kind(path: list[Span]) -> dict[str, float]:
+    """How a critical path's time divides: what lies between two spans is a message on its way."""
+    found = dict.fromkeys(_KINDS, 0.0)
+    for index, (_, (op, _, _), start, end) in enumerate(path):
+        kind = "forward" if op is F else "backward" if op in BACKWARDS else "gradients"
+        found[kind] += end - start
+        if index:
+            found["messages"] += start - path[index - 1].end
+    return found
+
+
+def to_slots(schedule: Schedule) -> str:
+    """The CSV of what is computed, without messages and gradient sync, every action in the first slot that it can have.
+
+    What torch's `_load_csv(format="compute_only")` and `Schedule.from_csv` read. Raises ScheduleError for a schedule
+    that hangs.
+    """
+    rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
+    plain = replace(schedule, actions=rows, capacities={})
+    stages = schedule.placement.num_stages
+    one = (1.0,) * stages
+    spans = simulate(plain, Costs(one, one, one, one)).spans
+    columns = round(max((span.end for span in spans), default=0.0))
+    cells = [[""] * columns for _ in rows]
+    for span in spans:
+        cells[span.pp_rank][round(span.start)] = str(span.action)
+    return "".join(",".join(row) + "\n" for row in cells)

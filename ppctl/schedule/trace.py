@@ -1,6 +1,6 @@
 """When things ran: Span and Trace, one type for predicted and for measured time.
 
-Knows durations and the two figures that are read off them. Must not know how a trace came about. Standard library only.
+Knows durations and the figures that are read off them. Must not know how a trace came about. Standard library only.
 """
 
 from __future__ import annotations

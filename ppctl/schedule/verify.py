@@ -28,11 +28,13 @@ from ppctl.schedule.action import (
     send_slots,
 )
 from ppctl.schedule.executor import execute
-from ppctl.schedule.grid import grid, marked
 from ppctl.schedule.lanes import Key, Lanes, Wanted, located, wanted_lanes
 
 _SHOWN = 6
 """How many actions or ranks one problem names; the rest are counted."""
+_RANKS_SHOWN = 8
+"""How many ranks' rows are shown around a mark."""
+_BEFORE, _AFTER = 2, 2
 
 
 def verify(schedule: Schedule) -> list[Problem]:
@@ -70,15 +72,15 @@ def _incomplete(schedule: Schedule, lanes: Sequence[Wanted]) -> Iterator[Problem
     for pp_rank, (row, own) in enumerate(zip(schedule.actions, lanes, strict=True)):
         found, wanted = set(row), set(chain.from_iterable(own.values()))
         if missing := sorted(wanted - found):
-            place = grid(schedule, pp_rank, len(row), f"the end, without {_some(missing)}")
+            place = _rows_around(schedule, pp_rank, len(row), f"the end, without {_some(missing)}")
             yield Problem("PP-E310", f"rank {pp_rank} lacks {_some(missing)}", place=place)
         if len(found) < len(row):
             twice = [action for action, times in Counter(row).items() if times > 1]
-            place = grid(schedule, pp_rank, row.index(twice[0], row.index(twice[0]) + 1), "once more")
+            place = _rows_around(schedule, pp_rank, row.index(twice[0], row.index(twice[0]) + 1), "once more")
             yield Problem("PP-E311", f"rank {pp_rank} has more than once: {_some(twice)}", place=place)
         if foreign := sorted(found - wanted):
             reasons = [f"{action} ({_why_foreign(action, pp_rank, schedule)})" for action in foreign]
-            place = grid(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
+            place = _rows_around(schedule, pp_rank, row.index(foreign[0]), _why_foreign(foreign[0], pp_rank, schedule))
             yield Problem("PP-E312", f"rank {pp_rank} has what it must not: {_some(reasons)}", place=place)
 
 
@@ -103,9 +105,9 @@ def _disordered(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]
     for pp_rank, own in enumerate(lanes):
         if early := sorted(_early(schedule, own, mixed)):
             index, _, need = early[0]
-            told = [f"{action} before {other}" for _, action, other in early]
-            message = f"rank {pp_rank} has things before what they need: {_some(told)}"
-            yield Problem("PP-E313", message, place=grid(schedule, pp_rank, index, f"before {need}"))
+            pairs = [f"{action} before {other}" for _, action, other in early]
+            message = f"rank {pp_rank} has things before what they need: {_some(pairs)}"
+            yield Problem("PP-E313", message, place=_rows_around(schedule, pp_rank, index, f"before {need}"))
 
 
 def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[int, Action, Action]]:
@@ -163,8 +165,8 @@ def _crossed(schedule: Schedule, lanes: Sequence[Lanes]) -> Iterator[Problem]:
         posted = _in_order(lanes[queue.target][edge.receive] for edge in edges)
         if sent != posted:
             number = next(n for n, pair in enumerate(zip(sent, posted, strict=True)) if pair[0] != pair[1])
-            told = [divmod(order[number], schedule.num_microbatches) for order in (sent, posted)]
-            sent_for, received_by = (Action(*edges[edge].receive, mb) for edge, mb in told)
+            differing = [divmod(order[number], schedule.num_microbatches) for order in (sent, posted)]
+            sent_for, received_by = (Action(*edges[edge].receive, mb) for edge, mb in differing)
             message = f"channel {queue}: message {number + 1} is sent for {sent_for} but received by {received_by}"
             yield Problem("PP-E314", message)
 
@@ -202,7 +204,7 @@ def _hanging(schedule: Schedule) -> list[Problem]:
     at = {pp_rank: schedule.actions[pp_rank][index] for pp_rank, index in sorted(stuck.items())}
     message = "the schedule hangs: " + _some(f"rank {pp_rank} waits at {action}" for pp_rank, action in at.items())
     lines = [
-        marked(schedule.actions[pp_rank], pp_rank, index, f"waits for {_awaited(schedule, pp_rank, index)}")
+        _marked(schedule.actions[pp_rank], pp_rank, index, f"waits for {_awaited(schedule, pp_rank, index)}")
         for pp_rank, index in sorted(stuck.items())
     ]
     sends = not schedule.batched and any(action.op in SENDS for action in at.values())
@@ -224,3 +226,31 @@ def _awaited(schedule: Schedule, pp_rank: int, index: int) -> str:
     need = deps(action, schedule)[-1]
     need = deps(need, schedule)[0] if need.op in RECEIVES else need
     return f"{need} of rank {place.rank_of(need.stage)}"
+
+
+def _marked(row: Sequence[Action], pp_rank: int, index: int, note: str) -> str:
+    """One rank's row around an action, with `<-- here` and a note behind it; an index past the end marks the end."""
+    before, after = _window(row, index)
+    return f"rank {pp_rank}: {' '.join([*before, '<-- here,'])} {note}{'; ' if after else ''}{' '.join(after)}"
+
+
+def _rows_around(schedule: Schedule, pp_rank: int, index: int, note: str) -> str:
+    """The rows of all ranks (of the nearest, where there are many) around one action, which is marked."""
+    count = len(schedule.actions)
+    first = max(0, min(pp_rank - _RANKS_SHOWN // 2, count - _RANKS_SHOWN))
+    lines = []
+    for other in range(first, min(first + _RANKS_SHOWN, count)):
+        row = schedule.actions[other]
+        if other == pp_rank:
+            lines.append(_marked(row, other, index, note))
+        else:
+            before, after = _window(row, index)
+            lines.append(f"rank {other}: {' '.join([*before, *after])}")
+    return "\n".join(lines)
+
+
+def _window(row: Sequence[Action], index: int) -> tuple[list[str], list[str]]:
+    """The cells up to `index` and those behind it, cut where there are more."""
+    before = ["..."] * (index > _BEFORE) + [str(action) for action in row[max(index - _BEFORE, 0) : index + 1]]
+    after = [str(action) for action in row[index + 1 : index + 1 + _AFTER]]
+    return before, after + ["..."] * (index + 1 + _AFTER < len(row))

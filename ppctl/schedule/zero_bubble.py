@@ -2,8 +2,8 @@
 
 ZB-H1 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (the same for several
 chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank.
-Each list is told as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages, time
-or capacities. Standard library only.
+Each list is written as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages,
+time or capacities. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Placement, Schedule
-from ppctl.schedule.table import get_schedule_table
+from ppctl.schedule.schedule_table import get_schedule_table
 
 
 def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
@@ -43,9 +43,14 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     return replace(interleaved_zero_bubble(pp, 1, num_microbatches, group), name="zb_h1")
 
 
+def fills_zbv(pp: int) -> int:
+    """The fewest microbatches that fill ZBV's V."""
+    return 2 * pp - 1
+
+
 def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """ZBV: down and up a V with as many activations in flight as 1F1B, every backward split."""
-    full = max(num_microbatches, 2 * pp - 1)
+    full = max(num_microbatches, fills_zbv(pp))
     """Fewer cannot fill the V: the list for this many is made, and what does not exist left out."""
 
     def row(pp_rank: int, words: _Words) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import canonical_names, owner_of, parameter_of
+from ppctl.geometry.canonical_names import canonical_names, owner_of, parameter_of
 from ppctl.plan import StageSpec
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ppctl.config.schema import RunConfig
-from ppctl.cost.profile import subject
 from ppctl.engine.recorder import StepTotals
 from ppctl.plan import Plan
-from ppctl.schedule.hops import message_times
+from ppctl.plan.profile import subject
+from ppctl.schedule.message_times import message_times
 from ppctl.schedule.trace import Span
 
 KEPT = 16

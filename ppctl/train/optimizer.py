@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ppctl.config.schema import ModelConfig, OptimConfig
-from ppctl.geometry.names import parameter_of
+from ppctl.geometry.canonical_names import parameter_of
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar), "exp_avg", "exp_avg_sq" (the parameter's shape)}, float32."""

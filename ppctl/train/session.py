@@ -24,8 +24,8 @@ from ppctl.data.load import Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
+from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.names import parameter_of
 from ppctl.model.compile import compile_stage
 from ppctl.model.moe import Share
 from ppctl.model.names import tied_uses

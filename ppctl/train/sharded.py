@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ppctl.cost.passing import BUCKET_ELEMENTS
 from ppctl.parallel.shard import Arriving, gather_into, part_of, scatter_sums
+from ppctl.topology import BUCKET_ELEMENTS
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""

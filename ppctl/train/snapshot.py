@@ -18,7 +18,7 @@ from ppctl.checkpoint import read_state
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
-from ppctl.geometry.names import owner_of
+from ppctl.geometry.canonical_names import owner_of
 from ppctl.model.initialize import pieces
 from ppctl.pretrained.tokenizer_files import tokenizer_path
 from ppctl.topology import RankGrid

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ppctl.accelerators import device_called, preset
 from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
-from ppctl.cost.devices import device_called, preset
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
@@ -31,7 +31,7 @@ from ppctl.model.loss import microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage import StageModule
 from ppctl.plan import StageSpec
-from ppctl.schedule.sync import gathers_ahead
+from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.topology import RankGrid
 from ppctl.train.balance import Balance, auxiliary_width
 from ppctl.train.grad_norm import GradNorm, clip_gradients

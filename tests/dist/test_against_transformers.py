@@ -15,7 +15,7 @@ from ranks import run_ranks
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.families.directory import open_directory
-from ppctl.geometry.names import owner_of
+from ppctl.geometry.canonical_names import owner_of
 from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.initialize import pieces
 from ppctl.model.loss import token_losses

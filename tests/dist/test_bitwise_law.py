@@ -19,7 +19,7 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.plan.build import build_plan
 from ppctl.schedule.action import Op
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.slots import to_slots
+from ppctl.schedule.simulate import to_slots
 from ppctl.train.session import build_session
 from ppctl.train.step import Trainer
 

@@ -15,8 +15,7 @@ from test_plan_is_what_happens import count_in_flight, session_of, trainer_of
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig, TrainConfig
-from ppctl.geometry.layers import parse_layers
-from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import parse_layers, recomputed_modules, recomputed_runs
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import StageModule, build_stage
 from ppctl.plan import StageSpec

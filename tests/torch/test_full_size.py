@@ -36,7 +36,7 @@ def test_what_is_built_is_what_is_planned(name: str) -> None:
         stage = meta_stage(layers, model)
         tensors: dict[str, torch.Tensor] = {**stage.canonical_parameters(), **stage.canonical_buffers()}
         count = sum(tensor.numel() for tensor in tensors.values())
-        assert count == stage_count(model, layers).total
+        assert count == stage_count(model, layers).total()
         assert largest_matrix(model, layers) == max(tensor.numel() for tensor in tensors.values())
         tensors.pop(MTP_EMBEDDING, None)
         built |= {
@@ -47,6 +47,6 @@ def test_what_is_built_is_what_is_planned(name: str) -> None:
         copies = replicated_parameters(model, layers)
         assert count - copies == sum(tensor.numel() for tensor in tensors.values())
     assert built == model_tensors(model)
-    assert sum(stage_count(model, s).total - replicated_parameters(model, s) for s in stages) == (
+    assert sum(stage_count(model, s).total() - replicated_parameters(model, s) for s in stages) == (
         total_parameters(model) + mtp_parameters(model)
     )

@@ -5,8 +5,8 @@ import torch
 from cuts import cut, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from ppctl.geometry.canonical_names import canonical_names
 from ppctl.geometry.layers import parse_layers
-from ppctl.geometry.names import canonical_names
 from ppctl.model.loss import microbatch_loss, token_losses
 from ppctl.model.names import tied_uses
 from ppctl.model.stage import build_stage, meta_stage

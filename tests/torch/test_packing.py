@@ -7,7 +7,7 @@ from cuts import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppctl.cost.activations import Setting, Shares, attention_parts
+from ppctl.cost.activations import Setting, attention_parts
 from ppctl.data.batches import find_documents
 from ppctl.data.documents import DocumentEnd, lengths, positions
 from ppctl.geometry.layers import parse_layers
@@ -118,8 +118,7 @@ def test_what_is_kept_more_is_what_the_plan_says():
     stage = whole(model)
     more = kept(stage, tokens, packed(tokens, separates=True)) - kept(stage, tokens, ROWS)
     own, without = (
-        sum(size for _, size in attention_parts(model, Setting(Shares(2, 23), 4, packed=apart)))
-        for apart in (True, False)
+        sum(size for _, size in attention_parts(model, Setting(2, 23, 4, packed=apart))) for apart in (True, False)
     )
     assert more == model.num_layers * tokens.numel() * (own - without)
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.passes import lower, place_gradient_sync
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.slots import to_slots
+from ppctl.schedule.simulate import to_slots
 from ppctl.schedule.verify import verify
 
 GRID = [(pp, m) for pp in (2, 3, 4, 8) for m in (1, pp, pp + 1, 2 * pp, 4 * pp)]

@@ -7,8 +7,8 @@ import torch
 from cuts import tiny
 from torch import nn
 
+from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import Layer, parse_layers
-from ppctl.geometry.names import stage_parameters
 from ppctl.model.feed_forward import FeedForward
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ppctl.errors import LayoutError
 from ppctl.layout import PipelineParallelLayerLayout
-from ppctl.layout.text import MAX_ITEMS
+from ppctl.layout.letters import MAX_ITEMS
 
 FILE = Path(__file__).parents[1] / "golden" / "layout_messages.txt"
 

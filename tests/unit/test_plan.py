@@ -3,33 +3,23 @@
 from dataclasses import replace
 
 import pytest
+from unit_plan import config_values, equation, plan
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.parameters import mtp_parameters, total_parameters
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import parse_layers
 from ppctl.layout import PipelineParallelLayerLayout
-from ppctl.plan import Plan, TensorSpec, build_plan, plan_checked
-from ppctl.plan.amounts import amount, unit_for
-from ppctl.plan.said import Said
+from ppctl.plan import TensorSpec, build_plan, plan_checked
+from ppctl.plan.memory_limit import amount, unit_for
 from ppctl.plan.types import RankCost
 from ppctl.schedule.simulate import in_flight
 from ppctl.schedule.verify import verify
 
 
-def configured(**values: object) -> tuple[RunConfig, dict[str, str]]:
-    """A config with `values` typed on the command line (aliases; `__` for a dot)."""
-    said = Said(RunConfig(), {}).typed(tuple((key.replace("__", "."), value) for key, value in values.items()))
-    return said.config, dict(said.provenance)
-
-
-def plan(**values: object) -> Plan:
-    return build_plan(*configured(**values))
-
-
-def equation(plan: Plan, key: str) -> str:
-    (found,) = [derived.equation for derived in plan.derived if derived.key == key]
-    return found
+def config_and_sources(**values: object) -> tuple[RunConfig, dict[str, str]]:
+    made = config_values(**values)
+    return made.config, dict(made.provenance)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +111,7 @@ def test_what_was_chosen_for_the_user_is_said() -> None:
     assert "even split of 8 layers over 4 stages (pp 2 x vpp 2)" in equation(plan(pp=2, vpp=2), "layout")
     assert "2 stages have no decoder layer" in equation(plan(pp=2, vpp=5), "layout")
     assert "interleaved_1f1b: 2 chunks per rank" in equation(plan(pp=2, vpp=2), "schedule")
-    config, provenance = configured(pp=4)
+    config, provenance = config_and_sources(pp=4)
     provenance["parallel.pipeline_model_parallel_layout"] = "derived: layout X set aside because pp was changed"
     assert equation(build_plan(config, provenance), "layout").endswith("; layout X set aside because pp was changed")
 
@@ -144,7 +134,7 @@ def test_the_schedule_fits_the_number_of_chunks(values, schedule: str) -> None:
 
 
 def test_a_recipes_interleaving_gives_way_to_one_chunk_on_the_command_line() -> None:
-    config, provenance = configured(pp=2, vpp=1, pipeline__pp_schedule="interleaved1f1b")
+    config, provenance = config_and_sources(pp=2, vpp=1, pipeline__pp_schedule="interleaved1f1b")
     provenance["pipeline.pp_schedule"] = "recipe x (recipes/x.yaml:3)"
     made = build_plan(config, provenance)
     assert made.schedule.name == "1f1b"
@@ -173,7 +163,7 @@ def test_activations_in_flight_are_the_textbooks(pp: int, gbs: int) -> None:
 
 
 def test_a_group_size_counts_only_when_it_was_given() -> None:
-    config, provenance = configured(pp=2, vpp=2, gbs=8)
+    config, provenance = config_and_sources(pp=2, vpp=2, gbs=8)
     config.parallel.microbatch_group_size_per_vp_stage = 1
     by_default = build_plan(config, provenance).schedule
     assert by_default == plan(pp=2, vpp=2, gbs=8).schedule
@@ -238,7 +228,7 @@ def test_parameters_with_several_uses_are_tied(values, groups: tuple[int, ...]) 
 )
 @pytest.mark.parametrize("sizes", [dict(), dict(pp=2), dict(pp=3, vpp=2)])
 def test_no_parameter_is_lost_or_counted_twice(values, sizes) -> None:
-    config, provenance = configured(**values, **sizes)
+    config, provenance = config_and_sources(**values, **sizes)
     made = build_plan(config, provenance)
     built = sum(stage.params - stage.replicated_params for stage in made.stages)
     assert built == made.params_total + made.params_mtp
@@ -358,14 +348,14 @@ def test_a_capacity_at_which_the_schedule_hangs_is_refused_with_capacities_that_
 
 def test_problems_that_are_known_already_come_first() -> None:
     known = Problem("PP-E103", "something else")
-    assert plan_checked(*configured(), [known]).problems == (known,)
+    assert plan_checked(*config_and_sources(), [known]).problems == (known,)
     with pytest.raises(ConfigError) as caught:
-        plan_checked(*configured(gbs=3, dp=2), [known])
+        plan_checked(*config_and_sources(gbs=3, dp=2), [known])
     assert [problem.code for problem in caught.value.problems] == ["PP-E103", "PP-E211"]
 
 
 def test_the_digest_names_what_runs_and_not_where_values_came_from() -> None:
-    config, provenance = configured(pp=2, vpp=2)
+    config, provenance = config_and_sources(pp=2, vpp=2)
     made = build_plan(config, provenance)
     assert made.digest == build_plan(config, {}, title="other").digest
     assert made.digest != plan(pp=2, vpp=2, gbs=16).digest
@@ -390,7 +380,7 @@ def test_deepseek_v3_as_published() -> None:
         moe_router_enable_expert_bias=True,
         mtp_num_layers=1,
     )
-    config, provenance = configured(
+    config, provenance = config_and_sources(
         pp=16, vpp=2, ep=64, nodes=256, gpus_per_node=8, gbs=15360, seq=4096, layout="Et*3|(tt|)*29,m|L"
     )
     made = build_plan(replace(config, model=model), provenance)

@@ -4,15 +4,9 @@ import json
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit_plan import plan
 
-from ppctl.config.schema import RunConfig
-from ppctl.plan import Plan, build_plan
-from ppctl.plan.said import Said
-
-
-def planned(**values: object) -> Plan:
-    said = Said(RunConfig(), {}).typed(tuple((key.replace("__", "."), value) for key, value in values.items()))
-    return build_plan(said.config, said.provenance)
+from ppctl.plan import Plan
 
 
 @settings(max_examples=25)
@@ -27,7 +21,7 @@ def planned(**values: object) -> Plan:
 def test_a_plan_survives_json(
     pp: int, vpp: int, gbs: int, tied: bool, capacity: int | None, memory: str | None
 ) -> None:
-    made = planned(
+    made = plan(
         pp=pp,
         vpp=vpp,
         gbs=gbs,
@@ -42,7 +36,7 @@ def test_a_plan_survives_json(
 
 
 def test_the_report_has_the_keys_that_programs_rely_on() -> None:
-    data = planned(pp=2, vpp=2, model__mtp_num_layers=1).report()
+    data = plan(pp=2, vpp=2, model__mtp_num_layers=1).report()
     assert data["world_size"] == 2
     assert data["parallel"].keys() >= {"pp", "vpp", "tp", "cp", "ep", "etp", "dp"}
     assert data["layout"] == "Ett|tt|tt|ttmL"
@@ -64,7 +58,7 @@ def test_the_report_has_the_keys_that_programs_rely_on() -> None:
 
 
 def test_plan_json_adds_what_the_run_needs_to_the_report() -> None:
-    made = planned(pp=2, gbs=1, parallel__batch_p2p_comm=False, parallel__overlap_p2p_comm=True)
+    made = plan(pp=2, gbs=1, parallel__batch_p2p_comm=False, parallel__overlap_p2p_comm=True)
     whole = made.to_json()
     assert whole.keys() - made.report().keys() == {"provenance", "digest"}
     assert whole["schedule"]["actions"] == [

@@ -5,30 +5,33 @@ import shlex
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from unit_plan import config_values
 
 from ppctl.cli.plan import planned
 from ppctl.config.compose import compose
 from ppctl.config.resources import recipes
-from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.plan import build_plan, timing
+from ppctl.plan import build_plan, schedule_choice
 from ppctl.plan.build import derive
-from ppctl.plan.said import Said, command, typed
-from ppctl.plan.timing import Choice, settled
+from ppctl.plan.config_values import ConfigValues, overrides_text, parse_overrides
+from ppctl.plan.schedule_choice import Choice, settled
+from ppctl.plan.violations import Rule, Violation
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import in_flight
 
 
-def said(**values: object) -> Said:
-    return Said(RunConfig(), {}).typed(tuple((key.replace("__", "."), value) for key, value in values.items()))
-
-
-def problems_of(given_: Said) -> tuple[Problem, ...]:
+def problems_of(given_: ConfigValues) -> tuple[Problem, ...]:
     try:
         return build_plan(given_.config, given_.provenance).problems
     except ConfigError as error:
         return error.problems
+
+
+def broken_rules(values: ConfigValues) -> set[Rule]:
+    violations: list[Violation] = []
+    derive(values, violations)
+    return {violation.rule for violation in violations}
 
 
 RULES = [
@@ -78,12 +81,12 @@ RULES = [
 @pytest.fixture(autouse=True)
 def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit on a plan's length is reached at once, so that nothing long is built here."""
-    monkeypatch.setattr(timing, "MOST_ACTIONS", 700)
+    monkeypatch.setattr(schedule_choice, "MOST_ACTIONS", 700)
 
 
 def test_a_batch_of_a_billion_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    (problem,) = problems_of(said(gbs=2**31))
+    (problem,) = problems_of(config_values(gbs=2**31))
     assert problem.code == "PP-E214"
 
 
@@ -94,25 +97,25 @@ def named(value: dict[str, object] | set[str]) -> str:
 
 @pytest.mark.parametrize(("values", "codes"), RULES, ids=named)
 def test_a_broken_rule_is_told_by_its_code(values: dict[str, object], codes: set[str]) -> None:
-    found = problems_of(said(**values))
+    found = problems_of(config_values(**values))
     assert {problem.code for problem in found} == codes
     assert all(problem.remedy and problem.place for problem in found)
 
 
 @pytest.mark.parametrize(("values", "codes"), RULES, ids=named)
 def test_every_remedy_mends_its_problem_and_breaks_nothing_else(values: dict[str, object], codes: set[str]) -> None:
-    start = said(**values)
+    start = config_values(**values)
     before = problems_of(start)
     for problem in before:
         for line in problem.remedy.splitlines():
-            after = problems_of(start.typed(typed(line)))
+            after = problems_of(start.overridden(parse_overrides(line)))
             assert len(after) < len(before), f"{problem} -- {line} -> {after}"
             assert len(before) > 1 or after == ()
 
 
 def test_disagreeing_values_are_named_with_their_sources_and_two_ways_out() -> None:
     config, provenance = (
-        said(pp=8, vpp=1, layout="Et*3|(tt|)*29,m|L", model__num_layers=61, model__mtp_num_layers=1),
+        config_values(pp=8, vpp=1, layout="Et*3|(tt|)*29,m|L", model__num_layers=61, model__mtp_num_layers=1),
         {},
     )
     provenance = dict(config.provenance) | {
@@ -128,36 +131,36 @@ def test_disagreeing_values_are_named_with_their_sources_and_two_ways_out() -> N
 
 
 def test_all_problems_are_told_at_once() -> None:
-    codes = [p.code for p in problems_of(said(pp=2, vpp=2, layout="Et*3|t*5L", gbs=7, dp=2, ep=2, tp=3))]
+    codes = [p.code for p in problems_of(config_values(pp=2, vpp=2, layout="Et*3|t*5L", gbs=7, dp=2, ep=2, tp=3))]
     assert {"PP-E206", "PP-E207", "PP-E220"} <= set(codes)
 
 
 def test_a_typed_layout_is_never_changed() -> None:
-    start = said(pp=2, layout="Et*4|t*4L")
-    assert start.typed((("pp", 4),))["layout"] == "Et*4|t*4L"
+    start = config_values(pp=2, layout="Et*4|t*4L")
+    assert start.overridden({"pp": 4})["layout"] == "Et*4|t*4L"
     config, provenance = start.config, dict(start.provenance)
     provenance["parallel.pipeline_model_parallel_layout"] = "recipe x (recipes/x.yaml:9)"
-    assert Said(config, provenance).typed((("pp", 4),))["layout"] is None
-    assert Said(config, provenance).typed((("pp", 2),))["layout"] == "Et*4|t*4L"
+    assert ConfigValues(config, provenance).overridden({"pp": 4})["layout"] is None
+    assert ConfigValues(config, provenance).overridden({"pp": 2})["layout"] == "Et*4|t*4L"
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        (("pp", 4),),
-        (("vpp", 1), ("layout", None)),
-        (("layout", "Et*3|(tt|)*29,m|L"), ("vpp", 2)),
-        (("model.moe_layer_freq", "[0]*3+[1]*58"),),
+        {"pp": 4},
+        {"vpp": 1, "layout": None},
+        {"layout": "Et*3|(tt|)*29,m|L", "vpp": 2},
+        {"model.moe_layer_freq": "[0]*3+[1]*58"},
     ],
 )
 def test_a_command_reads_back(overrides) -> None:
-    assert typed(command(overrides)) == overrides
-    assert all("=" in word for word in shlex.split(command(overrides)))
+    assert parse_overrides(overrides_text(overrides)) == overrides
+    assert all("=" in word for word in shlex.split(overrides_text(overrides)))
 
 
 def test_hopeless_text_is_no_override() -> None:
-    assert typed("ppctl --help") == ()
-    assert typed("'unbalanced") == ()
+    assert parse_overrides("ppctl --help") == {}
+    assert parse_overrides("'unbalanced") == {}
 
 
 small = st.integers(1, 6)
@@ -189,12 +192,12 @@ layouts = st.none() | st.sampled_from(
     )
 )
 def test_whatever_disagrees_each_remedy_is_accepted(values: dict[str, object]) -> None:
-    start = said(**{key: value for key, value in values.items() if value is not None})
-    rules = {finding.rule for finding in derive(start).findings}
+    start = config_values(**{key: value for key, value in values.items() if value is not None})
+    rules = broken_rules(start)
     assume(rules)
     for problem in problems_of(start):
         for line in problem.remedy.splitlines():
-            after = {finding.rule for finding in derive(start.typed(typed(line))).findings}
+            after = broken_rules(start.overridden(parse_overrides(line)))
             assert after < rules, f"{values}: {problem.code} {line}"
 
 
@@ -221,13 +224,13 @@ moe = dict(model__num_moe_experts=8, model__moe_ffn_hidden_size=512)
 )
 def test_under_a_memory_limit_each_remedy_fits_as_well(values: dict[str, object], mib: int) -> None:
     values |= values.pop("experts", {})
-    start = said(**values, launch__device_memory=f"{mib}MiB")
+    start = config_values(**values, launch__device_memory=f"{mib}MiB")
     before = problems_of(start)
     assume(before)
     for problem in before:
         assert problem.remedy
         for line in problem.remedy.splitlines():
-            after = problems_of(start.typed(typed(line)))
+            after = problems_of(start.overridden(parse_overrides(line)))
             assert {p.code for p in after} < {p.code for p in before}, f"{problem} -- {line} -> {after}"
             assert len(before) > 1 or after == ()
 
@@ -243,11 +246,11 @@ BREADTH_FIRST = dict(pp=2, vpp=4, dp=4, gbs=16, mbs=1, seq=64, pipeline__pp_sche
     ],
 )
 def test_sharing_out_weights_is_offered_where_it_makes_room(values: dict[str, object], remedy: str) -> None:
-    start = said(**BREADTH_FIRST, **values, launch__device_memory="98MiB")
+    start = config_values(**BREADTH_FIRST, **values, launch__device_memory="98MiB")
     (problem,) = problems_of(start)
     assert problem.code == "PP-E801"
     assert remedy in problem.remedy.splitlines()
-    assert all(problems_of(start.typed(typed(line))) == () for line in problem.remedy.splitlines())
+    assert all(problems_of(start.overridden(parse_overrides(line))) == () for line in problem.remedy.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_deepseek_v3_on_its_own_cluster_is_never_advised_into_a_full_device(
                                    ("interleaved_1f1b", 4, 2, 8)])  # fmt: skip
 def test_remedies_are_weighed_with_so_few_microbatches_that_ranks_hold_the_same(sizes) -> None:
     name, pp, vpp, group = sizes
-    asked = said(pp=pp, vpp=vpp, parallel__microbatch_group_size_per_vp_stage=group)
+    asked = config_values(pp=pp, vpp=vpp, parallel__microbatch_group_size_per_vp_stage=group)
     for count in (1, 2, 3, 5, 8, 17, 18, 19, 20, 31, 35, 48, 63):
         few = settled(asked, Choice(name), count)
         held = [

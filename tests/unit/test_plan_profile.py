@@ -10,8 +10,8 @@ import pytest
 from unit_plan import equation, plan, refusal
 
 from ppctl.config.schema import RunConfig
-from ppctl.cost.profile import LayerSeconds, fitted, subject
 from ppctl.geometry.layers import Kind
+from ppctl.plan.profile import LayerSeconds, fitted, subject
 
 E, T, L = Kind("embedding", False), Kind("decoder", False), Kind("loss", False)
 TRUE = {E: (0.01, 0.03), T: (0.1, 0.25), L: (0.4, 0.7)}

@@ -11,7 +11,7 @@ from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stag
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import count_of
 from ppctl.plan import build_plan
-from ppctl.plan.split import EMBEDDING, FIRST, LAST, LOSS
+from ppctl.plan.split_options import EMBEDDING, FIRST, LAST, LOSS
 from ppctl.schedule.policies import POLICIES
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -7,7 +7,7 @@ from unit_plan import plan
 
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import count_of
-from ppctl.plan.said import typed
+from ppctl.plan.config_values import parse_overrides
 
 FAULTS = [
     pytest.param(
@@ -52,7 +52,7 @@ def test_a_published_fault_is_found_and_its_remedies_are_sound(setting: dict, fa
     for code, text in faults.items():
         assert text in problems[code].message
         for line in problems[code].remedy.splitlines():
-            mended = setting | {key.replace(".", "__"): value for key, value in typed(line)}
+            mended = setting | {key.replace(".", "__"): value for key, value in parse_overrides(line).items()}
             assert not plan(**mended).problems, line
 
 

@@ -7,13 +7,18 @@ import pytest
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.plan import Plan, build_plan
-from ppctl.plan.said import Said
+from ppctl.plan.config_values import ConfigValues
+
+
+def config_values(**values: object) -> ConfigValues:
+    """The defaults with `values` typed on the command line (aliases; `__` for a dot)."""
+    return ConfigValues(RunConfig(), {}).overridden({key.replace("__", "."): value for key, value in values.items()})
 
 
 def plan(**values: object) -> Plan:
-    """The plan of the defaults with `values` typed on the command line (aliases; `__` for a dot)."""
-    said = Said(RunConfig(), {}).typed(tuple((key.replace("__", "."), value) for key, value in values.items()))
-    return build_plan(said.config, dict(said.provenance))
+    """The plan of the defaults with `values` typed on the command line."""
+    made = config_values(**values)
+    return build_plan(made.config, made.provenance)
 
 
 def refusal(**values: object) -> list[str]:

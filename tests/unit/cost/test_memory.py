@@ -3,10 +3,11 @@
 import pytest
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.activations import Setting, Shares, stage_activations
-from ppctl.cost.memory import PRECISIONS, peaks
+from ppctl.cost.activations import Setting, stage_activations
+from ppctl.cost.state import PRECISIONS, peaks
 from ppctl.geometry.layers import parse_layers
 from ppctl.schedule.action import Action
+from ppctl.topology import ParallelSizes
 
 
 @pytest.mark.parametrize(("dtype", "bytes_per_parameter"), [("float32", 4 + 4 + 8), ("bfloat16", 2 + 4 + 12)])
@@ -33,11 +34,11 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activation_bytes_by_hand(layers: tuple[str, ...], elements: int, other: int, dtype: str) -> None:
     precision = PRECISIONS[dtype]
-    found = stage_activations(MODEL, parse_layers(layers), Setting(Shares(3, 10), precision.activation))
+    found = stage_activations(MODEL, parse_layers(layers), Setting(3, 10, precision.activation))
     assert found.kept == 30 * (elements * precision.activation + other)
 
 
-KEPT = stage_activations(MODEL, parse_layers(["decoder.0"]), Setting(Shares(1, 10), 4)).kept
+KEPT = stage_activations(MODEL, parse_layers(["decoder.0"]), Setting(1, 10, 4)).kept
 INPUT = 10 * 4 * 8
 
 
@@ -56,17 +57,17 @@ INPUT = 10 * 4 * 8
 def test_recomputation_keeps_less_and_needs_it_again_in_the_backward(recompute: dict, kept: int) -> None:
     train = TrainConfig(**{f"recompute_{name}": value for name, value in recompute.items()})
     layers = ["decoder.0", "decoder.1"]
-    plain = stage_activations(MODEL, parse_layers(layers), Setting(Shares(1, 10), 4))
-    found = stage_activations(MODEL, parse_layers(layers), Setting(Shares(1, 10), 4, train=train))
+    plain = stage_activations(MODEL, parse_layers(layers), Setting(1, 10, 4))
+    found = stage_activations(MODEL, parse_layers(layers), Setting(1, 10, 4, train=train))
     assert found.kept == kept
     assert (found.in_backward > plain.in_backward) == (kept < plain.kept)
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
-    whole = stage_activations(MODEL, parse_layers(["decoder.0"]), Setting(Shares(1, 10), 4))
-    assert (
-        stage_activations(MODEL, parse_layers(["decoder.0"]), Setting(Shares(1, 10, cp=2), 4)).kept == whole.kept // 2
-    )
+    layers = parse_layers(["decoder.0"])
+    whole = stage_activations(MODEL, layers, Setting(1, 10, 4))
+    half = stage_activations(MODEL, layers, Setting(1, 10, 4, ParallelSizes(2, cp=2, edp=2)))
+    assert half.kept == whole.kept // 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from published_models import CONF, MODELS, NAMES, TOTALS, published
 from ppctl.config.schema import ModelConfig
 from ppctl.cost import parameters as count
 from ppctl.geometry.layers import parse_layers
+from ppctl.topology import ParallelSizes
 
 GOLDEN = {
     row["model"]: row
@@ -58,9 +59,9 @@ def test_hugging_face_stores_two_bytes_for_each_parameter(name: str) -> None:
 def test_deepseek_v3_to_the_last_parameter() -> None:
     assert count.mtp_parameters(DEEPSEEK) == 11_610_068_224
     assert count.hugging_face_parameters(DEEPSEEK) == GOLDEN["DeepSeek-V3"]["params_with_mtp_hf"] == 684_489_845_504
-    assert count.decoder(DEEPSEEK, moe=False).total == 583_483_392
-    assert count.decoder(DEEPSEEK, moe=True).total == 11_507_286_272
-    assert count.embedding(DEEPSEEK).total == 926_679_040
+    assert count.decoder(DEEPSEEK, moe=False).total() == 583_483_392
+    assert count.decoder(DEEPSEEK, moe=True).total() == 11_507_286_272
+    assert count.embedding(DEEPSEEK).total() == 926_679_040
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_deepseek_v3_to_the_last_parameter() -> None:
     ],
 )
 def test_a_stage_holds_its_layers_and_its_copies(layers: tuple[str, ...], params: int, replicated: int) -> None:
-    assert count.stage_count(DEEPSEEK, parse_layers(layers)).total == params
+    assert count.stage_count(DEEPSEEK, parse_layers(layers)).total() == params
     assert count.replicated_parameters(DEEPSEEK, parse_layers(layers)) == replicated
 
 
@@ -87,7 +88,7 @@ def test_stages_without_their_copies_add_up_to_the_model(name: str, tied: bool) 
     mtp = [f"mtp.{i}" for i in range(model.mtp_num_layers or 0)]
     cut = [["embedding", *decoders[:3]], decoders[3:10], [], [*decoders[10:], *mtp], ["loss"]]
     stages = [parse_layers(stage) for stage in cut]
-    built = sum(count.stage_count(model, stage).total - count.replicated_parameters(model, stage) for stage in stages)
+    built = sum(count.stage_count(model, stage).total() - count.replicated_parameters(model, stage) for stage in stages)
     assert built == count.total_parameters(model) + count.mtp_parameters(model)
 
 
@@ -110,18 +111,21 @@ def test_tying_saves_one_table_and_counts_as_a_copy() -> None:
 )
 def test_what_an_option_adds_to_an_attention_block(option: dict[str, int], more: int) -> None:
     plain = ModelConfig(hidden_size=256, num_attention_heads=8, num_query_groups=2)
-    assert count.attention(replace(plain, **option)).total - count.attention(plain).total == more
+    assert count.attention(replace(plain, **option)).total() - count.attention(plain).total() == more
 
 
 def test_latent_attention_without_a_compressed_query() -> None:
     model = replace(DEEPSEEK, q_lora_rank=None)
-    with_q, without = count.attention(DEEPSEEK).total, count.attention(model).total
+    with_q, without = count.attention(DEEPSEEK).total(), count.attention(model).total()
     assert without - with_q == 7168 * 128 * 192 - (7168 * 1536 + 1536 + 1536 * 128 * 192)
 
 
 def test_tensor_and_expert_parallelism_divide_what_they_split() -> None:
     layer = count.decoder(DEEPSEEK, moe=True)
-    assert sum(layer.on_device()) == layer.total
-    assert sum(layer.on_device(tp=2)) == layer.tensor // 2 + layer.whole + layer.experts
-    assert sum(layer.on_device(ep=64)) == layer.tensor + layer.whole + layer.experts // 64
-    assert layer.experts == 256 * 3 * 7168 * 2048
+    split, whole, experts = layer["tp",], layer[()], layer["ep", "etp"]
+    assert split + whole + experts == layer.total()
+    assert count.on_device(layer, ParallelSizes(1)) == (split + whole, experts)
+    assert count.on_device(layer, ParallelSizes(2, tp=2, edp=2)) == (split // 2 + whole, experts)
+    assert count.on_device(layer, ParallelSizes(64, dp=64, ep=64)) == (split + whole, experts // 64)
+    assert count.on_device(layer, ParallelSizes(4, tp=4, etp=2, ep=2)) == (split // 4 + whole, experts // 4)
+    assert experts == 256 * 3 * 7168 * 2048

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from ppctl.cost.memory import PRECISIONS, Spread
-from ppctl.cost.parameters import Count
-from ppctl.cost.passing import Passing, most, passing
+from ppctl.cost.state import PRECISIONS, Passing, most, passing
 from ppctl.schedule.action import Action
+from ppctl.topology import ParallelSizes
 
 FIRST, THIRD = Passing(10, 100, 50, 0, 0), Passing(20, 200, 100, 0, 0)
 
@@ -50,6 +51,6 @@ def test_what_travels_is_counted_beside_what_it_becomes() -> None:
     [(1000, (60 // 4 + 40 // 2 + 60) * 2, 60 * 4), (30, (60 // 4 + 40 // 2 + 30) * 2, 30 * 4)],
 )
 def test_a_stage_holds_its_part_and_sends_a_bucket_of_one_group_at_a_time(bucket, arriving, leaving) -> None:
-    count, spread = Count(tensor=40, whole=20, experts=80), Spread(ep=2, dense=4, experts=2)
-    found = passing(count, spread, PRECISIONS["bfloat16"], bucket)
+    count = Counter({("tp",): 40, (): 20, ("ep", "etp"): 80})
+    found = passing(count, ParallelSizes(4, dp=4, ep=2, edp=2), PRECISIONS["bfloat16"], bucket)
     assert found == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)

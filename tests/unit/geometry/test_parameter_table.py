@@ -4,8 +4,15 @@ import pytest
 
 from ppctl.config.recompute_rules import MODULES
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.canonical_names import (
+    canonical_names,
+    embedding_uses,
+    expert_name,
+    owner_of,
+    parameter_of,
+    stage_parameters,
+)
 from ppctl.geometry.layers import Kind, Layer, parse_layers
-from ppctl.geometry.names import canonical_names, embedding_uses, expert_name, owner_of, parameter_of, stage_parameters
 from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
 
 SMALL = dict(num_layers=4, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, num_query_groups=2, vocab_size=52)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.schedule.page import timeline_html
-from ppctl.schedule.picture import Held, Picture, StageNote
+from ppctl.schedule.picture import Picture, RankMemory, StageNote
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 
@@ -25,7 +25,7 @@ def picture() -> Picture:
     schedule = make_schedule("1f1b", pp=2, num_microbatches=7)
     trace = simulate(schedule, Costs.uniform(2, 1e-3, 2e-3))
     notes = (StageNote(0, 0, 0, "embedding, decoder 0-1", ("1.5 B parameters",)), StageNote(1, 1, 0, "decoder 2, loss"))
-    held = (Held(2**30, {0: 2**28}), Held(2**30, {1: 2**27}))
+    held = (RankMemory(2**30, {0: 2**28}), RankMemory(2**30, {1: 2**27}))
     return Picture("two </script> ranks & more", "uncalibrated", trace, notes, held, limit=2**31)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from ppctl.config.keys import docstring, text_keys
 from ppctl.errors import ScheduleError
 from ppctl.schedule.action import BACKWARDS, Op
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.policies import POLICIES, Policy, make_schedule
+from ppctl.schedule.schedule_table import convert_schedule_table_to_order, get_schedule_table, warmup_counts
 from ppctl.schedule.simulate import Costs, in_flight, simulate, step_time
-from ppctl.schedule.table import convert_schedule_table_to_order, get_schedule_table, warmup_counts
 from ppctl.schedule.verify import verify
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -203,3 +205,11 @@ def test_an_extra_warmup_that_no_rank_can_use_is_refused(name: str, extra: int) 
 def test_an_empty_table_has_no_order():
     with pytest.raises(ValueError, match="PP-E304: an empty schedule table"):
         convert_schedule_table_to_order(0, 1, [])
+
+
+@pytest.mark.parametrize(
+    "policy", [policy for policy in POLICIES.values() if policy.trains], ids=lambda each: each.name
+)
+def test_the_key_names_every_schedule_that_a_run_may_ask_for(policy: Policy) -> None:
+    trained, _, planned = docstring(text_keys()["pipeline.pp_schedule"]).partition("Planned")
+    assert re.search(rf"\b{policy.name}\b", planned if policy.splits else trained)

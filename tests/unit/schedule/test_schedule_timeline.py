@@ -7,7 +7,7 @@ from schedule_sizes import made, v_shaped
 
 from ppctl.schedule.passes import lower
 from ppctl.schedule.simulate import Costs, simulate
-from ppctl.schedule.timeline import timeline_text
+from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace
 
 

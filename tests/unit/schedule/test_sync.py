@@ -7,7 +7,14 @@ import pytest
 
 from ppctl.schedule.action import Action, Op
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.sync import HOLD, RELEASE, SyncKind, sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
+from ppctl.schedule.sync_events import (
+    HOLD,
+    RELEASE,
+    SyncKind,
+    sync_of_chunks,
+    sync_of_one_chunk,
+    sync_without_pipelining,
+)
 
 RECORDS = json.loads((Path(__file__).parents[2] / "golden" / "trace.json").read_text())["records"]
 NAMES = {SyncKind.HOLD: "no_sync_enter", SyncKind.RELEASE: "no_sync_exit"}

@@ -1,4 +1,4 @@
-"""What the user said: values of the config, each with its source; and what it would be if one more thing were typed.
+"""The config with the source of each value, and what it would be with more overrides on the command line.
 
 Knows dotted keys, aliases and provenance texts. Must not know what values mean.
 """
@@ -15,12 +15,12 @@ from ppctl.config.argv import ALIASES, LAYOUT, PLACE
 from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
 
-Override = tuple[str, Any]
-"""(alias or dotted key, value), as typed on the command line."""
+Overrides = Mapping[str, Any]
+"""Alias or dotted key -> value, as on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ConfigValues:
     """A config and where its values came from. Keys may be aliases (`pp`, `gbs`) or dotted names."""
 
     config: RunConfig
@@ -35,23 +35,23 @@ class Said:
         """Where the value came from: "default", a file and line, "command line", "derived: ..."."""
         return self.provenance.get(ALIASES.get(key, key), "default")
 
-    def given(self, key: str) -> bool:
-        """Whether somebody gave a value, even one that equals the default."""
+    def is_set(self, key: str) -> bool:
+        """Whether the user set it, even to the default; false for what is null, a default or derived."""
         source = self.source(key)
         return self[key] is not None and source != "default" and not source.startswith("derived")
 
-    def told(self, *keys: str) -> str:
+    def cite(self, *keys: str) -> str:
         """One line per key that has a value: name, value and source."""
         shown = [key for key in keys if self[key] is not None]
         return "\n".join(f"{ALIASES.get(key, key)} = {self[key]} ({self.source(key)})" for key in shown)
 
-    def typed(self, overrides: tuple[Override, ...]) -> Said:
-        """What would be said if `overrides` were typed at the end of the command line.
+    def overridden(self, overrides: Overrides) -> ConfigValues:
+        """The values if `overrides` stood at the end of the command line.
 
-        As when composing, a layout that was not typed gives way to typed sizes.
+        As when composing, a layout that is not on the command line gives way to sizes that are.
         """
         config, provenance = copy.copy(self.config), dict(self.provenance)
-        names = {ALIASES.get(key, key): value for key, value in overrides}
+        names = {ALIASES.get(key, key): value for key, value in overrides.items()}
         changed = any(name in names and names[name] != self[name] for name in keys_with("layout"))
         if changed and LAYOUT not in names and not self.source(LAYOUT).startswith(PLACE):
             names[LAYOUT] = None
@@ -61,27 +61,28 @@ class Said:
             setattr(part, field, value)
             setattr(config, section, part)
             provenance[name] = PLACE
-        return Said(config, provenance)
+        return ConfigValues(config, provenance)
 
 
-def command(overrides: tuple[Override, ...]) -> str:
+def overrides_text(overrides: Overrides) -> str:
     """Overrides as a shell takes them."""
-    return " ".join(shlex.quote(f"{key}={_text(value)}") for key, value in overrides)
+    return " ".join(shlex.quote(f"{key}={value_text(value)}") for key, value in overrides.items())
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value as the command line takes it, without quotes."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def typed(text: str) -> tuple[Override, ...]:
-    """The inverse of `command` for numbers, text and null; nothing for what is no list of overrides."""
+def parse_overrides(text: str) -> Overrides:
+    """The inverse of `overrides_text` for numbers, text and null; empty for a text that is no list of overrides."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:
-        return ()
+        return {}
     if not all(equals for _, equals, _ in pairs):
-        return ()
-    return tuple((key, _value(value)) for key, _, value in pairs)
+        return {}
+    return {key: _value(value) for key, _, value in pairs}
 
 
 def _value(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""How far the forwards run ahead: `pipeline.extra_warmup` as given, or chosen by simulating the step.
+"""How far the forwards run ahead: `pipeline.extra_warmup` as set, or chosen by simulating the step.
 
 Knows message times on the devices that plans assume, and the memory that a longer warm-up takes. Must not know how
 schedules are made or run.
@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ppctl.config.quantities import memory_bytes
 from ppctl.errors import ScheduleError
-from ppctl.plan.findings import Finding, Findings
-from ppctl.plan.fit import LIMIT
-from ppctl.plan.said import Said
-from ppctl.plan.timing import Choice
+from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.memory_limit import LIMIT
+from ppctl.plan.schedule_choice import Choice
 from ppctl.plan.types import Derived, RankCost
+from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
 
@@ -25,48 +25,51 @@ CLOSE = 1.005
 """A step is as good as the best one where it takes at most this much longer: activations are not spent on less."""
 
 
-def check_warmup(said: Said, choice: Choice, findings: Findings) -> None:
+def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -> None:
     """Refuse what cannot take effect: no number, more than a rank can use, or a schedule without a warm-up."""
-    given, pp = said[EXTRA], said["pp"]
-    if given == AUTO or (given == 0 and not isinstance(given, bool)):
+    extra, pp = values[EXTRA], values["pp"]
+    if extra == AUTO or (extra == 0 and not isinstance(extra, bool)):
         return
-    told = said.told(EXTRA, "pp", "pipeline.pp_schedule")
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        message = f"{EXTRA}={given} is neither a number of forwards (0 to pp - 1) nor auto"
-        findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, AUTO),), ((EXTRA, 0),)))
+    place = values.cite(EXTRA, "pp", "pipeline.pp_schedule")
+    if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
+        message = f"{EXTRA}={extra} is neither a number of forwards (0 to pp - 1) nor auto"
+        violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: AUTO}, {EXTRA: 0}))
     elif choice.policy is None or not choice.policy.extra_warmup:
-        message = f"schedule {choice.name} has no warm-up that {EXTRA}={given} could lengthen"
-        findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, 0),)))
-    elif given > pp - 1:
-        message = f"{EXTRA}={given}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
-        findings.append(Finding("PP-E215", EXTRA, message, told, ((EXTRA, pp - 1),), ((EXTRA, AUTO),)))
+        message = f"schedule {choice.name} has no warm-up that {EXTRA}={extra} could lengthen"
+        violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: 0}))
+    elif extra > pp - 1:
+        message = f"{EXTRA}={extra}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
+        violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: pp - 1}, {EXTRA: AUTO}))
 
 
 def decide_warmup(
-    said: Said,
+    values: ConfigValues,
     choice: Choice,
-    costs: Costs,
+    costs: Callable[[], Costs],
     make: Callable[[int], Schedule],
     price: Callable[[Schedule], Sequence[RankCost]],
 ) -> tuple[int, tuple[Derived, ...]]:
     """The extra warm-up, and its equation where it was chosen.
 
-    `auto` simulates the step at `costs`, messages included, for 0, the powers of two below pp and pp - 1, and takes the
-    smallest that is close to the best among those that fit into launch.device_memory. `costs` are the plan's,
-    or measured. `make` gives the compute-only schedule of a warm-up, `price` what its ranks hold.
+    `auto` simulates the step at `costs()`, messages included, for 0, the powers of two below pp and pp - 1, and takes
+    the smallest that is close to the best among those that fit into launch.device_memory. `make` returns the
+    compute-only schedule of a warm-up, `price` what its ranks hold.
     """
-    if said[EXTRA] != AUTO:
-        return said[EXTRA], ()
-    if choice.policy is None or not choice.policy.extra_warmup or said["pp"] == 1:
-        return 0, (Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {said['pp']} needs none"),)
-    limit = device_limit(said)
+    if values[EXTRA] != AUTO:
+        return values[EXTRA], ()
+    if choice.policy is None or not choice.policy.extra_warmup or values["pp"] == 1:
+        return 0, (
+            Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {values['pp']} needs none"),
+        )
+    limit = device_limit(values)
 
     def fits(schedule: Schedule) -> bool:
         return limit is None or max(cost.peak_bytes for cost in price(schedule)) <= limit
 
-    times = simulated_steps(said["pp"], costs, make, fits)
+    prices = costs()
+    times = simulated_steps(values["pp"], prices, make, fits)
     chosen = least_warmup(times)
-    return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, costs, limit is not None)),)
+    return chosen, (Derived("extra_warmup", chosen, _equation(chosen, times, prices, limit is not None)),)
 
 
 def simulated_steps(
@@ -94,12 +97,12 @@ def _candidates(pp: int) -> list[int]:
     return sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)})
 
 
-def device_limit(said: Said) -> int | None:
+def device_limit(values: ConfigValues) -> int | None:
     """Bytes of one device, where they are known."""
     try:
-        return None if said[LIMIT] is None else memory_bytes(said[LIMIT])
+        return None if values[LIMIT] is None else memory_bytes(values[LIMIT])
     except ValueError:
-        return None  # told where memory is checked
+        return None  # `config.checks` reports it
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:

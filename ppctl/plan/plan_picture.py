@@ -1,6 +1,6 @@
 """Plan -> Picture: the step as it is predicted, what every stage is, and what every device holds while it runs.
 
-Knows what is worth telling of a stage. Must not know how pictures are drawn (`ppctl.schedule`).
+Knows what is worth showing of a stage. Must not know how pictures are drawn (`ppctl.schedule`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory import held_bytes
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import simulation_costs
-from ppctl.plan.timing import predicted
+from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.plan.types import StageSpec
-from ppctl.schedule.picture import Held, Picture, StageNote
+from ppctl.schedule.picture import Picture, RankMemory, StageNote
 
 
 def picture(plan: Plan, config: RunConfig) -> Picture:
@@ -37,14 +36,14 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
     )
 
 
-def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[Held, ...]:
+def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
     kept = {
         stage.stage: held_bytes(config, stage.stage, stage.layers, plan.sizes, micro_batch_size)[1]
         for stage in plan.stages
     }
     own = [[stage.stage for stage in plan.stages if stage.pp_rank == cost.pp_rank] for cost in plan.pp_ranks]
     return tuple(
-        Held(cost.peak_bytes - cost.activation_bytes, {stage: kept[stage] for stage in stages})
+        RankMemory(cost.peak_bytes - cost.activation_bytes, {stage: kept[stage] for stage in stages})
         for cost, stages in zip(plan.pp_ranks, own, strict=True)
     )
 

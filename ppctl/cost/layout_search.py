@@ -17,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ppctl.cost.candidates import Candidate, Space
-from ppctl.cost.scores import Price, Scores, StagePrice
+from ppctl.cost.layout_scores import Candidate, Price, Scores, Space, StagePrice
 from ppctl.layout.rules import even_counts
 from ppctl.schedule.action import Action, Schedule
 from ppctl.schedule.executor import execute
@@ -42,7 +41,7 @@ _SETTLED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Simulated:
     """A candidate and what it comes to."""
 
     candidate: Candidate
@@ -53,16 +52,16 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class SearchResult:
     """The best layout, the next best, the even split beside it, and how many were simulated."""
 
-    best: Found
-    runner_up: Found | None
-    even: Found
+    best: Simulated
+    runner_up: Simulated | None
+    even: Simulated
     simulated: int
 
 
-def balance(
+def search_layout(
     num_layers: int,
     has_mtp: bool,
     schedule: Schedule,
@@ -70,7 +69,7 @@ def balance(
     *,
     message: float = 0.0,
     limit: int | None = None,
-) -> Balance:
+) -> SearchResult:
     """Search. `schedule` may be lowered; `message` is seconds per message; `limit` is bytes of a device.
 
     Where nothing fits into `limit`, the best is what exceeds it least.
@@ -89,9 +88,9 @@ class _Search:
         self.message = message
         self.short, self.left_out = _shortened(schedule)
         self.weight = sum(map(len, self.short.actions))
-        self.found: dict[Candidate, Found] = {}
+        self.found: dict[Candidate, Simulated] = {}
 
-    def run(self) -> Balance:
+    def run(self) -> SearchResult:
         promise = self.scores.promise
         even = self.simulated(self.space.even())
         starts = {self.descended(start) for start in _starts(self.space, self.scores)}
@@ -113,7 +112,7 @@ class _Search:
             fruitless = 0 if self.best() != before else fruitless + 1
         ranked = sorted(self.found.values(), key=self.order)
         final = sorted(map(self.in_full, ranked[: self.finalists()]), key=self.order)
-        return Balance(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
+        return SearchResult(final[0], final[1] if len(final) > 1 else None, self.in_full(even), len(ranked))
 
     def finalists(self) -> int:
         """How many may be simulated in full: fewer where steps are very long, but two."""
@@ -124,11 +123,11 @@ class _Search:
         """Actions simulated so far."""
         return self.weight * len(self.found)
 
-    def order(self, found: Found) -> tuple[int, float, int, Candidate]:
+    def order(self, found: Simulated) -> tuple[int, float, int, Candidate]:
         """Least excess of memory, then least time, then least memory."""
         return (self.scores.excess(found.peak), found.step_time, found.peak, found.candidate)
 
-    def best(self) -> Found:
+    def best(self) -> Simulated:
         return min(self.found.values(), key=self.order)
 
     def descended(self, candidate: Candidate) -> Candidate:
@@ -148,16 +147,16 @@ class _Search:
         by_spread = sorted(fresh, key=lambda scored: (scored[0].excess, scored[0].spread, scored[1]))[: NEIGHBOURS // 2]
         return [move for _, move in dict.fromkeys((*by_score, *by_spread))]
 
-    def simulated(self, candidate: Candidate) -> Found:
+    def simulated(self, candidate: Candidate) -> Simulated:
         """The step simulated, with microbatches beyond the settled ones at the slowest rank's pace."""
         if candidate not in self.found:
             prices = self.scores.stage_prices(candidate)
             pace = max(self.scores.rank_seconds([price.seconds for price in prices]))
             seconds = _step_time(self.short, prices, self.message) + self.left_out * pace
-            self.found[candidate] = Found(candidate, seconds, self.scores.peak(prices))
+            self.found[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
         return self.found[candidate]
 
-    def in_full(self, found: Found) -> Found:
+    def in_full(self, found: Simulated) -> Simulated:
         """The same with every microbatch simulated."""
         if not self.left_out:
             return found

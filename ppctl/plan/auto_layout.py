@@ -1,6 +1,6 @@
 """`layout=auto`: the layout that makes the simulated step shortest within the device's memory.
 
-Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/balance`).
+Knows how a stage of the config is priced for the search. Must not know how the search goes (`cost/layout_search`).
 """
 
 from __future__ import annotations
@@ -8,31 +8,35 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from ppctl.cost.balance import Balance, Found, balance
-from ppctl.cost.candidates import Candidate
-from ppctl.cost.scores import StagePrice
+from ppctl.cost.layout_scores import Candidate, StagePrice
+from ppctl.cost.layout_search import SearchResult, Simulated, search_layout
 from ppctl.geometry.layers import Layer
 from ppctl.layout import PipelineParallelLayerLayout
+from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
-from ppctl.layout.text import canonical_text
-from ppctl.plan.cut import Cut
+from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.extra_warmup import device_limit
+from ppctl.plan.layout_choice import Cut
 from ppctl.plan.memory import held_bytes, rank_costs
 from ppctl.plan.prices import pricer
 from ppctl.plan.profile import Measured
-from ppctl.plan.said import Said
 from ppctl.plan.sizes import Batch
 from ppctl.plan.stages import stage_specs
 from ppctl.plan.types import Derived
-from ppctl.plan.warmup import device_limit
 from ppctl.schedule.action import Schedule
 from ppctl.topology import ParallelSizes
 
 
 def balanced_cut(
-    said: Said, cut: Cut, batch: Batch, schedule: Schedule, sizes: ParallelSizes, measured: Measured | None = None
+    values: ConfigValues,
+    cut: Cut,
+    batch: Batch,
+    schedule: Schedule,
+    sizes: ParallelSizes,
+    measured: Measured | None = None,
 ) -> Cut:
-    """The best layout of as many stages as `cut` has, with what it was held against."""
-    config, model = said.config, said.config.model
+    """The best layout of as many stages as `cut` has, with what it was compared with."""
+    config, model = values.config, values.config.model
     mtp, per_stage = model.mtp_num_layers or 0, config.train.recompute_stages is not None
 
     last = len(cut.layout.stages) - 1
@@ -56,25 +60,26 @@ def balanced_cut(
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
-    limit = device_limit(said)
+    limit = device_limit(values)
     if limit is not None:
         limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    found = balance(model.num_layers, mtp > 0, schedule, price, message=pricing(0, (), False).message_s, limit=limit)
-    layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), said["pp"])
-    told = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
-    return replace(cut, layout=layout, derived=(told, *(each for each in cut.derived if each.key != "layout")))
+    message = pricing(0, (), False).message_s
+    found = search_layout(model.num_layers, mtp > 0, schedule, price, message=message, limit=limit)
+    layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
+    derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
+    return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))
 
 
 def _text(candidate: Candidate, mtp: int) -> str:
     return canonical_text(stages_of(candidate.counts, mtp, candidate.mtp_stage))
 
 
-def _equation(found: Balance, mtp: int, batch: Batch) -> str:
-    def told(other: Found) -> str:
+def _equation(found: SearchResult, mtp: int, batch: Batch) -> str:
+    def timed(other: Simulated) -> str:
         return f"{_text(other.candidate, mtp)} {other.step_time * batch.accumulation:.4g} s"
 
-    beside = [f"even split {told(found.even)}"]
+    beside = [f"even split {timed(found.even)}"]
     if found.runner_up is not None:
-        beside.insert(0, f"next best {told(found.runner_up)}")
+        beside.insert(0, f"next best {timed(found.runner_up)}")
     count = f"{found.simulated} layouts simulated" if found.simulated > 1 else "the only one"
-    return f"layout {told(found.best)} a step: {count}; {'; '.join(beside)}"
+    return f"layout {timed(found.best)} a step: {count}; {'; '.join(beside)}"

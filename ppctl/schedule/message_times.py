@@ -17,7 +17,7 @@ def message_times(steps: Iterable[Iterable[Span]], placement: Placement) -> dict
     """Median seconds from the end of what makes a message to the start of what uses it, by channel.
 
     Counted are messages that a rank stood idle for, between two of its actions: sending, waiting and waking up, as a
-    schedule feels them. Of the others only a bound is known; a channel that has no other message is left out. Spans
+    schedule feels them. Other messages give only a bound; a channel that has no message that counts is left out. Spans
     are on a common clock, those of a rank in the order in which it ran them.
     """
     waits: dict[Channel, list[float]] = {}

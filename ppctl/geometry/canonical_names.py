@@ -7,6 +7,7 @@ one name per use; the first use in canonical order owns it. Must not know tensor
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 
@@ -29,15 +30,15 @@ EMBEDDING_USES = (EMBEDDING, OUTPUT, MTP_EMBEDDING)
 """In canonical order; all but the first are uses only where a model has them."""
 
 
-def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[Parameter]:
-    """The rows of a stage: those of every kind of layer once, however many layers of it there are."""
+def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
+    """The rows of a stage, replicas included, each with the number of its layers that have it."""
     held, sizes = tuple(layers), Sizes.of(model)
-    kinds = set(layer_kinds(model, held))
-    found = [row for kind in kinds for row in kind_parameters(sizes, kind)]
+    kinds = Counter(layer_kinds(model, held))
+    found = [(row, number) for kind, number in kinds.items() for row in kind_parameters(sizes, kind)]
     if holds_final_norm(model, held):
-        found.extend(final_norm(sizes))
+        found += [(row, 1) for row in final_norm(sizes)]
     if any(kind.name == "mtp" for kind in kinds):
-        found.append(mtp_embedding(sizes))
+        found.append((mtp_embedding(sizes), 1))
     return found
 
 
@@ -112,7 +113,7 @@ def owner_of(name: str, model: ModelConfig) -> str:
 
 def embedding_uses(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
     """The names under which a stage uses the token embedding, in the order of `EMBEDDING_USES`."""
-    uses = {row.name for row in stage_rows(model, layers) if EMBEDDING in (row.name, row.copy_of)}
+    uses = {row.name for row, _ in stage_rows(model, layers) if EMBEDDING in (row.name, row.copy_of)}
     return tuple(name for name in EMBEDDING_USES if name in uses)
 
 

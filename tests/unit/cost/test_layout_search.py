@@ -8,9 +8,8 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from ppctl.cost.balance import balance
-from ppctl.cost.candidates import Candidate
-from ppctl.cost.scores import Price, StagePrice, worst_moments
+from ppctl.cost.layout_scores import Candidate, Price, StagePrice, worst_moments
+from ppctl.cost.layout_search import search_layout
 from ppctl.schedule.action import Op, Schedule
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
@@ -72,7 +71,7 @@ def random_case(seed: int) -> tuple[int, bool, Schedule, Price, float]:
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_among_all_layouts_is_faster(seed: int) -> None:
     num_layers, has_mtp, schedule, price, message = random_case(seed)
-    found = balance(num_layers, has_mtp, schedule, price, message=message)
+    found = search_layout(num_layers, has_mtp, schedule, price, message=message)
     fastest = min(seconds_of(c, schedule, price, message) for c in every_layout(num_layers, schedule, has_mtp=has_mtp))
     assert found.best.step_time == pytest.approx(seconds_of(found.best.candidate, schedule, price, message))
     assert found.best.step_time <= fastest * (1 + 1e-9)
@@ -84,7 +83,7 @@ def test_under_a_memory_limit_it_takes_the_fastest_that_fits(seed: int) -> None:
     layouts = list(every_layout(num_layers, schedule, has_mtp=has_mtp))
     peaks = sorted(peak_of(layout, schedule, price) for layout in layouts)
     limit = peaks[len(peaks) // 3]
-    found = balance(num_layers, has_mtp, schedule, price, message=message, limit=limit)
+    found = search_layout(num_layers, has_mtp, schedule, price, message=message, limit=limit)
     assert found.best.peak == peak_of(found.best.candidate, schedule, price) <= limit
     fastest = min(seconds_of(c, schedule, price, message) for c in layouts if peak_of(c, schedule, price) <= limit)
     assert found.best.step_time <= fastest * (1 + 1e-9)
@@ -92,14 +91,14 @@ def test_under_a_memory_limit_it_takes_the_fastest_that_fits(seed: int) -> None:
 
 def test_where_nothing_fits_it_is_the_one_that_exceeds_least() -> None:
     num_layers, has_mtp, schedule, price, message = random_case(3)
-    found = balance(num_layers, has_mtp, schedule, price, message=message, limit=1)
+    found = search_layout(num_layers, has_mtp, schedule, price, message=message, limit=1)
     least = min(peak_of(c, schedule, price) for c in every_layout(num_layers, schedule, has_mtp=has_mtp))
     assert found.best.peak <= 1.05 * least
 
 
 def test_it_is_the_same_every_time() -> None:
     case = random_case(7)
-    assert balance(*case[:4], message=case[4]) == balance(*case[:4], message=case[4])
+    assert search_layout(*case[:4], message=case[4]) == search_layout(*case[:4], message=case[4])
 
 
 def test_worst_moments_are_those_that_no_other_exceeds() -> None:

@@ -13,7 +13,7 @@ from unit_plan import equation, plan, refusal
 from ppctl.cli.plan import planned
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.slots import to_slots
+from ppctl.schedule.simulate import to_slots
 
 FINE = make_schedule("interleaved_1f1b", pp=3, vpp=2, num_microbatches=6)
 

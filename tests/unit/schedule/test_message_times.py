@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ppctl.schedule.action import Action, Channel, Op, Placement
-from ppctl.schedule.hops import message_times
+from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate

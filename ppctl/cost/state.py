@@ -1,0 +1,225 @@
+"""Bytes of model state on one device, all the time or only while a stage computes, and peaks over a schedule.
+
+Knows the precision recipes of `train/precision.py`, how sharding divides them, and in which order `train/gathered.py`
+and `train/sharded.py` make and free what `full` sharding gathers (decision 21). Must not know layers' activations, or
+of schedules more than their order of F, B and W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import Count, on_device
+from ppctl.geometry.layers import Layer, layer_kinds
+from ppctl.geometry.parameters import Sizes, kind_parameters
+from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F
+from ppctl.schedule.sync_events import gathers_ahead
+from ppctl.topology import ParallelSizes
+
+
+class Precision(NamedTuple):
+    """Bytes per parameter and per activation element."""
+
+    dtype: str
+    weight: int
+    gradient: int
+    optimizer: int
+    """AdamW's two fp32 moments, and the fp32 master weight where weights are narrower."""
+    activation: int
+
+
+PRECISIONS = {
+    "float32": Precision("float32", 4, 4, 8, 4),
+    "bfloat16": Precision("bfloat16", 2, 4, 12, 2),
+    "float16": Precision("float16", 2, 4, 12, 2),
+}
+
+
+SHARED_OPTIMIZER = 12
+"""Bytes per parameter of a part: its float32 master and AdamW's two moments."""
+
+
+class State(NamedTuple):
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def state_bytes(count: Count, sizes: ParallelSizes, precision: Precision, sharding: str) -> State:
+    """Weights, gradients and optimizer state of `count` parameters while a step uses them.
+
+    Sharding divides the optimizer's state, in which there is a float32 master of every weight then. Weights and
+    gradients are whole, since gradients are summed once a step; with `full` only for as long as `Passing` says.
+    """
+    dense, experts = on_device(count, sizes)
+    whole = dense + experts
+    weights, gradients = whole * precision.weight, whole * precision.gradient
+    if sharding == "none":
+        return State(weights, gradients, whole * precision.optimizer)
+    return State(weights, gradients, shared(dense, experts, sizes) * SHARED_OPTIMIZER)
+
+
+def shared(dense: int, experts: int, sizes: ParallelSizes) -> int:
+    """Parameters of a device that are its part of what its data-parallel ranks share."""
+    return -(-dense // (sizes.dp * sizes.cp)) - (-experts // sizes.edp)
+
+
+_FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
+"""Matrices that Megatron stacks on another one, so that one product reads both."""
+
+
+def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes) -> int:
+    """One 16-bit weight gradient for every distinct shape of a weight in these layers, as TE 2.11 keeps them.
+
+    Of decoder layers those of attention and feed-forward, without the router; of the loss the output.
+    """
+    shapes = set()
+    for kind in set(layer_kinds(model, layers)):
+        rows = kind_parameters(Sizes.of(model), kind) if kind.name != "embedding" else ()
+        if kind.name != "loss":
+            blocks = ("attention", "feed_forward", "moe")
+            rows = tuple(row for row in rows if row.role in ("matrix", "expert") and any(map(row.inside, blocks)))
+        stacked: Counter[str] = Counter()
+        for row in rows:
+            block, dot, name = row.name.removesuffix(".weight").rpartition(".")
+            stacked[f"{block}{dot}{_FUSED.get(name, name)}"] += row.shape[0]
+        for row in rows:
+            outputs = stacked.get(row.name.removesuffix(".weight"))
+            if outputs is not None:
+                split = {dim - bool(row.experts): getattr(sizes, axis) for axis, dim in row.splits if axis != "ep"}
+                shapes.add((outputs // split.get(0, 1), row.shape[1] // split.get(1, 1)))
+    return 2 * sum(map(prod, shapes))
+
+
+def peaks(
+    actions: Iterable[Action], bytes_of: Sequence[int], while_backward: Sequence[int] | None = None
+) -> tuple[int, int]:
+    """(activations in flight, their bytes) of one rank, each at its largest.
+
+    A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
+    and holds `bytes_of[stage]`; `while_backward[stage]` more (what is computed again) while its backward runs. Exact,
+    since a rank runs its list in order. One walk for both: plans hold many actions.
+    """
+    alive = most = held = largest = 0
+    for op, stage, _ in actions:
+        if op is F:
+            alive += 1
+            held += bytes_of[stage]
+            if alive > most:
+                most = alive
+            if held > largest:
+                largest = held
+        elif op in LIFE_ENDS:
+            if while_backward is not None and held + while_backward[stage] > largest:
+                largest = held + while_backward[stage]
+            alive -= 1
+            held -= bytes_of[stage]
+    return most, largest
+
+
+class Passing(NamedTuple):
+    """State of one stage under `full` sharding, in bytes, which lives only while the stage computes.
+
+    Weights are gathered beside the forward before the stage's first one, whole from there, and freed behind its last
+    backward. Gradients are made by its first backward, and freed when the sums of the rank's next stage (or the step's
+    end) have waited for theirs. Each comes with a copy on its way, bucket by bucket.
+    """
+
+    weights: int
+    gradients: int
+    parts: int
+    """This rank's part of the summed gradients, from their summing to the step's end."""
+    arriving: int
+    """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
+    leaving: int
+    """Beside the gradients while they are summed: a bucket's copy."""
+
+
+class Most(NamedTuple):
+    """The most bytes at once, over a rank's list of actions."""
+
+    weights: int
+    gradients: int
+    total: int
+    """Of these with activations and what is on its way."""
+
+
+def passing(count: Count, sizes: ParallelSizes, precision: Precision, bucket: int) -> Passing:
+    """Of a stage's parameters; `bucket` are the most elements that travel at once."""
+    dense, experts = on_device(count, sizes)
+    whole, part = dense + experts, shared(dense, experts, sizes)
+    copied = min(max(dense, experts), bucket)
+    weight, gradient = precision.weight, precision.gradient
+    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, copied * gradient)
+
+
+def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], stages: Mapping[int, Passing]) -> Most:
+    """Over the list of a rank that has `stages`; `kept` and `again` are activations by stage, as `peaks` takes them."""
+    rank, ahead = _Rank(stages), gathers_ahead(actions)
+    backwards = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
+    for action in actions:
+        op, stage, _ = action
+        if op is F:
+            rank.gather(stage)
+            if action in ahead:
+                rank.begin(ahead[action])
+            rank.activations += kept[stage]
+            rank.note()
+        if op in LIFE_ENDS:
+            rank.note(again[stage])
+            rank.activations -= kept[stage]
+        if op in WEIGHT_GRADIENTS:
+            rank.gradients[stage] = stages[stage].gradients
+            rank.note()
+            backwards[stage] -= 1
+            if not backwards[stage]:
+                rank.reduce(stage)
+    return rank.most
+
+
+class _Rank:
+    """What a rank holds at a moment of its list, and the most so far."""
+
+    def __init__(self, stages: Mapping[int, Passing]) -> None:
+        self.stages = stages
+        self.weights: dict[int, int] = {}
+        self.gradients: dict[int, int] = {}
+        self.activations = 0
+        self.parts = 0
+        self.leaving: int | None = None
+        self.gathered: set[int] = set()
+        self.most = Most(0, 0, 0)
+
+    def begin(self, stage: int) -> None:
+        self.weights[stage] = self.stages[stage].weights
+
+    def gather(self, stage: int) -> None:
+        if stage not in self.gathered:
+            self.gathered.add(stage)
+            self.begin(stage)
+            self.note(self.stages[stage].arriving)
+
+    def reduce(self, stage: int) -> None:
+        """Weights go, the sums of the stage before are there, and this one's leave."""
+        del self.weights[stage]
+        self.gradients.pop(self.leaving if self.leaving is not None else -1, None)
+        self.leaving = stage
+        self.note(self.stages[stage].leaving)
+        self.parts += self.stages[stage].parts
+        self.note()
+
+    def note(self, more: int = 0) -> None:
+        weights, gradients = sum(self.weights.values()), sum(self.gradients.values())
+        total = weights + gradients + self.parts + self.activations + more
+        self.most = Most(*map(max, self.most, (weights, gradients, total)))

@@ -1,0 +1,196 @@
+"""The layout that is used: the one in the config, compared with pp, vpp and the model, or the even split.
+
+Knows how stages, pp and vpp depend on each other. Must not know the layout language, the world or costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config.argv import PLACE
+from ppctl.errors import LayoutError
+from ppctl.layout import PipelineParallelLayerLayout, even_layout
+from ppctl.plan.config_values import ConfigValues, Overrides, parse_overrides
+from ppctl.plan.sizes import TOO_MUCH, nearest_divisors
+from ppctl.plan.split_options import Split, compile_split, used_options
+from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
+
+AUTO = "auto"
+"""The layout that is found by search."""
+
+MOST_LAYERS_SEARCHED, MOST_STAGES_SEARCHED, MOST_HOMES_SEARCHED = 256, 64, 2**17
+"""What `auto` searches in seconds. The last: layers x stages x pp_ranks, on each of which the MTP layers may be."""
+
+LAYERS = ("model.num_layers", "model.mtp_num_layers")
+RECOMPUTED = "train.recompute_stages"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The layout that a run is cut by, and the equations of what was derived for it."""
+
+    layout: PipelineParallelLayerLayout
+    derived: tuple[Derived, ...]
+
+    @property
+    def vpp(self) -> int:
+        """Chunks per pp_rank."""
+        return self.layout.virtual_pipeline_model_parallel_size
+
+
+def derive_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None = None) -> Cut | None:
+    """The layout. None if there is none that fits; then `violations` say why.
+
+    `chunks` is how many chunks per rank the schedule asks for, and why: the even split's vpp where none is set.
+    """
+    split = compile_split(values, violations)
+    if split is not None:
+        return _split_cut(values, split, violations)
+    if used_options(values):
+        return None  # they do not fit, and `compile_split` added why
+    text = values["layout"]
+    # For `auto` the even split stands until the schedule is known: `auto_layout.balanced_cut` replaces it.
+    return _even_cut(values, violations, chunks) if text in (None, AUTO) else _configured_cut(values, text, violations)
+
+
+def check_search(values: ConfigValues, num_stages: int, violations: Violations) -> None:
+    """Refuse a search for a layout that would take more than seconds."""
+    layers = values["model.num_layers"]
+    homes = layers * num_stages * values["pp"] if values["model.mtp_num_layers"] else 0
+    if layers > MOST_LAYERS_SEARCHED or num_stages > MOST_STAGES_SEARCHED or homes > MOST_HOMES_SEARCHED:
+        message = (
+            f"layout=auto searches layouts of at most {MOST_LAYERS_SEARCHED} decoder layers on at most "
+            f"{MOST_STAGES_SEARCHED} stages, and with multi-token prediction of at most {MOST_HOMES_SEARCHED} layers x "
+            f"stages x pp; here {layers} layers on {num_stages} stages and pp {values['pp']}"
+        )
+        place = values.cite("layout", *LAYERS, "pp", "vpp")
+        violations.append(Violation(TOO_MUCH, "search", message, place, {"layout": None}))
+
+
+def _split_cut(values: ConfigValues, split: Split, violations: Violations) -> Cut | None:
+    """The layout that Megatron's or NeMo's options were compiled to; it is printed, and held to all rules."""
+    layout = PipelineParallelLayerLayout(split.layout, values["pp"])
+    if wrong := layout.problems(values["model.num_layers"], values["model.mtp_num_layers"]):
+        _adopt(violations, LayoutError(wrong), values)
+        return None
+    derived = [split.derived]
+    if values["vpp"] is None:
+        count, pp = len(layout.stages), values["pp"]
+        derived.append(Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"))
+    return Cut(layout, tuple(derived))
+
+
+def _even_cut(values: ConfigValues, violations: Violations, chunks: tuple[int, str] | None) -> Cut | None:
+    """The even split; vpp is 1 unless it is set, or the schedule asks for more."""
+    wanted, asks = chunks or (1, "neither a layout nor virtual_pipeline_model_parallel_size was given")
+    layers, pp, vpp = values["model.num_layers"], values["pp"], values["vpp"] or wanted
+    # What no layout can hold is a typing error in one of these.
+    fewer = ({"pp": min(pp, layers), "vpp": 1}, {"model.num_layers": pp * vpp})
+    try:
+        text = even_layout(layers, pp * vpp, values["model.mtp_num_layers"] or 0)
+        layout = PipelineParallelLayerLayout(text, pp)
+    except LayoutError as error:
+        _adopt(violations, error, values, *fewer)
+        return None
+    stages = f"{pp * vpp} stage{'' if pp * vpp == 1 else 's'}"
+    why = f"even split of {layers} layers over {stages} (pp {pp} x vpp {vpp})"
+    idle = pp * vpp - layers
+    if idle > 0:
+        why += f"; {idle} {'stage has' if idle == 1 else 'stages have'} no decoder layer"
+    source = values.source("layout")
+    if source.startswith("derived: "):
+        why += f"; {source.removeprefix('derived: ')}"
+    derived = [Derived("layout", text, f"layout {text}: {why}")]
+    if values["vpp"] is None:
+        derived.append(Derived("vpp", vpp, f"vpp {vpp}: {asks}"))
+    return Cut(layout, tuple(derived))
+
+
+def _configured_cut(values: ConfigValues, text: Any, violations: Violations) -> Cut | None:
+    pp, vpp = values["pp"], values["vpp"]
+    try:
+        count = len(PipelineParallelLayerLayout(text, 1).stages)
+    except LayoutError as error:
+        _adopt(violations, error, values)
+        return None
+    if count != pp * vpp if vpp is not None else count % pp:
+        violations.append(_disagreement(values, count))
+    layout = PipelineParallelLayerLayout(text, pp if count % pp == 0 else 1)
+    problems = layout.problems(values["model.num_layers"], values["model.mtp_num_layers"])
+    # Where the stages do not fit pp, the rule that MTP belongs in a rank's last chunk has no meaning yet.
+    wrong = [problem for problem in problems if count % pp == 0 or problem.code != "PP-E018"]
+    if wrong:
+        _adopt(violations, LayoutError(wrong), values)
+    if count % pp or wrong or (vpp is not None and count != pp * vpp):
+        return None
+    derived: tuple[Derived, ...] = ()
+    if vpp is None:
+        derived = (Derived("vpp", count // pp, f"vpp {count // pp} = {count} stages of the layout / pp {pp}"),)
+    return Cut(layout, derived)
+
+
+def _adopt(violations: Violations, error: LayoutError, values: ConfigValues, *more: Overrides) -> None:
+    """The layout's own problems, with the source of the layout; their own remedies come first, then `more`."""
+    for problem in error.problems:
+        place = "\n".join(filter(None, [problem.place, f"layout from: {values.source('layout')}"]))
+        own = [parse_overrides(line) for line in problem.remedy.splitlines()]
+        violations.append(
+            Violation(problem.code, "layout", problem.message, place, *filter(None, own), *_even(values), *more)
+        )
+
+
+def _disagreement(values: ConfigValues, count: int) -> Violation:
+    """The layout has `count` stages, and pp and vpp want another number."""
+    pp, vpp = values["pp"], values["vpp"]
+    if vpp is None:
+        message = (
+            f"the layout has {count} stages, which pp {pp} ranks cannot share evenly: vpp = {count} / {pp} is not whole"
+        )
+    else:
+        message = f"the layout has {count} stages, and pp {pp} x vpp {vpp} = {pp * vpp}"
+        message += f"; {count} stages on pp {pp} would be vpp={count // pp}" if count % pp == 0 else ""
+    return Violation("PP-E220", "layout", message, values.cite("layout", "pp", "vpp"), *_agreements(values, count))
+
+
+def _agreements(values: ConfigValues, count: int) -> Iterator[Overrides]:
+    """Ways to make layout, pp and vpp agree: another vpp, the even split, another pp."""
+    pp, vpp = values["pp"], values["vpp"]
+    if count % pp == 0:
+        yield {"vpp": count // pp}
+    yield from _even(values)
+    # A layout that was typed stays; another one would give way to the new sizes unless it is typed as well.
+    keep: Overrides = {} if values.source("layout").startswith(PLACE) else {"layout": _text(values)}
+    if vpp is not None and count % vpp == 0:
+        yield {"pp": count // vpp, **keep}
+    for size in nearest_divisors(count, pp):
+        yield {"pp": size, "vpp": count // size, **keep}
+
+
+def _text(values: ConfigValues) -> str:
+    """The config's layout as a string, even if it is a list."""
+    return PipelineParallelLayerLayout(values["layout"], 1).canonical()
+
+
+def _even(values: ConfigValues) -> Iterator[Overrides]:
+    """The even split, typed."""
+    try:
+        stages = values["pp"] * (values["vpp"] or 1)
+        yield {"layout": even_layout(values["model.num_layers"], stages, values["model.mtp_num_layers"] or 0)}
+    except LayoutError:
+        return
+
+
+def check_recompute(values: ConfigValues, stages: int, violations: Violations) -> None:
+    """Refuse numbers of stages to recompute that the pipeline does not have, and an empty list."""
+    chosen = values[RECOMPUTED]
+    if chosen is None:
+        return
+    missing = [number for number in chosen if not 0 <= number < stages]
+    if missing or not chosen:
+        what = f"stage {missing[0]} is not there" if missing else "no stage is named"
+        message = f"{RECOMPUTED}={chosen}: {what}; stages are 0 to {stages - 1}, pp x vpp of them"
+        place = values.cite(RECOMPUTED, "pp", "vpp")
+        violations.append(Violation("PP-E217", RECOMPUTED, message, place, {RECOMPUTED: None}))

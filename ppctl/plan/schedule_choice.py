@@ -1,0 +1,170 @@
+"""Which schedule runs, the proof that it can, and what it would take.
+
+Knows how a schedule is chosen, proved and priced. Must not know how schedules work (`ppctl.schedule`) or layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ppctl.config.argv import PLACE
+from ppctl.config.checks import in_batches
+from ppctl.config.limits import MOST_STAGES
+from ppctl.errors import Problem, ScheduleError
+from ppctl.plan.config_values import ConfigValues, Overrides
+from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
+from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule, schedule_policy
+from ppctl.schedule.verify import verify
+
+MOST_ACTIONS = 200_000
+"""Forwards and backwards of one schedule call: about 3 s of planning on one core."""
+
+_SETTLED = 4
+"""Rounds of the pipeline after which no rank holds more than before."""
+
+SCHEDULE = "pipeline.pp_schedule"
+GROUP = "parallel.microbatch_group_size_per_vp_stage"
+CAPACITY = "pipeline.p2p_capacity"
+CSV = "pipeline.pp_schedule_csv"
+FROM_FILE = "csv"
+"""The name of a schedule from a file."""
+
+
+class Choice(NamedTuple):
+    """A policy's name, and the equation where ppctl chose it; or a schedule from a file."""
+
+    name: str
+    derived: tuple[Derived, ...] = ()
+    schedule: Schedule | None = None
+
+    @property
+    def policy(self) -> Policy | None:
+        """What is known about the policy; None for a schedule from a file."""
+        return POLICIES[self.name] if self.schedule is None else None
+
+    @property
+    def placement(self) -> str:
+        """How stages are placed: `loop` or `v`."""
+        return POLICIES[self.name].placement if self.schedule is None else self.schedule.placement.kind
+
+
+def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> Choice | None:
+    """1F1B for one chunk per rank, interleaved 1F1B for more, unless the config names a schedule."""
+    asked = values[SCHEDULE]
+    name = schedule_policy(asked)
+    if name is None:
+        return None  # `config.checks` reports it
+    policy = POLICIES[name]
+    if not policy.runs(vpp):
+        if not values.is_set(SCHEDULE):
+            return Choice(fitting_policy(vpp), (_chosen(vpp, "no schedule was given"),))
+        message = f"schedule {asked} runs {policy.chunks_in_words}, and vpp is {vpp}"
+        chunks: Overrides = {"vpp": policy.chunks, **({} if values["layout"] is None else {"layout": None})}
+        ways: list[Overrides] = [chunks, {SCHEDULE: fitting_policy(vpp)}]
+        ways = ways[::-1] if policy.for_more_chunks else ways
+        violations.append(Violation("PP-E213", SCHEDULE, message, values.cite(SCHEDULE, "vpp", "layout"), *ways))
+        return None
+    source = values.source(SCHEDULE)
+    if name == fitting_policy(2) and vpp == 1 and values.source("vpp") == PLACE != source:
+        return Choice(fitting_policy(1), (_chosen(vpp, f"{asked} ({source}) was given for more chunks"),))
+    return Choice(name)
+
+
+def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
+    """So few microbatches that ranks hold as much as with all of them: 1F1B, plain or interleaved, repeats itself."""
+    if choice.policy is None or not choice.policy.settles or values["pipeline.extra_warmup"] == "auto":
+        return num_microbatches
+    pp: int = values["pp"]
+    unit: int = values[GROUP] if values.is_set(GROUP) else pp
+    return min(num_microbatches, num_microbatches % unit + unit * _SETTLED * -(-pp // unit))
+
+
+def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, violations: Violations) -> None:
+    """Refuse a step with more actions than anyone can plan: some size is not what was meant."""
+    if num_stages > MOST_STAGES:
+        message = f"the layout has {num_stages:,} stages; a plan holds at most {MOST_STAGES:,}"
+        ways: tuple[Overrides, ...] = ({"layout": None}, {"layout": None, "vpp": 1})
+        violations.append(Violation(TOO_MUCH, "stages", message, values.cite("pp", "vpp"), *ways))
+        return
+    policy = POLICIES.get(schedule_policy(values[SCHEDULE]) or "")
+    least = policy.least_microbatches(values["pp"]) if policy is not None else 1
+    if least > 1 and 2 * num_stages * least > MOST_ACTIONS:
+        message = (
+            f"{values[SCHEDULE]} is made for at least {least:,} microbatches at pp {values['pp']}, through "
+            f"{num_stages:,} stages {2 * num_stages * least:,} forwards and backwards; a plan holds at most "
+            f"{MOST_ACTIONS:,}"
+        )
+        ways = ({SCHEDULE: fitting_policy(2)}, {SCHEDULE: fitting_policy(2), "layout": None})
+        violations.append(Violation(TOO_MUCH, SCHEDULE, message, values.cite(SCHEDULE, "pp"), *ways))
+        return
+    if 2 * num_stages * num_microbatches <= MOST_ACTIONS:
+        return
+    most = max(1, MOST_ACTIONS // 2 // num_stages)
+    message = (
+        f"{num_microbatches:,} microbatches through {num_stages:,} stages are {2 * num_stages * num_microbatches:,} "
+        f"forwards and backwards in a step; a plan holds at most {MOST_ACTIONS:,}"
+    )
+    gbs, mbs = values["gbs"], values["mbs"]
+    parts = [size for size in nearest_divisors(num_microbatches, most) if size <= most]
+    calls = [{CALL: mbs * size} for size in parts[:1]]
+    fewer = {"gbs": gbs // num_microbatches * most}
+    larger = {"mbs": mbs * -(-num_microbatches // most), "gbs": gbs // num_microbatches * -(-num_microbatches // most)}
+    violations.append(
+        Violation(TOO_MUCH, "gbs", message, values.cite("gbs", "mbs", "dp", "pp", "vpp"), *calls, fewer, larger)
+    )
+
+
+def _chosen(vpp: int, why: str) -> Derived:
+    chunks = "one chunk" if vpp == 1 else f"{vpp} chunks"
+    return Derived("schedule", fitting_policy(vpp), f"schedule {fitting_policy(vpp)}: {chunks} per rank, and {why}")
+
+
+def compute_only(
+    values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
+) -> Schedule:
+    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp."""
+    if choice.schedule is not None:
+        return choice.schedule
+    return make_schedule(
+        choice.name,
+        pp=values["pp"],
+        vpp=vpp,
+        num_microbatches=num_microbatches,
+        microbatch_group_size=values[GROUP] if values.is_set(GROUP) else None,
+        extra_warmup=extra_warmup,
+    )
+
+
+class Proof(NamedTuple):
+    """A compute-only schedule, what it was lowered to, and what is wrong with that."""
+
+    plain: Schedule
+    schedule: Schedule
+    wrong: list[Problem]
+
+
+def proved(values: ConfigValues, plain: Schedule) -> Proof:
+    """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity is set."""
+    capacity, batched = values[CAPACITY], in_batches(values.config.parallel)
+    if plain.name == FROM_FILE and (wrong := verify(plain)):
+        return Proof(plain, plain, [replace(each, place=f"{each.place}\n{values.cite(CSV)}".strip()) for each in wrong])
+    try:
+        free = lower(plain, batched=batched)
+    except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
+        return Proof(plain, plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)])
+    schedule = free if capacity is None else lower(plain, capacity=capacity, batched=batched)
+    wrong = verify(schedule)
+    if capacity is None or batched:
+        return Proof(plain, schedule, wrong)
+    twin = forwards_alone(schedule.placement, plain.num_microbatches)
+    wrong = wrong or verify(lower(twin, capacity=capacity))
+    enough = max([*free.capacities.values(), *lower(twin).capacities.values()], default=1)
+    remedy = f"{CAPACITY}={enough}\n{CAPACITY}=null"
+    place = values.cite(CAPACITY)
+    wrong = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
+    return Proof(plain, schedule, wrong)

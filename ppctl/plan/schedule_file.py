@@ -1,0 +1,116 @@
+"""The schedule from a CSV file (`pipeline.pp_schedule_csv`), and how it may disagree with the sizes.
+
+The one file that planning reads. Knows that rows are pp_ranks. Must not
+know the text form (`ppctl.schedule.action`) or what makes a schedule sound (`verify`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ppctl.config.schema import RunConfig
+from ppctl.errors import Problem, ScheduleError
+from ppctl.files import read_text
+from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.layout_choice import Cut
+from ppctl.plan.plan import Plan
+from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice
+from ppctl.plan.sizes import CALL, Batch
+from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
+from ppctl.schedule.action import MESSAGES, Op, Schedule
+from ppctl.schedule.policies import POLICIES, schedule_policy
+
+CODE = "PP-E216"
+_MOST_READ = 2**22
+"""Bytes of a file: 4 MiB, twice what as many actions take as a plan holds."""
+_WITHOUT = {CSV: None}
+
+
+def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule | None:
+    """The schedule in the file; None if no file is set or, with violations, if it cannot be used."""
+    if values[CSV] is None:
+        return None
+    try:
+        text = read_text(values[CSV], _MOST_READ)
+        schedule = Schedule.from_csv(text, name=FROM_FILE)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"the schedule file {values[CSV]} cannot be read: {reason}"
+        violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
+        return None
+    except ScheduleError as error:
+        for problem in error.problems:
+            place = f"{values[CSV]}, {problem.place}" if problem.place else values.cite(CSV)
+            violations.append(Violation(problem.code, f"{CSV} {problem.place}", problem.message, place, _WITHOUT))
+        return None
+    if any(action.op in MESSAGES for row in schedule.actions for action in row):
+        message = f"{values[CSV]} holds messages; ppctl places its own: give the forwards and backwards alone"
+        violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
+        return None
+    rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)
+    return replace(schedule, actions=rows)
+
+
+def chunks_wanted(values: ConfigValues, schedule: Schedule | None) -> tuple[int, str] | None:
+    """How many chunks per rank the schedule asks for, where it does; and why."""
+    if schedule is not None:
+        stages, pp = schedule.placement.num_stages, schedule.placement.pp
+        return max(1, stages // pp), f"{values[CSV]} has {stages} stages on {pp} rows"
+    policy = POLICIES.get(schedule_policy(values[SCHEDULE]) or "")
+    if values[CSV] is None and policy is not None and policy.placement == "v":
+        return policy.chunks, f"schedule {values[SCHEDULE]} goes down a V and back up"
+    return None
+
+
+def choose_file(
+    values: ConfigValues, schedule: Schedule, cut: Cut | None, batch: Batch | None, violations: Violations
+) -> Choice | None:
+    """The schedule of the file, if its rows, stages and microbatches are those of the run."""
+    wrong = list(_disagreements(values, schedule, cut, batch))
+    violations += wrong
+    if wrong:
+        return None
+    kind = "V" if schedule.placement.kind == "v" else "loop"
+    stages, pp = schedule.placement.num_stages, schedule.placement.pp
+    equation = f"schedule {values[CSV]}: {stages} stages placed as a {kind} over pp {pp}"
+    return Choice(FROM_FILE, (Derived("schedule", FROM_FILE, equation),), schedule)
+
+
+def _disagreements(
+    values: ConfigValues, schedule: Schedule, cut: Cut | None, batch: Batch | None
+) -> Iterator[Violation]:
+    path, rows, stages = values[CSV], schedule.placement.pp, schedule.placement.num_stages
+    if rows != values["pp"]:
+        message = f"{path} has {rows} rows, one for each pp_rank, and pp is {values['pp']}"
+        yield Violation(CODE, "pp", message, values.cite(CSV, "pp"), {"pp": rows}, _WITHOUT)
+        return
+    if cut is not None and stages != cut.vpp * rows:
+        message = f"{path} runs {stages} stages, and pp {rows} x vpp {cut.vpp} = {rows * cut.vpp}"
+        ways = ({"vpp": stages // rows}, {"vpp": None, "layout": None}, _WITHOUT)
+        yield Violation(CODE, "vpp", message, values.cite(CSV, "vpp", "layout"), *ways)
+    count = schedule.num_microbatches
+    if batch is not None and count != batch.num_microbatches:
+        message = f"{path} runs {count} microbatches, and the batch has {batch.num_microbatches}"
+        gbs = values["gbs"] // batch.num_microbatches * count
+        place = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
+        part = {CALL: batch.micro_batch_size * count}
+        yield Violation(CODE, "gbs", message, place, part, {"gbs": gbs}, _WITHOUT)
+
+
+def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:
+    """What keeps a schedule file that can be planned from being trained: split backwards, and overlapped pairs."""
+    path = config.pipeline.pp_schedule_csv
+    if path is None:
+        return []
+    missing = []
+    if plan.schedule.split:
+        stage, mb = min(plan.schedule.split)
+        missing.append(f"backwards split into I and W ({stage}I{mb}, {stage}W{mb}, ...)")
+    if "OVERLAP_F_B" in read_text(path, _MOST_READ):
+        missing.append("OVERLAP_F_B cells")
+    if not missing:
+        return []
+    message = f"this release plans {CSV}={path} but cannot train it yet: missing are {' and '.join(missing)}"
+    return [Problem("PP-E118", message, f"{CSV}=null")]
