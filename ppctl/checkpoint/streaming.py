@@ -1,4 +1,4 @@
-"""One tensor after the other: checkpoints written and read by one process that never holds more than one tensor.
+"""Checkpoints written and read by one process that never holds more than one tensor.
 
 Knows torch's distributed checkpoint (DCP). Must not know models, nor where tensors come from or go to.
 """
@@ -30,7 +30,7 @@ Read = Callable[[str], Tensor]
 
 
 class _Lazy(DefaultSavePlanner):
-    """Asks for each tensor when its turn to be written has come, and keeps its record."""
+    """Reads each tensor just before it is written, and keeps its record."""
 
     def __init__(self, read: Read) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Lazy(DefaultSavePlanner):
         self.records: dict[str, TensorRecord] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor behind one item of the plan; one process writes it whole."""
+        """The tensor of one item of the plan; one process writes it whole."""
         name = write_item.index.fqn
         tensor = self.read(name)
         self.records[name] = record_tensor(tensor)
@@ -50,8 +50,8 @@ def save_streamed(
 ) -> Path:
     """Write `directory`/step-`step` from one process; returns its path.
 
-    `tensors` tells shapes and dtypes by canonical global name (on the meta device); `read` gives each tensor once.
-    Raises what `read` raises, and OSError; then, as after a crash, nothing is left that is read.
+    `tensors` are on the meta device, for shapes and dtypes by canonical global name; `read` is called for each once.
+    Raises what `read` raises, and OSError; then, as after a crash, nothing is left that would be read.
     """
     planner = _Lazy(read)
     temporary = checkpoint_folder.prepare(directory, step)

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ppctl import checkpoint_folder
+from ppctl.checkpoint.agreement import AgreeingRanks, problems_of
 from ppctl.checkpoint.manifest import FileRecord, Manifest, TensorRecord, record_file
-from ppctl.checkpoint.ranks import Ranks, problems_of
 from ppctl.checkpoint.replicas import Holding, Tensors, copies, elect_writers, hold
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
@@ -48,7 +48,7 @@ def save(
     Raises CheckpointError on every rank if anything fails on any: unequal copies, a full disk, no permission. Then, as
     after a crash at any moment, the earlier checkpoints and `latest` are as they were.
     """
-    ranks = Ranks(process_group)
+    ranks = AgreeingRanks(process_group)
     what = f"write the checkpoint {checkpoint_folder.step_path(directory, step)}"
     text = json.dumps(dict(state), indent=1) + "\n"
     records: dict[str, TensorRecord] = {}
@@ -80,7 +80,7 @@ def save(
     return path
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: Ranks) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: AgreeingRanks) -> None:
     """DCP writes one file a rank and `.metadata`; its failures, which it shares with all ranks, become ours."""
     try:
         without_warning(
@@ -95,7 +95,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: Ranks) -
 
 
 class Writer(FileSystemWriter):
-    """Reports the file system's error; torch's own ("unexpected pos 704 vs 598") hides it behind the last one."""
+    """Raises the file system's error, which torch hides in the context of its own ("unexpected pos 704 vs 598")."""
 
     def __init__(self, path: Path) -> None:
         # One thread is one file, `__<rank>_0.distcp`, which a rank finds without listing all ranks' files.
@@ -107,15 +107,15 @@ class Writer(FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            raise _file_error_behind(error) from error
+            raise _cause_in_file_system(error) from error
 
 
-def _file_error_behind(error: BaseException) -> BaseException:
+def _cause_in_file_system(error: BaseException) -> BaseException:
     """The OSError in an exception's context, or the exception itself."""
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):
-        behind = behind.__cause__ or behind.__context__
-    return behind or error
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def sync_files(path: Path, pattern: str) -> dict[str, FileRecord]:
@@ -145,7 +145,7 @@ def seal(path: Path, manifest: Manifest, state: str) -> None:
 
 
 def without_warning(call: Callable[[], object]) -> None:
-    """Call DCP without its remark that one process is alone, which is meant here."""
+    """Call DCP without its warning that one process is alone, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         call()

@@ -1,9 +1,9 @@
-"""What a message looks like, and the pool of buffers that messages are received into.
+"""The form of a message, and the pool of buffers that messages are received into.
 
 Knows shapes, dtypes and storages. Must not know stages, microbatches or how bytes travel.
 
-Fresh receive buffers are what slows pipelines down on a CPU (page faults) and what fragments memory on a GPU; a buffer
-that comes back is used again, and one that somebody still looks into (a view that became a gradient, say) never is.
+New receive buffers slow pipelines down on a CPU (page faults) and fragment memory on a GPU. So a returned buffer is
+used again, unless something else still refers to its memory (a view that became a gradient, for example).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 Message = tuple[torch.Tensor, ...]
 
 _MOST_HELD = 4
-"""Returned buffers of one spec that somebody still looks into and that are remembered."""
+"""Most returned buffers of one spec that are remembered although something else still refers to them."""
 
 
 class TensorLike(Protocol):
@@ -83,7 +83,7 @@ class Shelf:
         self._held: deque[Message] = deque(maxlen=_MOST_HELD)
         self._unshared = 0
         self.allocated = 0
-        """How many messages' buffers were ever made: constant in the steady state."""
+        """Number of messages for which buffers were made: constant in the steady state."""
 
     def take(self) -> Message:
         """A message's buffers, their contents undefined."""
@@ -99,9 +99,9 @@ class Shelf:
         return message
 
     def give_back(self, message: Message) -> None:
-        """Return buffers for reuse: at once, or if something else still holds their storage, once it lets go.
+        """Return buffers for reuse: at once, or when nothing else refers to their storage any more.
 
-        A model often keeps its input until it is given the next one. What is held for long is left to its holder.
+        A model often keeps its input until it gets the next one. Buffers that are kept longer are not reused.
         """
         (self._free if self._is_unshared(message) else self._held).append(message)
 

@@ -1,7 +1,6 @@
 """How one rank's ends of a pipeline's channels are made: which channels there are, and what carries each.
 
-Knows the channels of a loop, gloo's tags and threads, and that on a GPU a channel has a connection of its own. Must not
-know what is sent.
+Must not know what is sent.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import DirectEnd, Transport
+from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport
 from ppctl.comm.connections import Connections, connections_of, device_backend, moves_on_device
-from ppctl.comm.pinned import PinnedEnd
-from ppctl.comm.shapes import VariableEnd
+from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 TAGS = {"F": 1, "B": 2}
-"""What tells the channels between two ranks apart on a backend with tags."""
+"""The tags of the channels between two ranks, on a backend with tags."""
 HEADER_TAGS = {"F": 3, "B": 4}
 """The same for the headers of messages of variable shape."""
 
@@ -68,7 +66,7 @@ def _host_connections(pp_group: ProcessGroup) -> dict[str, Transport]:
 
     A thread that sends or posts holds gloo's lock on the connection for the whole system call. If a message comes over
     the same connection meanwhile, gloo's own thread asks for the lock again and again, on a core that the lock's holder
-    may be waiting for (decision 9). What is sent one way and what comes the other way then must not share a connection.
+    may be waiting for (decision 9). So the two directions must not share a connection.
     """
     backend = cast(Transport, pp_group._get_backend(_CPU))
     if pp_group.size() == 1 or pp_group._get_backend(_CPU).name() != "gloo":

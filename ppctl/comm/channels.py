@@ -1,7 +1,6 @@
 """One rank's end of a channel: post a receive, start a send, wait for either.
 
-Knows how a message's tensors become sends and receives, and how many sends may be under way. Must not know schedules,
-stages or autograd.
+Must not know schedules, stages or autograd.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class PeerLost(TrainingError):
 
 
 def _short(cause: Exception) -> str:
-    """A library's words without the place in its source and its guesses."""
+    """A library's message without the place in its source and its guesses."""
     first = str(cause).splitlines()[0]
     return re.sub(r"^\[[^\]]*:\d+\] ", "", first).partition(" This is typically caused")[0].rstrip(".")
 
@@ -81,7 +80,7 @@ class Arrival:
         return self.message
 
     def release(self) -> None:
-        """Say that the message is no longer needed; its buffers go back to the pool."""
+        """The message is no longer needed: its buffers go back to the pool."""
         message, self.message = self.message, ()
         if self._shelf is not None:
             self._shelf.give_back(message)
@@ -146,7 +145,7 @@ class DirectEnd:
         return Arrival(message, self.receive_into(message), shelf, self.channel)
 
     def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
-        """Start receiving into given buffers."""
+        """Start receiving into these buffers."""
         try:
             return [self._backend.recv([tensor], self._peer, self._tag) for tensor in message]
         except RuntimeError as error:
@@ -176,3 +175,46 @@ class DirectEnd:
     def _wait_for_oldest(self) -> None:
         works, _ = self._pending.popleft()
         wait_for(works, self.channel)
+
+
+class PinnedEnd(DirectEnd):
+    """A channel's end for CUDA tensors on a backend that moves host memory only: messages go through pinned buffers.
+
+    Slower than NCCL by two copies, and a send waits for the device. In return several ranks can share one GPU, which
+    NCCL allows only in its newest versions. Torch's own pool of pinned buffers reuses one only after its copies.
+    """
+
+    __slots__ = ()
+
+    def start_send(self, message: Message) -> Sequence[Pending]:
+        """Copy to the host, wait for the copies, start sending them."""
+        copies = tuple(_pinned(tensor).copy_(tensor, non_blocking=True) for tensor in message)
+        torch.cuda.current_stream().synchronize()
+        return super().start_send(copies)
+
+    def receive_into(self, message: Iterable[torch.Tensor]) -> Sequence[Pending]:
+        """Start receiving on the host; what waits for it starts the copy to the device."""
+        targets = list(message)
+        copies = [_pinned(tensor) for tensor in targets]
+        works = super().receive_into(copies)
+        return [_Upload(*parts) for parts in zip(works, copies, targets, strict=True)]
+
+
+class _Upload:
+    """A receive on the host that ends on the device."""
+
+    __slots__ = ("_copy", "_target", "_work")
+
+    def __init__(self, work: Pending, copy: torch.Tensor, target: torch.Tensor) -> None:
+        self._work = work
+        self._copy = copy
+        self._target = target
+
+    def wait(self) -> None:
+        """Wait for the host's copy, then queue the device's on the current stream."""
+        self._work.wait()
+        self._target.copy_(self._copy, non_blocking=True)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,8 +1,8 @@
-"""Backends with names of their own: the connections of one pipeline's messages, beside its process group.
+"""The connections of one pipeline's messages: backends with names of their own, beside its process group.
 
 Knows how torch makes a backend, and that both ends must derive one name. Must not know what is sent.
 
-A process group will not do. `torch.distributed.new_group` either has every rank of the world take part, or
+A process group does not work here. `torch.distributed.new_group` either has every rank of the world take part, or
 (use_local_synchronization) names the group after its ranks and the number of groups that this process has made so far.
 The two ends of a channel have made different numbers of groups by then: they would look for each other under different
 keys of the store, and wait for ever. So a connection is a bare backend over the store that all ranks share, below a
@@ -67,8 +67,8 @@ MAKERS: Mapping[str, Maker] = {"nccl": _nccl, "ucc": _ucc, "gloo": _gloo}
 def connection_name(ranks: Sequence[int], number: int, what: str) -> str:
     """The name of one connection of a pipeline: the same at all its ends, and no other pipeline's.
 
-    `ranks` are the pipeline's global ranks in pp order. `number` tells apart what was connected over exactly these
-    ranks one after the other: they make and close communicators together, so that all count alike.
+    `ranks` are the pipeline's global ranks in pp order. `number` counts the sets of connections that were made over
+    exactly these ranks, one after the other: they make and close communicators together, so that all count the same.
     """
     pipeline = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     return f"ppctl/messages/{pipeline}.{number}/{what}"
@@ -109,7 +109,7 @@ class Connections:
         """
         for name in sorted(self._made):
             self._made.pop(name).shutdown()
-        # The store keeps what was written under the old names: addresses at which nobody listens any more.
+        # The store keeps what was written under the old names: addresses that are closed by now.
         self.number = _take_number(self.ranks)
 
     def _get(self, kind: str, what: str, members: Sequence[int]) -> Transport:

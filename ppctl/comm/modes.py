@@ -1,4 +1,4 @@
-"""How a config wants messages to travel, and what this machine cannot give.
+"""How messages travel, as a config asks for it, and which of these modes this machine does not have.
 
 Knows ModelParallelConfig's fields about messages by name. Must not know channels, schedules or config files.
 """
@@ -32,7 +32,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> Modes:
-        """Read a config. Raises ConfigError with everything that contradicts itself or cannot be had."""
+        """Read a config. Raises ConfigError with all contradictions, and all modes that this machine does not have."""
         problems = _problems(config)
         if problems:
             raise ConfigError(problems)

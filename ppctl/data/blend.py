@@ -1,4 +1,4 @@
-"""A blend: samples of several corpora in fixed proportions, each corpus in an order of its own.
+"""What batches are drawn from: samples of one corpus, or of several in fixed proportions, each in an order of its own.
 
 Knows weights as whole numbers, corpora and the ids of their samples. Must not know files, steps, batches or torch.
 
@@ -24,7 +24,7 @@ from ppctl.data.sampler import Ids
 
 @dataclass(frozen=True, eq=False)
 class Blend:
-    """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas all samples are alike.
+    """`quotas[i]` of every sum(quotas) samples come from `corpora[i]`; without quotas they are drawn as of one corpus.
 
     Sample ids count through all corpora in order.
     """
@@ -34,7 +34,9 @@ class Blend:
 
     @cached_property
     def digest(self) -> str:
-        """Names the corpora, their order and their quotas."""
+        """Names the corpora, their order and their quotas; of one corpus without a quota it is that corpus's own."""
+        if len(self.corpora) == 1 and self.quotas is None:
+            return self.corpora[0].digest
         parts = [corpus.digest for corpus in self.corpora]
         return hashlib.sha256(" ".join([*parts, str(self.quotas)]).encode()).hexdigest()
 
@@ -68,7 +70,7 @@ class Blend:
         return ids
 
     def span(self, seq_length: int) -> int:
-        """After how many positions every sample of every corpus has come, at the latest."""
+        """The number of positions after which every sample of every corpus has come."""
         if self.quotas is None:
             return self.num_samples(seq_length)
         sizes = [corpus.num_samples(seq_length) for corpus in self.corpora]
@@ -82,12 +84,12 @@ class Blend:
         return windows
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """As of each corpus."""
+        """Check each corpus, as `Corpus` does."""
         for corpus in self.corpora:
             corpus.check_vocabulary(vocab_size)
 
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
-        """As of each corpus."""
+        """Check each corpus, as `Corpus` does."""
         for corpus, _, own in self._sorted(ids, seq_length):
             corpus.check_samples(own, seq_length, vocab_size)
 

@@ -1,7 +1,6 @@
 """The corpus: all documents as one array of tokens, in memory or mapped, with the digest that names it.
 
-Knows how tokens come from what a path names and how a sample is cut from them. Must not know steps, ranks, batches,
-weights or torch.
+Must not know steps, ranks, batches, weights or torch.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ppctl.data import sampler
-from ppctl.data.encode import encode_files
 from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
 from ppctl.data.sampler import Ids
-from ppctl.data.text import READ_LIBRARY, matching, names, standard_library
+from ppctl.data.text import READ_LIBRARY, encode_files, matching, names, standard_library
 from ppctl.data.tokenizer import Tokenizer, Tokens, end_mark, token_dtype
 from ppctl.errors import DataError, Problem
 
@@ -42,11 +39,6 @@ class Corpus:
     description: str
     place_of: Callable[[int], str] = str
 
-    @property
-    def corpora(self) -> tuple[Corpus, ...]:
-        """This one: what a blend has several of."""
-        return (self,)
-
     def num_samples(self, seq_length: int) -> int:
         """How many samples of seq_length tokens and their labels there are; DataError if there is none.
 
@@ -57,16 +49,6 @@ class Corpus:
         if number < 1:
             raise DataError(_too_short(self, seq_length))
         return number
-
-    def order(
-        self, seed: int, first: int, count: int, seq_length: int, sample_order: int = sampler.SAMPLE_ORDER
-    ) -> Ids:
-        """Sample ids at positions first .. first + count - 1 of a run: every epoch visits each sample once."""
-        return sampler.order(seed, first, count, self.num_samples(seq_length), sample_order)
-
-    def span(self, seq_length: int) -> int:
-        """After how many positions every sample has come."""
-        return self.num_samples(seq_length)
 
     def samples(self, ids: Ids, seq_length: int) -> npt.NDArray[np.int64]:
         """The windows of samples `ids` (any shape), shape [*ids.shape, seq_length + 1], int64."""

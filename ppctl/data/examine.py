@@ -1,4 +1,4 @@
-"""A look at a run's data before any rank starts: what it is, and everything that would stop the run.
+"""A look at a run's data before any rank starts: a record of it, and all problems that would stop the run.
 
 Knows what training asks of its data. Must not know torch: the launcher calls this.
 """
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ppctl.config.schema import RunConfig
-from ppctl.data.load import Data, Samples, load_data, of_document_ends
+from ppctl.data.blend import Blend
+from ppctl.data.load import NO_END, Data, load_data, of_document_ends
 from ppctl.errors import PpctlError, Problem
 
 
@@ -29,18 +30,18 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
-    """What is trained on and holds no document's end, although something is to follow from it."""
+    """A problem for each corpus without a document's end, although something is to follow from it."""
     for corpus in data.training.corpora:
-        if data.end is not None and not corpus.holds(data.end.token):
+        if data.end != NO_END and not corpus.holds(data.end.token):
             asked = of_document_ends(config.data)
             message = (
                 f"no document ends in the data: it holds no token {data.end.token}, and {' and '.join(asked)} would do "
-                "nothing; `ppctl data tokenize --append-eod` writes one behind every document"
+                "nothing; `ppctl data tokenize --append-eod` writes one after every document"
             )
             yield Problem("PP-E416", message, " ".join(f"{key}=false" for key in asked), corpus.description)
 
 
-def _record(samples: Samples, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:
+def _record(samples: Blend, config: RunConfig, problems: list[Problem]) -> dict[str, Any]:
     number = 0
     try:
         number = samples.num_samples(config.data.seq_length)

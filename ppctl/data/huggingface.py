@@ -1,6 +1,6 @@
 """Tokenizers of a Hugging Face directory: its tokenizer.json, read by the `tokenizers` library.
 
-Knows which files of such a directory say what. Must not know corpora. The library is an extra, imported here alone.
+Knows the files of such a directory. Must not know corpora. The library is an extra, imported here alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-_SAID_BY = ("tokenizer_config.json", "special_tokens_map.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -92,7 +92,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _find_eos(library: Library, directory: Path) -> int | None:
-    for name in _SAID_BY:
+    for name in _SETTINGS:
         token = _eos_token(directory / name)
         if token is not None:
             number: int | None = library.token_to_id(token)
@@ -106,9 +106,9 @@ def _find_eos(library: Library, directory: Path) -> int | None:
 def _eos_token(file: Path) -> str | None:
     """What the file names as `eos_token`, a text or an object with the text as its content."""
     try:
-        said: Any = json.loads(read_text(file))
+        settings: Any = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError):
         return None
-    token = said.get("eos_token") if isinstance(said, Mapping) else None
+    token = settings.get("eos_token") if isinstance(settings, Mapping) else None
     token = token.get("content") if isinstance(token, Mapping) else token
     return token if isinstance(token, str) else None

@@ -1,4 +1,4 @@
-"""Megatron's .bin and .idx: tokens in one file, where every document lies in the other. Read by mapping, never loaded.
+"""Megatron's .bin and .idx: tokens in one file, the places of documents in the other. Mapped, never loaded.
 
 Knows the format, its damage, and how to name a document. Must not know samples, text or what the tokens mean.
 
@@ -40,7 +40,7 @@ def bin_path(prefix: str | Path) -> Path:
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file that says where they lie."""
+    """The file with the lengths and places of sequences and documents."""
     return Path(f"{prefix}.idx")
 
 
@@ -92,28 +92,16 @@ def open_indexed(prefix: str) -> Indexed:
         if not file.exists():
             message = f"{file} is missing, and {other.name} alone cannot be read"
             raise DataError(Problem("PP-E412", message, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
-    with _ProblemsOf(idx):
+    try:
         indexed = _read(prefix, idx, bin_)
-    problem = next(_damage(indexed, idx, bin_), None)
-    if problem is not None:
-        raise DataError(Problem("PP-E412", problem, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
+    except OSError as error:
+        file = error.filename or idx
+        problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
+        raise DataError(problem) from error
+    damage = next(_damage(indexed, idx, bin_), None)
+    if damage is not None:
+        raise DataError(Problem("PP-E412", damage, f"ls -l {prefix}.*", place=f"data.path={prefix}"))
     return indexed
-
-
-class _ProblemsOf:
-    """Turns what the operating system refuses into a problem that names the file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            file = error.filename or self.file
-            problem = Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
-            raise DataError(problem) from error
 
 
 def _read(prefix: str, idx: Path, bin_: Path) -> Indexed:

@@ -56,7 +56,7 @@ class IndexedWriter:
         try:
             home.mkdir(parents=True, exist_ok=True)
             self._stream = open(self._drafts[0], "xb")
-        except BaseException:  # a signal may strike when the file is there, and nobody leaves what was not entered
+        except BaseException:  # a signal may come once the file exists, and __exit__ is not called then
             self._remove_drafts()
             raise
         return self
@@ -108,7 +108,7 @@ class IndexedWriter:
             stream.write(np.array(self._boundaries, dtype="<i8").tobytes())
             _sync(stream)
         final = bin_path(self.prefix), idx_path(self.prefix)
-        final[1].unlink(missing_ok=True)  # an old index never stands beside new tokens
+        final[1].unlink(missing_ok=True)  # there must be no old index beside new tokens
         for draft, path in zip(self._drafts, final, strict=True):
             draft.replace(path)
 

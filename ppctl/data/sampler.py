@@ -34,18 +34,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
-def sample_ids(seed: int, step: int, global_batch_size: int, num_samples: int) -> Ids:
-    """Sample ids of the global batch of `step` (0 is the run's first), shape [global_batch_size], in fixed order.
-
-    Epochs follow each other without a gap, each in an order of its own; a batch may span several.
-    """
-    return order(seed, step * global_batch_size, global_batch_size, num_samples)
-
-
 def order(seed: int, first: int, count: int, num_samples: int, sample_order: int = SAMPLE_ORDER) -> Ids:
     """Sample ids at positions first .. first + count - 1 of the run, shape [count], each in [0, num_samples).
 
-    `sample_order` is the version of the rule. Raises ValueError if there is no sample to draw from or a number is
+    Epochs follow each other without a gap, each in an order of its own. `sample_order` is the version of the rule.
+    Raises ValueError if there is no sample to draw from or a number is
     negative.
     """
     if first < 0 or count < 0:

@@ -1,6 +1,6 @@
-"""Text files: which files a pattern means, and the documents in them, one after the other.
+"""Text files: which files a pattern means, the documents in them, and the tokens of these.
 
-Knows .txt and .jsonl files and every way in which they can be wrong. Must not know tokens.
+Knows .txt and .jsonl files and every way in which they can be wrong. Must not know what the tokens are for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ppctl.data.tokenizer import Document
+from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem
 
 READABLE = (".txt", ".jsonl")
@@ -23,6 +24,9 @@ MOST_PROBLEMS = 20
 _OWN_DATA = "data.path='texts/**/*.txt'"
 READ_LIBRARY = "data.path=null"
 """Reads the running interpreter's own library."""
+_MANY = 1024
+_MUCH = 4 * 1024 * 1024
+"""Documents and bytes that are encoded together: a library may spread them over the processor's cores."""
 
 
 def standard_library() -> tuple[list[Path], str]:
@@ -45,10 +49,10 @@ def standard_library() -> tuple[list[Path], str]:
     return files, f"the standard library of Python {sysconfig.get_python_version()} ({len(files)} files)"
 
 
-def matching(pattern: str, said: str = "data.path={}") -> tuple[list[Path], str]:
+def matching(pattern: str, form: str = "data.path={}") -> tuple[list[Path], str]:
     """The .txt and .jsonl files that `pattern` means, in the order of their names, and a line that describes them.
 
-    `said` is how the pattern was given. Raises DataError where there are none.
+    `form` is how messages write the pattern. Raises DataError where there are no files.
     """
     expanded = os.path.expanduser(pattern)
     # A file may be called notes[1].txt: a path that exists is never read as a pattern.
@@ -57,27 +61,27 @@ def matching(pattern: str, said: str = "data.path={}") -> tuple[list[Path], str]
     everything = sorted(once.values())
     files = [file for file in everything if file.suffix in READABLE]
     if not files:
-        raise DataError(_no_match(pattern, expanded, everything, said))
+        raise DataError(_no_match(pattern, expanded, everything, form))
     left_out = len(everything) - len(files)
     also = f"; {left_out} more matching that are neither .txt nor .jsonl were left out" if left_out else ""
-    return files, f"{said.format(pattern)} ({len(files)} files{also})"
+    return files, f"{form.format(pattern)} ({len(files)} files{also})"
 
 
-def _no_match(pattern: str, expanded: str, others: list[Path], said: str) -> Problem:
-    named = said.format(pattern)
+def _no_match(pattern: str, expanded: str, not_readable: list[Path], form: str) -> Problem:
+    named = form.format(pattern)
     if os.path.isdir(expanded):
         prefixes = sorted(glob.glob(os.path.join(glob.escape(expanded), "*.idx")))
-        inside = said.format(prefixes[0][:-4] if prefixes else f"'{pattern.rstrip('/')}/**/*.txt'")
+        inside = form.format(prefixes[0][:-4] if prefixes else f"'{pattern.rstrip('/')}/**/*.txt'")
         return Problem("PP-E401", f"{named} is a directory; it takes files, by name or glob", remedy=inside)
-    remedy = READ_LIBRARY if said.startswith("data.") else f"ls {Path(expanded).absolute().parent}"
-    if others:
+    remedy = READ_LIBRARY if form.startswith("data.") else f"ls {Path(expanded).absolute().parent}"
+    if not_readable:
         message = f"{named} matches no .txt or .jsonl file; only these are read"
-        return Problem("PP-E401", message, remedy=remedy, place=names(others))
+        return Problem("PP-E401", message, remedy=remedy, place=names(not_readable))
     missing = "no file matches"
     if not glob.has_magic(pattern):
         missing = f"no such file, and no {pattern}.bin with an .idx"
     if "," in pattern and all(map(os.path.exists, pattern.split(","))):
-        remedy = f"'{said.format(f'[{pattern}]')}'"
+        remedy = f"'{form.format(f'[{pattern}]')}'"
     where = f"looked in {Path(expanded).absolute().parent}"
     return Problem("PP-E401", f"{named}: {missing}", remedy=remedy, place=where)
 
@@ -92,7 +96,7 @@ def documents(files: list[Path], progress: Callable[[int], None] = lambda size: 
     """All documents in order, empty ones too, and what is wrong where one cannot be read.
 
     A .txt file is a document; of a .jsonl file every line that is not blank, an object whose "text" it is. `progress`
-    is told how many bytes were read since it was last told.
+    is called with the number of bytes read since its last call.
     """
     for file in files:
         try:
@@ -127,3 +131,50 @@ def _text_of(line: bytes, place: str) -> Document | Problem:
     got = f"an object of {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, dict) else type(value).__name__
     message = f'the line is not an object with a string under "text" but {got}'
     return Problem("PP-E403", message, place=place, remedy='{"text": "one document"}')
+
+
+class Encoded(NamedTuple):
+    """A document's tokens, without a mark at its end, and its place for messages."""
+
+    tokens: Tokens
+    place: str
+
+
+def encode_files(
+    files: list[Path], tokenizer: Tokenizer, progress: Callable[[int], None] = lambda size: None
+) -> Iterator[Encoded]:
+    """Every document of `files` in order, those without a token too.
+
+    Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
+    """
+    problems: list[Problem] = []
+    for batch in _batches(files, problems, progress):
+        if not problems:
+            try:
+                tokens = tokenizer.encode_documents(batch)
+            except DataError as error:
+                problems += error.problems
+                continue
+            yield from (Encoded(ids, document.place) for ids, document in zip(tokens, batch, strict=True))
+    if problems:
+        raise DataError(problems[:MOST_PROBLEMS])
+
+
+def _batches(
+    files: list[Path], problems: list[Problem], progress: Callable[[int], None]
+) -> Iterator[Sequence[Document]]:
+    """The documents in batches; problems go into `problems`, and twenty of them end it."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents(files, progress):
+        if isinstance(document, Problem):
+            problems.append(document)
+        else:
+            batch.append(document)
+            size += len(document.text)
+        if len(problems) >= MOST_PROBLEMS:
+            return
+        if len(batch) == _MANY or size >= _MUCH:
+            yield batch
+            batch, size = [], 0
+    yield batch

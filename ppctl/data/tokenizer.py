@@ -1,4 +1,4 @@
-"""Tokenizers: what every one offers, and the byte-level one, which gives any text of any language an encoding.
+"""Tokenizers: the protocol of all, and the byte-level one, which encodes any text of any language.
 
 Knows ids and bytes. Must not know corpora or the model's (padded) vocabulary size.
 """
@@ -20,7 +20,7 @@ _SMALL_VOCABULARY = 65500
 
 
 class Document(NamedTuple):
-    """One text, as bytes, and where it stands."""
+    """One text, as bytes, and its place for messages."""
 
     text: bytes
     place: str

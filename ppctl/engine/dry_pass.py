@@ -1,11 +1,11 @@
 """A stage's forward and backward on made-up inputs, without any message: before the first step on a GPU.
 
-Knows stages. Must not know what they compute, nor what has to be put right behind them (gradients, ledgers).
+Knows stages. Must not know what they compute, nor what has to be restored afterwards (gradients, ledgers).
 
-CUDA loads a kernel when it is first launched, and waits for the device to drain before it does. A posted receive is a
+CUDA loads a kernel when it is first launched, and before that waits until the device is idle. A posted receive is a
 kernel that runs until its message comes. So the first step, whose receives are posted ahead, must not be the first to
-launch anything: two ranks would wait for each other for ever. The dry pass also compiles, tunes and makes workspaces
-while nobody waits.
+launch a kernel: two ranks would wait for each other for ever. The dry pass also compiles, tunes and makes workspaces
+while no rank waits.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""How far a rank's host may run ahead of its device, and where the rank is said to be.
+"""How far a rank's host may run ahead of its device, and which action the heartbeat names.
 
-Knows a heartbeat and, on a GPU, events behind what is enqueued. Must not know what actions do.
+Knows a heartbeat and, on a GPU, events in the device's queue. Must not know what actions do.
 
-On a CPU the host computes: it is where it says. On a GPU it only enqueues, and without a bound it would be through with
-its list while the device is in the first action. Then every rank's record says the same when one device hangs, every
-message of the step stays allocated until the host looks at its event, and an error of the device is told in a later
-action. So at most `AHEAD` forwards and backwards are enqueued and not over, and what the record says is where the
-device is: a thread follows it from event to event, also while the host waits for the device somewhere in a stage.
+On a CPU the host computes, and the heartbeat names the host's action. On a GPU the host only enqueues, and without a
+bound it would reach the end of its list while the device is in the first action. Then the heartbeats of all ranks would
+be the same when one device hangs, every message of the step would stay allocated until the host looks at its event, and
+an error of the device would be raised in a later action. So at most `AHEAD` forwards and backwards are enqueued and not
+finished, and the heartbeat names the device's action: a thread follows the device from event to event, also while the
+host waits for it inside a stage.
 
-No deadlock comes of the bound: a host that waits for an action of its own list has enqueued all before that action,
-which is all that a rank in `verify`'s rule of execution has done when it waits there.
+The bound causes no deadlock: a host that waits for an action of its own list has enqueued everything before that
+action, which is all that a rank in `verify`'s rule of execution has done when it waits there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Protocol
 import torch
 
 AHEAD = 4
-"""Forwards and backwards that a GPU has in its queue at most: enough to never run dry."""
+"""Most forwards and backwards in a GPU's queue: enough that the device never waits for its host."""
 
 
 class Heartbeat(Protocol):
@@ -40,7 +41,7 @@ class Event(Protocol):
     """A mark on a device's queue."""
 
     def record(self) -> None:
-        """Set the mark behind what is enqueued now."""
+        """Set the mark after everything that is enqueued now."""
 
     def synchronize(self) -> None:
         """Return when the device has passed it."""
@@ -107,7 +108,7 @@ class DevicePace:
 
     @property
     def idle(self) -> bool:
-        """Whether the device is through with all that is enqueued: the rank is where its host is."""
+        """Whether the device has finished everything enqueued: the rank is where its host is."""
         return self._passed == self._made
 
     def enter(self, index: int) -> None:
@@ -117,7 +118,7 @@ class DevicePace:
             self.heartbeat.enter(index)
 
     def begin(self, index: int) -> None:
-        """The host is about to enqueue a forward or backward, behind the wait for its message."""
+        """The host is about to enqueue a forward or backward, after the wait for its message."""
         self._free.acquire()
         self._raise_failure()
         self._mark(index, begins=True)
@@ -131,7 +132,7 @@ class DevicePace:
         self._mark(index, begins=False)
 
     def finish(self, flush: Callable[[], None]) -> None:
-        """Return when the device is through with the list, and with what `flush` waits for."""
+        """Return when the device has finished the list, and what `flush` waits for."""
         flush()
         self._mark(self.length, begins=False)
         self._marks.put(None)
@@ -140,7 +141,7 @@ class DevicePace:
         self._raise_failure()
 
     def abandon(self) -> None:
-        """The list has failed: the device may never get to the end of what is enqueued, and nobody waits for it."""
+        """The list has failed: the device may never reach the end of its queue, and is not waited for."""
         self._marks.put(None)
 
     def _mark(self, index: int, *, begins: bool) -> None:
@@ -190,7 +191,7 @@ def make_pace(device: torch.device, length: int, heartbeat: Heartbeat | None) ->
     heartbeat = _Silence() if heartbeat is None else heartbeat
     if device.type != "cuda":
         return HostPace(length, heartbeat)
-    # Waiting gives the core away: several ranks' hosts, and autograd's threads, share few of them.
+    # A blocking event frees the core while it waits: the hosts of several ranks, and autograd's threads, share few.
     return DevicePace(
         length, heartbeat, lambda: torch.cuda.Event(blocking=True), on_device=lambda: torch.cuda.device(device)
     )
@@ -200,7 +201,7 @@ class _Silence:
     """The heartbeat of an engine that has none."""
 
     def enter(self, index: int) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
     def work(self, index: int) -> None:
-        """Nobody listens."""
+        """Do nothing."""

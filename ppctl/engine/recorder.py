@@ -1,7 +1,6 @@
 """When each action ran: stamps without allocation in the steady state, read as spans.
 
-Knows clocks: perf_counter on the CPU, CUDA events on a GPU (where Python's clock would measure launches). Must not know
-what the actions do. Messages have no spans: waiting for one is outside every span.
+Must not know what the actions do. Messages have no spans: waiting for one is outside every span.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Recorder:
 
     def __init__(self, pp_rank: int, actions: Sequence[Action], *, clock_offset: float = 0.0) -> None:
         self.device = torch.device("cpu")
-        """Whose time is stamped."""
+        """The device whose time is stamped."""
         self.pp_rank = pp_rank
         self.actions = tuple(actions)
         self.clock_offset = clock_offset
@@ -47,7 +46,7 @@ class Recorder:
         self._ends = [0.0] * len(self.actions)
 
     def begin_step(self) -> None:
-        """Say that a step starts."""
+        """A step starts."""
 
     def begin(self, index: int) -> None:
         """Stamp the start of an action."""
@@ -58,7 +57,7 @@ class Recorder:
         self._ends[index] = perf_counter()
 
     def end_step(self) -> None:
-        """Say that the step is over."""
+        """The step is over."""
 
     def stamps(self) -> list[tuple[int, float, float]]:
         """(index, start, end) of the actions of the last step that can be read, on the common clock."""
@@ -66,13 +65,33 @@ class Recorder:
         return [(index, self._starts[index] + shift, self._ends[index] + shift) for index in self._stamped]
 
     def spans(self) -> list[Span]:
-        """The same as spans of a trace."""
+        """The stamps as spans of a trace."""
         return [Span(self.pp_rank, self.actions[index], start, end) for index, start, end in self.stamps()]
 
     def totals(self) -> StepTotals | None:
-        """The same in figures; None where no step can be read yet."""
+        """The stamps in figures; None where no step can be read yet."""
         stamps = self.stamps()
-        return _totals(self.actions, stamps) if stamps else None
+        if not stamps:
+            return None
+        busy = 0.0
+        sums: dict[tuple[bool, int], float] = {}
+        counts: dict[tuple[bool, int], int] = {}
+        for index, start, end in stamps:
+            op, stage, _ = self.actions[index]
+            if op not in COMPUTE:
+                continue
+            busy += end - start
+            key = (op is Op.F, stage)
+            sums[key] = sums.get(key, 0.0) + end - start
+            counts[key] = counts.get(key, 0) + (op in PASSED_ON)
+        means = {key: total / max(counts[key], 1) for key, total in sums.items()}
+        return StepTotals(
+            busy=busy,
+            first_start=min(start for _, start, _ in stamps),
+            last_end=max(end for _, _, end in stamps),
+            forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
+            backward={stage: mean for (is_forward, stage), mean in means.items() if not is_forward},
+        )
 
 
 class CudaRecorder(Recorder):
@@ -148,25 +167,3 @@ def make_recorder(
     """The recorder for a device."""
     kind = CudaRecorder if device.type == "cuda" else Recorder
     return kind(pp_rank, actions, clock_offset=clock_offset)
-
-
-def _totals(actions: Sequence[Action], stamps: Sequence[tuple[int, float, float]]) -> StepTotals:
-    busy = 0.0
-    sums: dict[tuple[bool, int], float] = {}
-    counts: dict[tuple[bool, int], int] = {}
-    for index, start, end in stamps:
-        op, stage, _ = actions[index]
-        if op not in COMPUTE:
-            continue
-        busy += end - start
-        key = (op is Op.F, stage)
-        sums[key] = sums.get(key, 0.0) + end - start
-        counts[key] = counts.get(key, 0) + (op in PASSED_ON)
-    means = {key: total / max(counts[key], 1) for key, total in sums.items()}
-    return StepTotals(
-        busy=busy,
-        first_start=min(start for _, start, _ in stamps),
-        last_end=max(end for _, _, end in stamps),
-        forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
-        backward={stage: mean for (is_forward, stage), mean in means.items() if not is_forward},
-    )

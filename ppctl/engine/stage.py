@@ -1,9 +1,9 @@
-"""One stage at work: the forward and backward of its microbatches, and what lives between the two.
+"""The execution of one stage: forward and backward of its microbatches, and what is kept between the two.
 
 Knows autograd, arrivals and where outputs go. Must not know schedules, channels or what a stage computes.
 
-From the F of a microbatch to the end of its B lives exactly: its input, and whatever autograd saved. Of an output only
-the place in the graph stays (a gradient edge); the tensor itself is free as soon as its message is delivered.
+From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only
+the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ppctl.errors import Problem, TrainingError
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """What the engine is told about a stage.
+    """What the engine calls for a stage.
 
     `forward(mb, inputs)` gets the tensors of `receives` (none on the first stage) and returns a tuple of the tensors of
     `sends`; on the last stage a tuple of one scalar, the loss that is backwarded. It must return new tensors: an input
@@ -37,9 +37,9 @@ class StageProgram:
     sends: Sequence[TensorLike] = ()
     around_backward: Callable[[int, Callable[[], None]], None] | None = None
     """Called as `around_backward(mb, run)` in place of a backward; it must call `run()`, which is that backward, once.
-    What has to happen around forwards, `forward` does itself."""
+    There is no such hook for forwards: `forward` itself can do it."""
     prepare: Callable[[int], None] | None = None
-    """Called as `prepare(mb)` before a forward, where its input is waited for: what it does is no time of the stage."""
+    """Called as `prepare(mb)` before the wait for a forward's input: its time does not count as the stage's."""
 
 
 class Live(NamedTuple):
@@ -55,8 +55,8 @@ class Live(NamedTuple):
 class Stage:
     """A stage's microbatches in flight, and the hand-over to its neighbours.
 
-    `inbox` and `gradient_inbox` hold what has arrived or is on its way, `outbox` and `gradient_outbox` what waits for
-    its send, all by microbatch. Where a neighbour is on the same rank, messages go straight into its inbox.
+    By microbatch: `inbox` and `gradient_inbox` hold messages that have arrived or are on their way, `outbox` and
+    `gradient_outbox` those that wait for their send. To a neighbour on the same rank they go straight into its inbox.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Stage:
         self._live: dict[int, Live] = {}
 
     def wait_for_input(self, mb: int) -> None:
-        """Return once the input of a microbatch is there, and what else its forward needs."""
+        """Return once all that the forward of a microbatch needs is there."""
         if self.program.prepare is not None:
             self.program.prepare(mb)
         if not self.is_first:
@@ -171,7 +171,7 @@ class Stage:
                     "PP-E712",
                     f"stage {stage} put {_describe(outputs)} on its edge to stage {stage + 1}, in microbatch {mb}; "
                     f"the plan says {self.sends}",
-                    "return what the edge's spec says, or mend the spec",
+                    "return what the edge's spec says, or correct the spec",
                 )
             )
 

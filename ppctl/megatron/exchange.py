@@ -1,4 +1,4 @@
-"""One exchange with the two neighbours of a rank: what is sent, what is received, and that both ends can agree.
+"""One exchange with the two neighbours of a rank: checks of what is sent and received, then the exchange.
 
 Knows shapes, dtypes and what would leave the other rank waiting. Must not know how bytes travel.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ppctl.comm.modes import Modes
-from ppctl.comm.shapes import MessageError, empty_header, header, shapes_of
+from ppctl.comm.variable_shapes import MessageError, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
 from ppctl.megatron.neighbours import Handle, Neighbours
 
@@ -38,7 +38,7 @@ def shapes_in(shapes: Any) -> list[Any]:
     return [shapes] if single else list(shapes)
 
 
-class Exchange:
+class NeighbourExchange:
     """Checks, then moves. Headers of variable shapes live on `header_device`."""
 
     def __init__(self, neighbours: Neighbours, modes: Modes, device: torch.device, header_device: torch.device) -> None:
@@ -72,27 +72,27 @@ class Exchange:
         self._neighbours.finish(self._neighbours.start(moves | received, headers=True))
         return {name: shapes_of(sizes)[0] for name, sizes in received.items()}
 
-    def given(self, tensors: torch.Tensor | list[torch.Tensor], what: str) -> list[torch.Tensor]:
+    def listed(self, tensors: torch.Tensor | list[torch.Tensor], what: str) -> list[torch.Tensor]:
         """The tensors to send, as a list. Raises MessageError for a None among them."""
-        given = tensors if isinstance(tensors, list) else [tensors]
-        if any(tensor is None for tensor in given):
+        listed = tensors if isinstance(tensors, list) else [tensors]
+        if any(tensor is None for tensor in listed):
             rank = self._neighbours.pp_rank
             message = f"pp_rank {rank} was given None as {what} to send: the other rank would wait for it for ever"
             remedy = "let the stage's output depend on its input, so that there is a gradient" if "grad" in what else ""
             raise MessageError(Problem("PP-E716", message, remedy))
-        return given
+        return listed
 
     def paired(
         self, tensors: torch.Tensor | list[torch.Tensor], shapes: Any, name: str, what: str
     ) -> list[tuple[torch.Tensor, Any]]:
         """Every tensor to send with the shape of what `name` receives for it. Raises MessageError for odd ones."""
-        given, wanted = self.given(tensors, what), shapes_in(shapes)
+        listed, wanted = self.listed(tensors, what), shapes_in(shapes)
         for shape in wanted:
             self._check_receive(name, shape)
-        if len(given) != len(wanted):
-            message = f"{len(given)} tensors are sent and {len(wanted)} shapes to be received: which belong together?"
+        if len(listed) != len(wanted):
+            message = f"{len(listed)} tensors are sent and {len(wanted)} shapes to be received: which belong together?"
             raise MessageError(Problem("PP-E716", message, "pass as many shapes as tensors"))
-        return list(zip(given, wanted, strict=True))
+        return list(zip(listed, wanted, strict=True))
 
     def _to_send(self, sends: Sends) -> dict[str, torch.Tensor]:
         moves = {name: tensor.detach().contiguous() for name, tensor in sends.items() if tensor is not None}
@@ -115,5 +115,5 @@ class Exchange:
             raise MessageError(Problem("PP-E716", message, "parallel.pipeline_dtype=float32"))
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
-        """A fresh tensor to receive into: it is given away, so that it cannot come from a pool."""
+        """A new tensor to receive into: the caller keeps it, so that it cannot come from a pool."""
         return torch.empty(tuple(shape), dtype=self._modes.dtype, device=self._device, requires_grad=True)

@@ -1,8 +1,4 @@
-"""What the forward-backward functions ask of a user's models, configs and iterators.
-
-Knows plain modules, wrappers around them (`.module`), and configs with ModelParallelConfig's fields. Must not know the
-engine or any model class.
-"""
+"""What the forward-backward functions ask of a user's models, configs and iterators."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ def holder_of(model: Any, attribute: str) -> Any:
 
 
 def config_of(model: nn.Module) -> Any:
-    """`model.config`, of the model or of what it wraps. Raises ConfigError where there is none, or it asks for more.
+    """`model.config`, of the model or of what it wraps.
 
-    More is what the schedules themselves would have to do and do not do yet.
+    Raises ConfigError where there is none, or where it switches on what the schedules cannot do yet.
     """
     holder = holder_of(model, "config")
     if holder is None:
@@ -68,15 +64,13 @@ def only_chunk(things: Any, what: str) -> list[Any]:
 
 
 def all_chunks(model: Any, data_iterator: Any) -> tuple[list[nn.Module], list[Any]]:
-    """A rank's chunks and their iterators; no iterator at all stands for one None per chunk."""
+    """A rank's chunks and their iterators; None for the iterators means one None per chunk."""
     if not isinstance(model, list) or not model:
         raise misuse("interleaving takes a list of models, one per chunk", "model=[chunk_0, chunk_1]")
     iterators = [None] * len(model) if data_iterator is None else data_iterator
     if not isinstance(iterators, list) or len(iterators) != len(model):
-        given = f"{len(iterators)}" if isinstance(iterators, list) else f"a {type(iterators).__name__}"
-        message = (
-            f"interleaving takes a list of data iterators, one for each of the {len(model)} chunks; given: {given}"
-        )
+        found = f"{len(iterators)}" if isinstance(iterators, list) else f"a {type(iterators).__name__}"
+        message = f"interleaving takes a list of data iterators, one for each of the {len(model)} chunks, not {found}"
         raise misuse(message, "data_iterator=[iterator_0, iterator_1]")
     return model, iterators
 
@@ -99,5 +93,5 @@ def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:
 
 
 def misuse(message: str, remedy: str = "") -> ConfigError:
-    """The error of a call that cannot be meant."""
+    """The error of a wrong call (PP-E396)."""
     return ConfigError(Problem("PP-E396", message, remedy))

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.channel_ends import HEADER_TAGS, TAGS, other_end
 from ppctl.comm.channels import DirectEnd, PeerLost, Pending, wait_for
-from ppctl.comm.shapes import MessageError, VariableEnd
+from ppctl.comm.variable_shapes import MessageError, VariableEnd
 from ppctl.errors import Problem
 from ppctl.schedule.action import Channel
 
@@ -74,7 +74,7 @@ class Neighbours:
         return {name: self._start_one(name, moves[name], headers) for name in receives_first}
 
     def finish(self, handles: Mapping[str, Handle]) -> None:
-        """Wait for moves; behind a fused exchange, where asked for, for the whole device."""
+        """Wait for moves; after a fused exchange with batch_p2p_sync, for the whole device."""
         for handle in handles.values():
             handle.wait()
         if self.fused and self._sync is not None:
@@ -106,21 +106,17 @@ class Neighbours:
         return {name: Handle(own, self._channels[name]) for name, own in zip(names, each, strict=True)}
 
     def _to_itself(self, name: str, tensor: torch.Tensor, headers: bool) -> Handle:
-        """A pipeline of one rank is its own neighbour; what it sends lies here until it is received."""
+        """A pipeline of one rank is its own neighbour; what it sends is kept here until it is received."""
         channel = self._channels[name]
-        lying = self._own[channel.direction, headers]
+        kept = self._own[channel.direction, headers]
         if name.startswith("send"):
-            lying.append(tensor.clone())
-        else:
-            _take(lying, tensor, name)
+            kept.append(tensor.clone())
+            return Handle((), channel)
+        if not kept:
+            message = f"{name}: a pipeline of one rank is its own neighbour, and this one has sent nothing"
+            raise MessageError(Problem("PP-E716", message, "send before, or in the same call"))
+        if kept[0].shape != tensor.shape:
+            message = f"{name}: a tensor of shape {list(kept[0].shape)} was sent and {list(tensor.shape)} is received"
+            raise MessageError(Problem("PP-E716", message, "receive what was sent"))
+        tensor.copy_(kept.popleft())
         return Handle((), channel)
-
-
-def _take(lying: deque[torch.Tensor], into: torch.Tensor, name: str) -> None:
-    if not lying:
-        message = f"{name}: a pipeline of one rank is its own neighbour, and this one has sent nothing"
-        raise MessageError(Problem("PP-E716", message, "send before, or in the same call"))
-    if lying[0].shape != into.shape:
-        message = f"{name}: a tensor of shape {list(lying[0].shape)} was sent and {list(into.shape)} is received"
-        raise MessageError(Problem("PP-E716", message, "receive what was sent"))
-    into.copy_(lying.popleft())

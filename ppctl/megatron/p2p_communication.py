@@ -1,12 +1,12 @@
-"""Point-to-point messages between the ranks of one pipeline: the communicator and Megatron's methods.
+"""Megatron's methods for messages between the ranks of one pipeline.
 
 Knows process groups, modes and ends. Must not know schedules or stages.
 
 In the default mode every directed edge has a channel of its own for activations and one for gradients, so that neither
 the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
 neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
-own communicator and stream (`wires`). With batch_p2p_comm neighbouring messages are fused by torch's batch_isend_irecv
-on the pipeline's own process group instead.
+own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are fused by torch's
+batch_isend_irecv on the pipeline's own process group instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem
-from ppctl.megatron.exchange import Exchange, is_single_shape, shapes_in
-from ppctl.megatron.neighbours import Handle, Neighbours
+from ppctl.megatron.exchange import NeighbourExchange, is_single_shape, shapes_in
+from ppctl.megatron.neighbours import Neighbours
 from ppctl.schedule.action import Channel
 
 Shape = list[int] | torch.Size
@@ -65,7 +65,7 @@ class P2PCommunicator(Communicator):
         """The functions that have run over it: on a GPU the first call of each is lowered differently."""
         neighbours = Neighbours(pp_group, self.end, fused=self.fused, sync=self.sync)
         headers = torch.device("cpu") if self.staged else self.device
-        self._exchange = Exchange(neighbours, self.modes, self.device, headers)
+        self._exchange = NeighbourExchange(neighbours, self.modes, self.device, headers)
 
     @property
     def current_stage(self) -> int:
@@ -114,16 +114,16 @@ class P2PCommunicator(Communicator):
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         """Send one activation, or a list of them, to the next rank, and wait for delivery; nothing on the last."""
         if not is_last_stage:
-            for tensor in self._exchange.given(output_tensors, "an activation"):
+            for tensor in self._exchange.listed(output_tensors, "an activation"):
                 with self._timed("forward-send"):
-                    self._communicate(tensor_send_next=tensor)
+                    self._exchange({"send_next": tensor}, {}, None)
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         """Send one gradient, or a list of them, to the previous rank, and wait for delivery; nothing on the first."""
         if not is_first_stage:
-            for tensor in self._exchange.given(input_tensor_grads, "a gradient"):
+            for tensor in self._exchange.listed(input_tensor_grads, "a gradient"):
                 with self._timed("backward-send"):
-                    self._communicate(tensor_send_prev=tensor)
+                    self._exchange({"send_prev": tensor}, {}, None)
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Shape | list[Shape], is_last_stage: bool
@@ -153,14 +153,10 @@ class P2PCommunicator(Communicator):
         self, output_tensor: torch.Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
     ) -> Any:
         """Send an activation on and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
+        sends, receives = {"send_next": output_tensor}, {"recv_prev": recv_prev}
         with self._timed("forward-send-forward-recv"):
-            got, _, handles = self._communicate(
-                tensor_send_next=output_tensor,
-                recv_prev=recv_prev,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=not overlap_p2p_comm,
-            )
-        return (got, handles) if overlap_p2p_comm else got
+            got, handles = self._exchange(sends, receives, tensor_shape, wait=not overlap_p2p_comm)
+        return (got.get("recv_prev"), handles) if overlap_p2p_comm else got.get("recv_prev")
 
     def send_backward_recv_backward(
         self,
@@ -170,14 +166,10 @@ class P2PCommunicator(Communicator):
         overlap_p2p_comm: bool = False,
     ) -> Any:
         """Send a gradient back and receive the next one. With overlap nothing is waited for: (tensor, handles)."""
+        sends, receives = {"send_prev": input_tensor_grad}, {"recv_next": recv_next}
         with self._timed("backward-send-backward-recv"):
-            _, got, handles = self._communicate(
-                tensor_send_prev=input_tensor_grad,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=not overlap_p2p_comm,
-            )
-        return (got, handles) if overlap_p2p_comm else got
+            got, handles = self._exchange(sends, receives, tensor_shape, wait=not overlap_p2p_comm)
+        return (got.get("recv_next"), handles) if overlap_p2p_comm else got.get("recv_next")
 
     def send_forward_backward_recv_forward_backward(
         self,
@@ -188,43 +180,11 @@ class P2PCommunicator(Communicator):
         tensor_shape: Shape,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """All four at once: (activation from the previous rank, gradient from the next), None where not received."""
-        with self._timed("forward-backward-send-forward-backward-recv"):
-            before, after, _ = self._communicate(
-                tensor_send_next=output_tensor,
-                tensor_send_prev=input_tensor_grad,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-            )
-        return before, after
-
-    def _communicate(
-        self,
-        *,
-        tensor_send_next: torch.Tensor | None = None,
-        tensor_send_prev: torch.Tensor | None = None,
-        recv_prev: bool = False,
-        recv_next: bool = False,
-        tensor_shape: Any = None,
-        wait_on_reqs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Handle]]:
-        """What every method comes down to: (from the previous rank, from the next, handles by move)."""
-        sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
+        sends = {"send_next": output_tensor, "send_prev": input_tensor_grad}
         receives = {"recv_prev": recv_prev, "recv_next": recv_next}
-        got, handles = self._exchange(sends, receives, tensor_shape, wait=wait_on_reqs)
-        return got.get("recv_prev"), got.get("recv_next"), handles
-
-    def _communicate_shapes(
-        self,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-    ) -> tuple[list[int], list[int]]:
-        """Exchange the shapes of what is about to be sent: (recv_prev_shape, recv_next_shape), [0, 0, 0] where none."""
-        sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-        shapes = self._exchange.shapes(sends, {"recv_prev": recv_prev, "recv_next": recv_next})
-        return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
+        with self._timed("forward-backward-send-forward-backward-recv"):
+            got, _ = self._exchange(sends, receives, tensor_shape)
+        return got.get("recv_prev"), got.get("recv_next")
 
     def _receive(self, name: str, timer: str, shapes: Any, at_the_end: bool) -> Any:
         wanted: list[Any] = [shapes] if is_single_shape(shapes) else list(shapes)

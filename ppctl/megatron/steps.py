@@ -1,4 +1,4 @@
-"""One forward and one backward of a stage, and freeing what was sent: for those who write their own loops.
+"""One forward and one backward of a stage, and freeing what was sent: for users who write their own loops.
 
 Knows autograd, a user's forward step and the config's hooks. Must not know the schedule or messages. The
 forward-backward functions run `forward_step` as a stage's program; their backwards are the engine's.
@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
-from ppctl.megatron.loss import forward_step_calc_loss, scale_auxiliary_losses
+from ppctl.megatron.loss_function import forward_step_calc_loss, scale_auxiliary_losses
 from ppctl.megatron.microbatches import set_current_microbatch
 from ppctl.megatron.models import give_input, holder_of, setting
 
@@ -46,9 +46,10 @@ def forward_step(
     """Run one microbatch through a stage: (output, number of tokens); the output is the scaled loss on the last stage.
 
     `forward_step_func(data_iterator, model)` returns the output and the loss function; where
-    `checkpoint_activations_microbatch` is not None it is passed as a third argument. Before it, the model is given
-    `input_tensor` (`set_input_tensor`, always as a list), and told its microbatch and whether it is the first one
-    (`set_is_first_microbatch`). What is returned and stored: `forward_step_calc_loss`. A list in gives a list out.
+    `checkpoint_activations_microbatch` is not None it is passed as a third argument. Before that the model gets
+    `input_tensor` (`set_input_tensor`, always as a list), its microbatch, and whether that is the first one
+    (`set_is_first_microbatch`). What is returned and stored: `forward_step_calc_loss`. For a list of inputs the output
+    is a list.
     """
     with timed(config, "forward-compute"):
         _announce(model, is_first_microbatch, current_microbatch)
@@ -82,7 +83,7 @@ def check_attached(model: nn.Module, outputs: Sequence[Any]) -> None:
     Only the first stage can be so cut off unnoticed: the input of any other would have no gradient (PP-E713).
     """
     if any(not isinstance(output, Tensor) or output.requires_grad for output in outputs):
-        return  # what is no tensor is told where it meets its edge
+        return  # the engine refuses what is no tensor
     if any(parameter.requires_grad for parameter in model.parameters()):
         message = "the first stage's output needs no gradient, and its parameters do: they would never be trained"
         remedy = "no detach or no_grad in the stage, and checkpoint(..., use_reentrant=False); or freeze its parameters"

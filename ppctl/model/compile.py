@@ -13,22 +13,21 @@ import shutil
 import torch
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.model.stage import StageModule
+from ppctl.model.stage_model import StageModel
 
 
-def compile_stage(stage: StageModule, device: torch.device, *, packed: bool = False) -> None:
+def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = False) -> None:
     """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
 
-    Documents that are kept apart (`packed`) have other lengths every time: attention's core is left out then.
-
-    Call it before a layer's methods are exchanged for recompute. Raises ConfigError (PP-E770) where the device's
-    compiler is not there: told before the first step, not in its middle.
+    With `packed` documents, whose lengths differ every time, attention's core is left out. Call it before `recompute`
+    replaces methods of layers. Raises ConfigError (PP-E770), before the first step, where the device's compiler is
+    missing.
     """
     missing = _missing_tool(device)
     if missing:
         message = f"train.compile on {device.type} needs {missing}, which is not here"
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
-    for layer in stage.layers.values():
+    for layer in (module for name, module in stage.decoder_layers().items() if name.kind == "decoder"):
         if packed:
             attention = layer.get_submodule("attention")
             attention.mix = torch.compiler.disable(attention.mix)
@@ -37,7 +36,7 @@ def compile_stage(stage: StageModule, device: torch.device, *, packed: bool = Fa
 
 
 def _missing_tool(device: torch.device) -> str | None:
-    """What inductor cannot do without, if it is missing: a C++ compiler on the CPU; Triton and a C compiler on CUDA."""
+    """What inductor needs and this machine lacks: a C++ compiler on the CPU; Triton and a C compiler on CUDA."""
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "the package triton"
@@ -46,5 +45,5 @@ def _missing_tool(device: torch.device) -> str | None:
 
 
 def _found(variable: str, *usual: str) -> bool:
-    given = os.environ.get(variable)
-    return any(shutil.which(name) for name in ([given] if given else usual))
+    chosen = os.environ.get(variable)
+    return any(shutil.which(name) for name in ([chosen] if chosen else usual))

@@ -1,7 +1,6 @@
 """Cross entropy of next-token prediction, summed so that no cut of the batch changes what a token weighs.
 
-Knows logits and labels. Must not know how many microbatches there are, ranks or the
-schedule: who calls says how many tokens count.
+Knows logits and labels. Must not know microbatches, ranks or the schedule: the caller says how many tokens count.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ppctl.model.mtp import ahead
 from ppctl.model.packing import Documents
 
 NO_TOKEN = -100
-"""The label of what counts for nothing, as torch's losses ignore it."""
+"""The label of a token that does not count: torch's losses ignore it."""
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -42,8 +41,8 @@ def mtp_targets(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What each MTP module is held against: (labels, mask) [b, s], module k's labels k + 1 further on.
 
-    A position counts where all labels up to its own count and are labels of its sequence, or where `documents` are kept
-    apart of its document, so that nothing is predicted from behind an end.
+    A position counts where all labels up to its own count and belong to its sequence, or to its document where
+    `documents` are kept apart: nothing is predicted across an end.
     """
     counted = mask
     for depth in range(1, modules + 1):

@@ -1,8 +1,7 @@
-"""Activation recompute: layers that keep their input alone, modules that do, and outputs that are made a second time.
+"""Activation recompute: layers and modules that keep their inputs only, and outputs that are computed a second time.
 
-Knows torch's checkpoint, autograd's saved tensors, and what Megatron's names of modules stand for in a layer. Must not
-know which stages or layers are chosen (`geometry/layers.py`) or the schedule. Recompute changes no bit: every
-operation is the same, on the same numbers, in the same order.
+Must not know which stages or layers are chosen (`geometry/`) or the schedule. Recompute changes no bit: every operation
+is the same, on the same numbers, in the same order.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
-from ppctl.geometry.layers import Layer, recomputed_modules, recomputed_runs
-from ppctl.model.stage import StageModule
+from ppctl.geometry.layers import recomputed_modules, recomputed_runs
+from ppctl.model.stage_model import StageModel
 
 Function = Callable[..., Any]
 
@@ -26,14 +25,14 @@ CHECKPOINTED = {
     "mlp": (("feed_forward", "forward"),),
     "moe": (("moe", "forward"),),
 }
-"""Megatron's name -> (module of a layer, its method) that keeps its inputs alone."""
+"""Megatron's name -> (module of a layer, its method) that keeps its inputs only."""
 
 MADE_AGAIN = {
     "layernorm": (("attention_norm", "forward"), ("ffn_norm", "forward")),
     "mla_up_proj": (("attention", "expand"),),
     "moe_act": (("moe.experts", "activate"),),
 }
-"""Megatron's name -> (module of a layer, its method) whose outputs are not kept either, by those who save them."""
+"""Megatron's name -> (module of a layer, its method) whose outputs are not kept by the operations that save them."""
 
 
 class Switch:
@@ -42,16 +41,16 @@ class Switch:
     on = True
 
 
-def recompute(stage: StageModule, train: TrainConfig, number: int) -> Switch:
+def recompute(stage: StageModel, train: TrainConfig, number: int) -> Switch:
     """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`)."""
     switch = Switch()
-    layers = _decoder_layers(stage)
+    layers = stage.decoder_layers()
     runs = recomputed_runs(train, number, list(layers))
     chosen = {layer for run in runs for layer in run}
     kept = [module for layer, module in layers.items() if layer.kind == "decoder" and layer not in chosen]
     decoder = [[layers[layer] for layer in run] for run in runs if run[0].kind == "decoder"]
     if chosen:
-        stage.runs = [*(_checkpointed(_in_order(run), switch) for run in decoder), *kept]
+        stage.call_decoder_as([*(_checkpointed(_in_order(run), switch) for run in decoder), *kept])
     for layer in chosen:
         if layer.kind == "mtp":
             layers[layer].forward = _checkpointed(layers[layer].forward, switch)
@@ -60,14 +59,6 @@ def recompute(stage: StageModule, train: TrainConfig, number: int) -> Switch:
         for module in layers.values():
             _recompute_modules(module, modules)
     return switch
-
-
-def _decoder_layers(stage: StageModule) -> dict[Layer, nn.Module]:
-    """The decoder layers of a stage, those inside its MTP modules too, by the layer that each belongs to."""
-    found = {Layer("decoder", int(name)): module for name, module in stage.layers.items()}
-    if stage.mtp is not None:
-        found |= {Layer("mtp", int(name)): stage.mtp.get_submodule(f"{name}.layer") for name in stage.mtp.ids}
-    return found
 
 
 def _in_order(layers: Sequence[nn.Module]) -> Function:
@@ -83,7 +74,7 @@ def _in_order(layers: Sequence[nn.Module]) -> Function:
 
 
 def _checkpointed(function: Function, switch: Switch) -> Function:
-    """`function`, of whose forward only the inputs stay. No layer draws random numbers: none are restored."""
+    """`function`, whose forward keeps only its inputs. No layer draws random numbers, so that none are restored."""
 
     def call(*inputs: Any) -> Any:
         if not (switch.on and torch.is_grad_enabled()):
@@ -108,22 +99,22 @@ def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
 
 
 def _submodule(layer: nn.Module, path: str) -> nn.Module | None:
-    """The part of a layer with this name; None in a layer of another kind."""
+    """The submodule of a layer with this name; None in a layer of another kind."""
     return dict(layer.named_modules()).get(path)
 
 
 class _Outputs:
-    """The outputs of one layer's functions that are made again in the backward, while its forward runs.
+    """The outputs of one layer's functions that are computed again in the backward, while its forward runs.
 
-    An operation that saves such an output for its own backward saves a promise of it in its place. Outputs are known by
-    their memory, and held until the layer's forward ends, so that no other tensor can come to lie there.
+    An operation that saves such an output for its backward saves a placeholder instead. Outputs are recognised by
+    their memory, and kept until the layer's forward ends, so that no other tensor can get that memory.
     """
 
     def __init__(self) -> None:
-        self._promises: dict[int, tuple[_Again, int, Tensor]] = {}
+        self._placeholders: dict[int, tuple[_Again, int, Tensor]] = {}
 
     def watching(self, forward: Function) -> Function:
-        """A layer's forward, under whose operations outputs are exchanged for promises."""
+        """A layer's forward, whose operations save placeholders for these outputs."""
 
         def call(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -132,12 +123,12 @@ class _Outputs:
                 with saved_tensors_hooks(self._pack, _unpack):
                     return forward(*inputs)
             finally:
-                self._promises.clear()
+                self._placeholders.clear()
 
         return call
 
     def not_kept(self, function: Function) -> Function:
-        """A function of tensors whose outputs those who save them do not keep."""
+        """A function of tensors whose outputs the operations that save them do not keep."""
 
         def call(*inputs: Tensor) -> Any:
             if not torch.is_grad_enabled():
@@ -145,13 +136,13 @@ class _Outputs:
             again = _Again(function, inputs)
             outputs = again.first_time(inputs)
             for index, tensor in enumerate(_as_tuple(outputs)):
-                self._promises[tensor.untyped_storage().data_ptr()] = (again, index, tensor)
+                self._placeholders[tensor.untyped_storage().data_ptr()] = (again, index, tensor)
             return outputs
 
         return call
 
     def _pack(self, tensor: Tensor) -> Any:
-        again, index, _ = self._promises.get(tensor.untyped_storage().data_ptr(), (None, 0, None))
+        again, index, _ = self._placeholders.get(tensor.untyped_storage().data_ptr(), (None, 0, None))
         if again is None:
             return tensor
         return again, index, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -165,17 +156,17 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class _Made(NamedTuple):
-    """What the second call of a function made, without a graph."""
+    """The results of the second call of a function, without a graph."""
 
     saved: list[Tensor]
     outputs: tuple[Tensor, ...]
 
 
 class _Again:
-    """A function of which only the inputs stay: it is called a second time, once, for whoever asks first.
+    """A function of which only the inputs are kept: it is called a second time when its results are first needed.
 
-    The graph is that of the first call, so that gradients add up in the same order; what its operations save are
-    numbers, which the second call's tensors answer to. It lives as long as someone may ask.
+    The graph is that of the first call, so that gradients add up in the same order; its operations save the numbers of
+    tensors, which the second call makes.
     """
 
     def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
@@ -191,7 +182,7 @@ class _Again:
             return self.function(*inputs)
 
     def made(self) -> _Made:
-        """What the second call made."""
+        """The results of the second call."""
         if self._made is None:
             saved: list[Tensor] = []
             with (
@@ -209,7 +200,7 @@ class _Again:
 
 
 def _casting(inputs: Sequence[Tensor]) -> torch.autocast:
-    """How a forward is cast at this moment, as a context for later."""
+    """The present autocast state, as a context for later."""
     kind = inputs[0].device.type
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 

@@ -102,8 +102,8 @@ def yarn_magnitude(model: ModelConfig, mscale: float) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [(b, 1,) s, turned <= dim].
 
-    `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as all
-    others (Llama). Queries and keys alike, their product does not see the difference.
+    `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as in
+    Llama. The product of queries and keys is the same, because both are reordered.
     """
     turned = cos.shape[-1]
     if turned < x.shape[-1]:

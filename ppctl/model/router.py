@@ -1,11 +1,10 @@
 """The router of a mixture of experts: which experts a token goes to, with which weights, and what keeps them balanced.
 
-Knows ModelConfig's routing rules and scores of shape [b, s, E] (E experts, K of them per token). Must not know the
-experts themselves, ranks or microbatches: what it has to tell beside its output stands in its `Ledger`.
+Must not know the experts themselves, ranks or microbatches: what it reports beside its output is in its `Ledger`.
 
-Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor
-E / (K T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3
-report (arXiv:2412.19437, 2.1.2); z-loss as in ST-MoE (arXiv:2202.08906).
+Sources: softmax routing and the balance loss as in Switch Transformers (arXiv:2101.03961) with Megatron's factor E / (K
+T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise loss as in the DeepSeek-V3 report
+(arXiv:2412.19437, 2.1.2); z-loss as in ST-MoE (arXiv:2202.08906).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Routing(NamedTuple):
 
 @dataclass(slots=True)
 class Ledger:
-    """What a router tells in one step beside its output, and what it is told; who runs the step clears it."""
+    """What a router reports in one step beside its output, and the scale of its losses; cleared before each step."""
 
     scale: float = 1.0
     """Factor on the gradients of auxiliary losses: 1 / microbatches of the global batch, so that they are means."""
@@ -43,7 +42,7 @@ class Ledger:
     """Tokens per expert so far, int64 [E]."""
 
     def clear(self) -> None:
-        """Forget what was told."""
+        """Forget the losses and counts."""
         self.losses, self.counts = [], None
 
 
@@ -79,7 +78,7 @@ class Router(nn.Module):
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         experts = self._choose(scores.detach())
         routing = Routing(experts, self._weigh(scores.gather(-1, experts), sigmoid), self._auxiliary(logits, scores))
-        self._tell(routing)
+        self._report(routing)
         return routing
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ class Router(nn.Module):
             parts.append(self.model.moe_z_loss_coeff * logits.logsumexp(-1).square().mean())
         return torch.stack(parts).sum() if parts else None
 
-    def _tell(self, routing: Routing) -> None:
+    def _report(self, routing: Routing) -> None:
         """Enter the microbatch into the ledger: in training, and once, also where its forward is recomputed."""
         recomputed = torch._C._current_graph_task_id() != -1  # -1: no backward is running
         if not torch.is_grad_enabled() or recomputed:

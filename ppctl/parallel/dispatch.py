@@ -30,14 +30,14 @@ class ExpertExchange:
         The result is in the order of `rows`. There, rows of one expert are in order of their sender, then as sent.
         """
         size = self.group.size()
-        given = counts.view(size, -1)
-        taken = torch.empty_like(given)  # [sender, expert here]
-        dist.all_to_all_single(taken, given, group=self.group)
-        sends, receives = given.sum(1).tolist(), taken.sum(1).tolist()
+        sent = counts.view(size, -1)
+        received = torch.empty_like(sent)  # [sender, expert here]
+        dist.all_to_all_single(received, sent, group=self.group)
+        sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
-        expert = torch.arange(taken.shape[1], device=rows.device).repeat(size).repeat_interleave(taken.flatten())
+        expert = torch.arange(received.shape[1], device=rows.device).repeat(size).repeat_interleave(received.flatten())
         order = expert.argsort(stable=True)
-        done = experts(arrived.index_select(0, order), taken.sum(0)).index_select(0, order.argsort())
+        done = experts(arrived.index_select(0, order), received.sum(0)).index_select(0, order.argsort())
         back: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
         return back
 

@@ -18,8 +18,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Arriving(NamedTuple):
-    """Sums on their way."""
+class ScatteredSums(NamedTuple):
+    """Sums that are being computed."""
 
     work: dist.Work | None
     flat: Tensor
@@ -46,12 +46,14 @@ def width(tensor: Tensor, size: int) -> int:
 
 def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part [width], a copy."""
-    return _rows(tensor, group.size())[group.rank()].clone()
+    rows = tensor.new_empty(group.size(), width(tensor, group.size()))
+    _cut(tensor, rows)
+    return rows[group.rank()].clone()
 
 
 def scatter_sums(
     tensors: Iterable[Tensor], widths: Sequence[int], group: dist.ProcessGroup, device: torch.device | None = None
-) -> Arriving:
+) -> ScatteredSums:
     """Start summing float32 tensors, whose parts have these `widths`, over the group.
 
     They are asked for one by one, and may be freed or overwritten as soon as the next one is.
@@ -62,13 +64,13 @@ def scatter_sums(
     own = flat.new_empty(flat.shape[1])
     if flat.device.type == "cpu":  # gloo would sum all of it in any case, in a copy of its own
         work = dist.all_reduce(flat, group=group, async_op=True)
-        return Arriving(work, flat, own, group.rank(), list(widths))
+        return ScatteredSums(work, flat, own, group.rank(), list(widths))
     work = _reduce_scatter(own, flat.view(-1), group=group, async_op=True)
-    return Arriving(work, flat, own, None, list(widths))
+    return ScatteredSums(work, flat, own, None, list(widths))
 
 
-class Coming(NamedTuple):
-    """Wholes on their way."""
+class GatheredWholes(NamedTuple):
+    """Whole tensors that are being gathered."""
 
     work: dist.Work | None
     flat: Tensor
@@ -82,12 +84,12 @@ class Coming(NamedTuple):
             whole.copy_(rows.reshape(-1)[: whole.numel()].view_as(whole))
 
 
-def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> Coming:
+def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.ProcessGroup) -> GatheredWholes:
     """Start making tensors whole from the parts that the ranks hold, rounded to `dtype` before they travel."""
     own = torch.cat([part.to(dtype) for part in parts])
     flat = own.new_empty(group.size(), own.numel())
     work = _all_gather(flat.view(-1), own, group=group, async_op=True)
-    return Coming(work, flat, [part.numel() for part in parts])
+    return GatheredWholes(work, flat, [part.numel() for part in parts])
 
 
 def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -95,14 +97,8 @@ def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.P
     start_gather(parts, wholes[0].dtype, group).into(wholes)
 
 
-def _rows(tensor: Tensor, size: int) -> Tensor:
-    """The parts of all ranks, [size, width], zeros behind the end."""
-    padding = size * width(tensor, size) - tensor.numel()
-    return torch.nn.functional.pad(tensor.reshape(-1), (0, padding)).view(size, -1)
-
-
 def _cut(tensor: Tensor, rows: Tensor) -> None:
-    """Write the parts of all ranks into `rows` [size, width], zeros behind the end."""
+    """Write the parts of all ranks into `rows` [size, width], padded with zeros."""
     flat, wide = tensor.reshape(-1), rows.shape[1]
     full, rest = divmod(flat.numel(), wide)
     rows[:full] = flat[: full * wide].view(full, wide)

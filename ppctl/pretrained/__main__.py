@@ -1,6 +1,6 @@
 """`python -m ppctl.pretrained import|export FROM TO`: what `ppctl ckpt` starts.
 
-Knows what a person sees of a conversion. Must not know how it is done.
+Knows the command line and what it prints. Must not know how a conversion is done.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _convert(args: argparse.Namespace) -> Done:
 
 
 class _Progress:
-    """A line now and then, for whoever waits for a large model."""
+    """Prints a line every few seconds."""
 
     def __init__(self) -> None:
-        self.told = time.monotonic()
+        self.printed = time.monotonic()
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        if time.monotonic() - self.told > _EVERY:
-            self.told = time.monotonic()
+        if time.monotonic() - self.printed > _EVERY:
+            self.printed = time.monotonic()
             print(f"{done}/{total} {name}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a checkpoint and back; each is written beside, verified and renamed.
+"""From a Hugging Face directory to a checkpoint and back: each is written under another name, verified and renamed.
 
 Knows the order of the steps. Must not know the command line, ranks or modules.
 """
@@ -17,24 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
-from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
 from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
-from ppctl.pretrained.reading import Reader
-from ppctl.pretrained.source_files import keep_settings
-from ppctl.pretrained.tokenizer_files import copy_tokenizer, tokenizer_path
-from ppctl.pretrained.writing import DTYPES, SHARD, Spec, write_shards
+from ppctl.geometry.canonical_names import parameter_of
+from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
+from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""
-
-_KEPT_FLOAT32 = "expert_bias"
-"""Balances experts in steps of a thousandth, which bfloat16 would lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,11 @@ def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dty
         message = f"the checkpoint at {path} lacks tensors of the model that its state.json describes"
         raise CheckpointError(Problem("PP-E502", message, f"ls '{path}'", "\n".join(ranges(wrong))))
     saved = {name: getattr(torch, record.dtype) for name, record in records.items() if record is not None}
-    return {name: found if dtype is None or name.endswith(_KEPT_FLOAT32) else dtype for name, found in saved.items()}
+    if dtype is None:
+        return saved
+    # What balances experts moves in steps of a thousandth, which bfloat16 would lose: it keeps its dtype.
+    kept = {name for name in saved if parameter_of(name, model).role == "correction"}
+    return {name: found if name in kept else dtype for name, found in saved.items()}
 
 
 def _verify(directory: Path, specs: list[Spec]) -> None:
@@ -138,7 +138,7 @@ def _verify(directory: Path, specs: list[Spec]) -> None:
     wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
-        message = f"what lies in {directory} is not what was written there; it is thrown away"
+        message = f"the files in {directory} differ from what was written there; they are deleted"
         raise CheckpointError(Problem("PP-E523", message, f"df -h '{directory.parent}'", "\n".join(wrong[:20])))
 
 

@@ -16,7 +16,7 @@ from ppctl.run_starts import slurm_start
 from ppctl.rundir import RunDir
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome
-from ppctl.train.measured import gather_costs
+from ppctl.train.measured_costs import gather_costs
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
 from ppctl.train.session import Session
 

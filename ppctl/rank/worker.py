@@ -47,7 +47,7 @@ from ppctl.rank.watchdog import Alarm, NodeWatch
 from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.rundir import RunDir
 from ppctl.train.loop import Outcome, train
-from ppctl.train.report import TIME_IS_OVER
+from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.channel_ends import other_end
 from ppctl.comm.channels import DirectEnd, Pending, Transport
-from ppctl.comm.shapes import VariableEnd
+from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.errors import Problem
 from ppctl.reach.hosts import DeadEdge, reason_of
 from ppctl.schedule.action import Channel

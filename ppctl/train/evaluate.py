@@ -1,14 +1,13 @@
 """The loss on held-out samples, through the forward-only schedule on the ranks that train.
 
-Knows which batches an evaluation has and how its losses become one number. Must not know how a step is computed, nor
-change anything that training sees: weights, gradients, position.
+Must not know how a step is computed, nor change anything that training sees: weights, gradients, position.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ppctl.comm.gather import gather_rows
+from ppctl.comm.groups import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.train.step import Trainer
 
@@ -16,24 +15,24 @@ _READS_NOTHING = -1.0
 
 
 class Evaluator:
-    """Evaluates a trainer's stages as they are. Calling it is a collective: every rank of the world does."""
+    """Evaluates the stages of a trainer. Calling it is a collective of the world."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        training = trainer.batches  # the ranks that read what is trained on read what is held out, in the same order
+        training = trainer.batches  # ranks that read training data read the held-out data, in the same order
         self.batches = None if training is None else trainer.session.held_out_batches(training.sample_order)
         counts = [] if self.batches is None else [self.batches.num_batches, self.batches.num_samples]
-        # Ranks that read nothing take part in as many forwards as the others.
+        # Ranks that read nothing take part in the same number of forwards.
         self.num_batches, self.num_samples = (
             max(column) for column in zip(*self._gather(counts or [0, 0]), strict=True)
         )
 
     def is_due(self, done: int) -> bool:
-        """Whether one belongs behind the `done`-th step."""
+        """Whether an evaluation follows the `done`-th step."""
         return done % self.trainer.session.config.train.eval_interval == 0
 
     def __call__(self) -> dict[str, Any]:
-        """`eval_loss`: the sum of all tokens' losses over the number of tokens, in nats; `eval_samples`: how many.
+        """`eval_loss`, the mean over all tokens in nats, and `eval_samples`, the number of samples.
 
         Sums are float64, by microbatch and then by rank. Raises TrainingError where ranks read different samples.
         """

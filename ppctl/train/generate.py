@@ -1,7 +1,7 @@
 """Text drawn from the trained stages, through the forward-only schedule on the same ranks.
 
 Knows how a token gets from the last stage back to the first. Must not know training. There is no cache: every token is
-one pass over the whole window, so that this is the forward that was trained, and nothing else.
+one pass over the whole window, by exactly the forward that was trained.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing
-from ppctl.model.stage import StageModule
+from ppctl.model.stage_model import StageModel
 from ppctl.plan import StageSpec
 from ppctl.topology import RankGrid
-from ppctl.train.packing import packing_of
 from ppctl.train.session import Session
 
 
@@ -41,7 +40,7 @@ class Generator:
         self.position = 0
         self.next_token = torch.zeros(1, dtype=torch.int64)
         self.dice = torch.Generator().manual_seed(session.config.train.seed)
-        self.last_rank = dist.get_global_rank(session.pp_group, session.plan.stages[-1].pp_rank)
+        self.last_rank = dist.get_global_rank(session.groups["pp"], session.plan.stages[-1].pp_rank)
 
     def continue_prompt(self, prompt: Sequence[int], count: int) -> list[int]:
         """The `count` tokens that follow `prompt` (at least one token), drawn by the seed and the weights alone."""
@@ -53,28 +52,24 @@ class Generator:
     def _next(self, tokens: Sequence[int]) -> int:
         seen = tokens[-self.window.shape[1] :]
         self.position = len(seen) - 1
-        # What stands after the position is causally invisible to it.
+        # Later positions do not matter: attention is causal.
         self.window[:, : len(seen)] = torch.tensor(seen)
         self.packing = self._packing()
         run_schedule(self.schedule, self.programs, self.session.communicator)
         if self.session.plan.sizes.pp > 1:
-            dist.broadcast(self.next_token, self.last_rank, group=self.session.pp_group)
+            dist.broadcast(self.next_token, self.last_rank, group=self.session.groups["pp"])
         return int(self.next_token)
 
     def _packing(self) -> Packing:
-        """Where documents lie in the window: as in training, every rank finds them for itself."""
-        end = self.session.document_end
-        if end is None:
-            return ROWS
-        positions, documents = find_documents(self.window[None].cpu(), end)
-        return packing_of(None if positions is None else positions.to(self.window.device), documents, 0)
+        """Where documents are in the window: as in training, every rank finds them itself."""
+        positions, documents = find_documents(self.window[None].cpu(), self.session.document_end)
+        return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0)
 
-    def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
+    def _program(self, spec: StageSpec, module: StageModel) -> StageProgram:
         embeds, ends = Layer("embedding") in spec.layers, Layer("loss") in spec.layers
 
         def forward(mb: int, inputs: Message) -> Message:
-            given = (self.window,) if embeds else inputs
-            outputs: Message = module(*given, tokens=self.window, packing=self.packing)
+            outputs = module(*((self.window,) if embeds else inputs), tokens=self.window, packing=self.packing)
             if ends:
                 self.next_token[0] = drawn(outputs[0][0, self.position], self.dice)
             return outputs
@@ -97,19 +92,18 @@ SAMPLE_LENGTH = 200
 SHORT_SAMPLE_LENGTH = 32
 """Of a large model, so that a finished run does not keep its devices; and of a miniature, which has as many stages."""
 SAMPLE_FLOPS = 1e12
-"""What the long sample may take: seconds on a CPU. A window is computed anew for every token."""
+"""Most operations of the long sample: seconds on a CPU. Every token computes the whole window again."""
 _PROMPT_LENGTH = 64
 _NEWLINE = ord("\n")
 
 
 def write_sample(session: Session) -> dict[str, str] | None:
-    """What the model makes of a line in the middle of the corpus: `{prompt, text}`.
+    """How the model continues a line from the middle of the corpus: `{prompt, text}`.
 
-    None off rank 0, and where the tokens have no text.
-
-    A collective of all ranks, of which those that hold the first copies of all weights do the work.
+    None on all ranks but 0, and where the tokens have no text. A collective of all ranks; those that hold the first
+    copies of all weights do the work.
     """
-    with nullcontext() if session.gathered is None else session.gathered.all_held():  # by all, whoever writes
+    with nullcontext() if session.gathered is None else session.gathered.all_held():  # a collective of all ranks
         first = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
         return _sample(session) if first else None
 
@@ -122,23 +116,23 @@ def _sample(session: Session) -> dict[str, str] | None:
         found = prompt_from(session.corpus.corpora[0].tokens, line_end)
         prompt[-len(found) :] = torch.from_numpy(found.astype("int64"))
     if session.plan.sizes.pp > 1:
-        dist.broadcast(prompt, dist.get_global_rank(session.pp_group, 0), group=session.pp_group)
+        dist.broadcast(prompt, dist.get_global_rank(session.groups["pp"], 0), group=session.groups["pp"])
     tokens = prompt.tolist()
     if max(tokens) >= tokenizer.vocab_size:
-        return None  # mapped tokens of another tokenizer than the config's: nobody here can write them as text
+        return None  # mapped tokens of another tokenizer than the config's
     text = tokenizer.decode(Generator(session).continue_prompt(tokens, _sample_length(session)))
     return {"prompt": tokenizer.decode(tokens), "text": text}
 
 
 def _sample_length(session: Session) -> int:
-    """Tokens, by what every rank knows alike."""
+    """Tokens of the sample, the same on every rank."""
     window = sum(spec.flops_forward for spec in session.plan.stages)
     small = session.config.scale is None and SAMPLE_LENGTH * window <= SAMPLE_FLOPS
     return SAMPLE_LENGTH if small else SHORT_SAMPLE_LENGTH
 
 
 def prompt_from(tokens: Tokens, newline: int | None = _NEWLINE) -> Tokens:
-    """From the middle of `tokens`, behind a `newline` if one is nearby; shorter where there is less text.
+    """Tokens from the middle of `tokens`, after a `newline` if one is near; fewer where there is less text.
 
     The first characters of a corpus are a poor prompt: a licence, a heading, an import.
     """

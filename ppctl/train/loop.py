@@ -1,6 +1,6 @@
-"""The run: step after step until the last one or a request to stop, with checkpoints between.
+"""The run: step after step until the last one or a request to stop, with evaluations and checkpoints between.
 
-Knows when to save and when to leave. Must not know how a step is computed, nor paths: it is handed the directory.
+Knows when to evaluate, save and stop. Must not know how a step is computed, nor the paths of a run.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def train(
 ) -> Outcome:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
-    Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter` is told what
-    begins (`training`, `evaluating`, `saving`) in which step.
+    Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter(state, step)` is
+    called when `training`, `evaluating` or `saving` begins.
     """
     config = session.config
     first, consumed, sample_order = 0, 0, SAMPLE_ORDER

@@ -1,7 +1,6 @@
-"""The loss scale of float16: what keeps small gradients above the smallest float16, and how it follows them.
+"""The loss scale of float16: a factor that keeps small gradients above the smallest float16, and its adjustment.
 
-Knows the rule of growth and backoff. Must not know the optimizer, ranks or files: all ranks see the same norm, so that
-all move their scale alike.
+Must not know the optimizer, ranks or files: all ranks see the same norm, and so change their scale in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ GROWTH = 2.0
 
 @dataclass(slots=True)
 class LossScale:
-    """The factor on the loss, and what decides about it (Megatron's rule).
+    """The factor on the loss, and the state of its adjustment (Megatron's rule).
 
     A step whose gradients overflow is left out and uses up one of `hysteresis` chances; from the last one on the scale
     is halved with each, down to `minimum`. `window` steps without overflow double it and give all chances back.

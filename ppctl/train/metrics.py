@@ -1,7 +1,7 @@
-"""What is said about a step: the record, the line on the screen, and the writers behind both.
+"""Writers of a step's record: metrics.jsonl, the line on the screen, TensorBoard and Weights & Biases.
 
-Knows the keys of metrics.jsonl (`step` counts from 1, so that record N belongs to checkpoint step-N) and how a
-person reads them. Must not know how a step is computed. Rank 0 alone writes.
+`step` counts from 1, so that record N belongs to checkpoint step-N. Must not know how a step is computed. Rank 0 alone
+writes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def tensorboard_writer(directory: str) -> Iterator[Writer]:
 def wandb_writer(directory: str, name: str, run_id: str, config: Mapping[str, Any]) -> Iterator[Writer]:
     """Log every number of a record to Weights & Biases (WANDB_MODE=offline works). Raises ConfigError without wandb.
 
-    What was logged is on its way through another process: without its end, the last records or all are lost.
+    Records go through another process: if it is not closed at the end, the last ones or all are lost.
     """
     try:
         import wandb

@@ -6,15 +6,14 @@ Knows which parameters decay and how the optimizer's state is named. Must not kn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from ppctl.config.schema import ModelConfig, OptimConfig
-from ppctl.geometry.canonical_names import parameter_of
+from ppctl.config.schema import OptimConfig
+from ppctl.geometry.parameters import Parameter
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar), "exp_avg", "exp_avg_sq" (the parameter's shape)}, float32."""
@@ -35,89 +34,58 @@ def lr_at(updates: int, optim: OptimConfig, steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-@dataclass(slots=True)
-class Group:
-    """Parameters with one decay; `lr` is set anew for every step."""
-
-    parameters: list[nn.Parameter]
-    weight_decay: float
-    lr: float
-
-
 class AdamW:
-    """torch's AdamW, called by its functional form.
+    """torch's AdamW over `masters`, called by its functional form; matrices decay, as their `rows` say.
 
-    torch.optim.Optimizer imports torch's compiler to keep it out of every step: a second of each rank's start.
+    torch.optim.Optimizer imports torch's compiler to keep it out of every step: a second of each rank's start. `lr` is
+    the rate of the next step. A rank without parameters gets an optimizer whose step does nothing.
     """
 
-    def __init__(self, groups: Sequence[Group], betas: tuple[float, float], eps: float) -> None:
-        self.groups = groups
-        self.betas = betas
-        self.eps = eps
+    def __init__(self, masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]) -> None:
+        self.masters = masters
+        self.optim = optim
+        self.lr = optim.lr
+        decayed = [name for name in masters if rows[name].decayed]
+        spared = [name for name in masters if not rows[name].decayed]
+        self.groups = ((decayed, optim.weight_decay), (spared, 0.0))
+        """(canonical names, their weight decay)."""
         # From the start, so that a checkpoint can be loaded into it in place.
-        self.state = {
-            parameter: {
+        self.state: State = {
+            name: {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-            for group in groups
-            for parameter in group.parameters
+            for name, parameter in masters.items()
         }
 
     @property
     def updates(self) -> int:
         """How many updates were made, those before a checkpoint included; 0 for a rank without parameters.
 
-        It is what every parameter's own count says, which AdamW's bias correction needs: a step that is left out does
-        not count. So it comes back with any checkpoint, in any cut.
+        Every parameter keeps the count, which AdamW's bias correction needs: a step that is left out does not count.
+        So it comes back with any checkpoint, in any cut.
         """
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
     @torch.no_grad()
     def step(self) -> None:
         """Move every parameter that has a gradient."""
-        for group in self.groups:
-            moved = [p for p in group.parameters if p.grad is not None]
-            state = [self.state[p] for p in moved]
+        for names, weight_decay in self.groups:
+            moved = [name for name in names if self.masters[name].grad is not None]
+            state = [self.state[name] for name in moved]
             adamw(
-                list(moved),
-                [p.grad for p in moved if p.grad is not None],
+                [self.masters[name] for name in moved],
+                [gradient for name in moved if (gradient := self.masters[name].grad) is not None],
                 [entry["exp_avg"] for entry in state],
                 [entry["exp_avg_sq"] for entry in state],
                 [],
                 [entry["step"] for entry in state],
                 amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                lr=group.lr,
-                weight_decay=group.weight_decay,
-                eps=self.eps,
+                beta1=self.optim.beta1,
+                beta2=self.optim.beta2,
+                lr=self.lr,
+                weight_decay=weight_decay,
+                eps=self.optim.eps,
                 maximize=False,
             )
-
-
-def build_optimizer(
-    masters: Mapping[str, nn.Parameter],
-    optim: OptimConfig,
-    model: ModelConfig,
-) -> AdamW:
-    """AdamW with two groups: matrices decay, norms, biases and embeddings (tied uses included) do not.
-
-    A rank without parameters gets an optimizer whose step does nothing.
-    """
-    decayed = [p for name, p in masters.items() if parameter_of(name, model).decayed]
-    spared = [p for name, p in masters.items() if not parameter_of(name, model).decayed]
-    groups = [Group(decayed, optim.weight_decay, optim.lr), Group(spared, 0.0, optim.lr)]
-    return AdamW(groups, (optim.beta1, optim.beta2), optim.eps)
-
-
-def set_lr(optimizer: AdamW, lr: float) -> None:
-    """Let the next step run at this rate."""
-    for group in optimizer.groups:
-        group.lr = lr
-
-
-def state_by_name(optimizer: AdamW, masters: Mapping[str, nn.Parameter]) -> State:
-    """The optimizer's state by canonical name: its own tensors, to be saved, or to be loaded into in place."""
-    return {name: dict(optimizer.state[parameter]) for name, parameter in masters.items()}

@@ -1,86 +1,90 @@
-"""Everything one rank holds while it trains, built from the config and the plan.
+"""Everything that one rank holds while it trains, built from the config and the plan.
 
-Knows which parts a rank needs and in which order they are made (groups are collective). Must not know how a step goes.
+Knows what a rank needs and in which order it is made (groups are collective). Must not know the order of a step.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.clock import clock_offset
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.groups import make_group
+from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
-from ppctl.data.documents import DocumentEnd
-from ppctl.data.load import Samples, load_data
+from ppctl.data.blend import Blend
+from ppctl.data.load import NO_END, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.engine.recorder import Recorder, make_recorder
-from ppctl.geometry.canonical_names import parameter_of
+from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.layers import Layer
+from ppctl.geometry.parameters import Parameter
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
-from ppctl.model.moe import Share
-from ppctl.model.names import tied_uses
 from ppctl.model.recompute import Switch, recompute
-from ppctl.model.stage import StageModule, build_stage
+from ppctl.model.stage import build_stage, experts_of
+from ppctl.model.stage_model import StageModel
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
-from ppctl.parallel.ties import TiedGradients, TiedUse
+from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.topology import RankGrid
-from ppctl.train.gathered import GatheredWeights
-from ppctl.train.grad_norm import GradientNorm
+from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
-from ppctl.train.measured import RecentSteps
-from ppctl.train.optimizer import AdamW, build_optimizer
+from ppctl.train.measured_costs import KEPT
+from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
-from ppctl.train.sharded import GradientScatter, ShardedWeights
+from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
 
 
 @dataclass(frozen=True)
 class Session:
-    """One rank's parts. Collections go by stage, in chunk order."""
+    """What one rank holds while it trains. Collections go by stage, in chunk order."""
 
     config: RunConfig
     plan: Plan
     own: RankPlan
     device: torch.device
-    pp_group: ProcessGroup
-    dp_group: ProcessGroup
     groups: Mapping[str, ProcessGroup]
-    """Every group of this rank by its axis, these two among them."""
+    """Every group of this rank by its axis."""
     communicator: Communicator | None
     """None where the pipeline has one rank."""
-    stages: dict[int, StageModule]
-    recompute: dict[int, Switch]
-    weights: Weights | ShardedWeights
+    stages: Mapping[int, StageModel]
+    recompute: Mapping[int, Switch]
+    rows: Mapping[str, Parameter]
+    """What each parameter and buffer of these stages is, by canonical name."""
+    weights: Weights
     optimizer: AdamW
     loss_scale: LossScale | None
     """In float16 only."""
     reducer: GradientReducer | GradientScatter
     ties: TiedGradients
     norm: GradientNorm
-    corpus: Samples | None
-    """What is trained on, on ranks that read data (`reads_data`)."""
-    held_out: Samples | None
-    """What is evaluated on, where the config names any; on the same ranks."""
-    document_end: DocumentEnd | None
-    """What ends a document, where the config lets anything follow from it; on the same ranks."""
+    corpus: Blend | None
+    """The training data, on ranks that read data (`reads_data`)."""
+    held_out: Blend | None
+    """The data of evaluations, if the config names any; on the same ranks."""
+    document_end: DocumentEnd
+    """What ends a document, and what follows from it; on the same ranks."""
     recorder: Recorder
-    steps: RecentSteps
+    steps: deque[StepTotals]
+    """This rank's last steps, for profile.json."""
     heartbeat: HeartbeatFile | None
 
     @property
     def gathered(self) -> GatheredWeights | None:
         """The weights, where they are whole only while a stage computes."""
         return self.weights if isinstance(self.weights, GatheredWeights) else None
+
+    @property
+    def microbatches_of_all(self) -> int:
+        """Microbatches of the global batch: of all schedule calls of a step, on all data-parallel ranks."""
+        return self.plan.gradient_accumulation_steps * self.plan.num_microbatches * self.plan.sizes.dp
 
     def close(self) -> None:
         """End the connections of the pipeline's messages; every rank calls it, before the process groups go."""
@@ -89,8 +93,8 @@ class Session:
 
     @property
     def world_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """The groups along the axes that make up the world: what goes along both reaches every rank."""
-        return self.pp_group, self.dp_group
+        """The groups along the axes that make up the world: a gather over both reaches every rank."""
+        return self.groups["pp"], self.groups["dp"]
 
     def batches(
         self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
@@ -106,7 +110,7 @@ class Session:
             return None
         return HeldOutBatches(self._batches(self.held_out, sample_order), self.config.train.eval_steps)
 
-    def _batches(self, samples: Samples, sample_order: int, first_step: int = 0, consumed_samples: int = 0) -> Batches:
+    def _batches(self, samples: Blend, sample_order: int, first_step: int = 0, consumed_samples: int = 0) -> Batches:
         return Batches(
             samples,
             seq_length=self.config.data.seq_length,
@@ -145,52 +149,50 @@ def build_session(
     data = load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(
-            config.parallel.deterministic_mode
-        )  # imports torch's compiler, whatever is asked
-    share = Share(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
-    stages = {
-        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, share=share)
+        # Only where it changes something: the call imports torch's compiler.
+        torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
+    experts = experts_of(config.model, grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
+    stages: dict[int, StageModel] = {
+        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, experts=experts)
         for spec in own.stages
     }
+    rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     if ep_group is not None:
         for stage in stages.values():
             stage.spread_experts(ExpertExchange(ep_group))
     if config.train.compile:
         for stage in stages.values():
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
-    weights, reducer = _weights(config, plan, stages, groups)
-    pipeline = grid.group_of("pp", rank)
-    uses = [TiedUse(pipeline[use.pp_rank], use.name) for use in tied_uses(plan.stages, config.model)]
+    weights, reducer = _weights(config, plan, stages, rows, groups)
+    uses = tied_uses(plan.stages, config.model, grid.group_of("pp", rank))
     return Session(
         config=config,
         plan=plan,
         own=own,
         device=device,
-        pp_group=pp_group,
-        dp_group=dp_group,
         groups=groups,
         communicator=communicator,
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
+        rows=rows,
         weights=weights,
-        optimizer=build_optimizer(weights.master, config.optim, config.model),
+        optimizer=AdamW(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(
-            plan.stages,
-            config.model,
+            locate_parameters(plan.stages, config.model),
             device=device,
             group=pp_group if plan.sizes.pp > 1 else None,
+            experts=_expert_stacks(rows),
             expert_group=ep_group,
             part_group=dp_group if isinstance(weights, ShardedWeights) else None,
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
-        document_end=None if data is None else data.end,
+        document_end=NO_END if data is None else data.end,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
-        steps=RecentSteps(),
+        steps=deque(maxlen=KEPT),
         heartbeat=heartbeat,
     )
 
@@ -200,9 +202,18 @@ def _axes(plan: Plan) -> list[str]:
     return ["pp", "dp", *(["ep", "edp"] if plan.sizes.ep > 1 else [])]
 
 
+def _expert_stacks(rows: Mapping[str, Parameter]) -> set[str]:
+    """The names of the parameters that hold one matrix for each expert."""
+    return {name for name, row in rows.items() if row.experts}
+
+
 def _weights(
-    config: RunConfig, plan: Plan, stages: Mapping[int, StageModule], groups: Mapping[str, ProcessGroup]
-) -> tuple[Weights | ShardedWeights, GradientReducer | GradientScatter]:
+    config: RunConfig,
+    plan: Plan,
+    stages: Mapping[int, StageModel],
+    rows: Mapping[str, Parameter],
+    groups: Mapping[str, ProcessGroup],
+) -> tuple[Weights, GradientReducer | GradientScatter]:
     """This rank's parameters, and what sums their gradients, whole or in parts.
 
     Sums go over dp; of experts that are spread over ranks, over those that hold the same ones.
@@ -210,7 +221,7 @@ def _weights(
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
-    spread = {name for name in model if parameter_of(name, config.model).experts} if sizes.ep > 1 else set()
+    spread = _expert_stacks(rows) if sizes.ep > 1 else set()
     dp_group = groups["dp"]
     edp_group = groups.get("edp", dp_group)
     if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":
@@ -234,7 +245,6 @@ def _communicator(
     """The pipeline's messages, on a group of their own where they have a backend of their own."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
-    # A V has other neighbours than a loop.
-    # The warm-up connects them, with a limit.
+    # A V has other neighbours than a loop. The warm-up connects them, with a limit.
     modes = Modes.of(config.parallel)
     return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)

@@ -1,62 +1,67 @@
 """A session as a checkpoint sees it: every tensor under its canonical global name, and the position in the data.
 
-Knows which tensors make up the training state. Must not know files: `ppctl.checkpoint` writes and reads them.
+Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ppctl import checkpoint
 from ppctl.checkpoint import read_state
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.replicas import copies
 from ppctl.config.keys import as_typed
+from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
-from ppctl.geometry.canonical_names import owner_of
-from ppctl.model.initialize import pieces
-from ppctl.pretrained.tokenizer_files import tokenizer_path
+from ppctl.families.directory import CONFIG, open_directory
+from ppctl.model.stage_model import pieces
+from ppctl.pretrained.companion_files import tokenizer_path
+from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.topology import RankGrid
-from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
-from ppctl.train.start import fill
 
 
-class Part(NamedTuple):
-    """A tensor of which this rank holds a part, made whole for a checkpoint."""
+class Shard(NamedTuple):
+    """A tensor as this rank holds it, and the whole tensor of a checkpoint."""
 
     name: str
-    part: Tensor
+    own: Tensor
     whole: Tensor
 
 
-def named_tensors(session: Session, parts: list[Part] | None = None) -> dict[str, Sequence[Tensor]]:
-    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds; a tied one's uses together.
+def named_tensors(session: Session, shards: list[Shard] | None = None) -> dict[str, Sequence[Tensor]]:
+    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds, all uses of a shared one.
 
-    Experts go one by one, whoever holds them together here; a stack's count of optimizer steps is one number. What this
-    rank holds a part of is whole, and a copy: `parts` tells which. A collective where there are such parts.
+    A stack of experts is taken apart into single ones; its count of optimizer steps is one number for the stack. What
+    this rank holds a part of is made whole, in a copy: `shards` takes both. A collective where there are such parts.
     """
     tensors: dict[str, list[Tensor]] = {}
+    experts = next((stage.experts for stage in session.stages.values()), range(0))
 
     def add(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> None:
-        owner = owner_of(name, session.config.model)
-        for piece, part in pieces(owner, tensor, held) if tensor.dim() else [(owner, tensor)]:
+        row = session.rows[name]
+        named = pieces(name, tensor, row, experts) if tensor.dim() else [(row.copy_of or name, tensor)]
+        for piece, part in named:
             tensors.setdefault(f"{prefix}.{piece}{suffix}", []).append(part)
 
-    held = next((stage.held for stage in session.stages.values()), range(0))
-    moments = state_by_name(session.optimizer, session.weights.master)
     for name, parameter in session.weights.master.items():
-        held_here = {"": parameter.detach()} | {f".{key}": tensor for key, tensor in moments[name].items()}
-        for suffix, part in held_here.items():
-            whole = session.weights.whole(name, part)
+        held_here = {"": parameter.detach()} | {
+            f".{key}": tensor for key, tensor in session.optimizer.state[name].items()
+        }
+        for suffix, own in held_here.items():
+            whole = session.weights.whole(name, own)
             add("optim" if suffix else "model", name, whole, suffix)
-            if parts is not None:
-                parts.append(Part(name, part, whole))
+            if shards is not None:
+                shards.append(Shard(name, own, whole))
     for stage in session.stages.values():
         for name, buffer in stage.canonical_buffers().items():
             add("model", name, buffer)
@@ -91,23 +96,43 @@ def save_checkpoint(
     writer = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
     try:
         return checkpoint.save(directory, step, tensors, state, writer=writer, keep=keep)
-    except CheckpointError as error:  # nothing is wrong with what there is: the training has failed to add to it
+    except CheckpointError as error:  # the existing checkpoints are good: it is training that failed
         raise TrainingError(error.problems) from error
 
 
 def start_from(session: Session, path: Path) -> None:
-    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed."""
-    with _filling(session) as tensors:
-        fill(tensors, path, session.config.model)
+    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
+
+    Values are cast to float32; the optimizer's state stays. Raises CheckpointError as the sources do. Whether they fit
+    the model was looked at before the first rank started.
+    """
+    with torch.no_grad(), _filling(session) as tensors:
+        read = _source(path, session.config.model)
+        for name, value in tensors.items():
+            if name.startswith("model."):
+                tensor = read(name)
+                for each in copies(value):
+                    each.copy_(tensor)
+
+
+def _source(path: Path, model: ModelConfig) -> Callable[[str], Tensor]:
+    """What reads a tensor by its name in checkpoints, `model.<canonical name>`."""
+    if not (path / CONFIG).is_file():
+        from ppctl.checkpoint.streaming import CheckpointReader  # it loads torch's checkpoint library
+
+        return CheckpointReader(path, read_manifest(path)).tensor
+    reader = Reader(open_directory(path, model=model))
+    reader.check_copies()
+    return lambda name: reader.tensor(name.removeprefix("model."))
 
 
 @contextmanager
 def _filling(session: Session) -> Iterator[dict[str, Sequence[Tensor]]]:
     """The session's tensors, to be filled; afterwards every rank has its part, and the model its weights."""
-    parts: list[Part] = []
-    yield named_tensors(session, parts)
-    for name, part, whole in parts:
-        session.weights.keep(name, part, whole)
+    shards: list[Shard] = []
+    yield named_tensors(session, shards)
+    for name, own, whole in shards:
+        session.weights.keep(name, own, whole)
     session.weights.publish()
 
 
@@ -134,7 +159,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         Problem(
             "PP-E741",
             f"the checkpoint's position in the data means nothing here: {key} was {state[key]} and is {value}",
-            _back(key, state, session),
+            _restoring(key, state, session),
             place=str(path),
         )
         for key, value in now.items()
@@ -149,21 +174,21 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     return state
 
 
-def _back(key: str, state: Mapping[str, Any], session: Session) -> str:
-    """What goes back to the position in the data that the checkpoint has."""
+def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
+    """The remedy that gives the run the data of the checkpoint again."""
     if key != "data_digest":
         return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
     data = session.config.data
-    said = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in said.items()}
-    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != said[key]]
+    here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
+    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
+    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
     if changed:
         return " ".join(changed)
     return "put back the files that the checkpoint was trained on: they have changed"
 
 
 def _with_sizes(problems: Sequence[Problem], path: Path, session: Session) -> list[Problem]:
-    """Where tensors do not fit: what makes the model as large again as the one that was saved."""
+    """The problems; where tensors do not fit, with the keys that give the model its saved sizes as remedy."""
     misfits = [problem for problem in problems if problem.code == "PP-E502"]
     if not misfits:
         return list(problems)

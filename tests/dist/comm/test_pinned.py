@@ -12,8 +12,8 @@ import torch
 from pipeline import join, make_communicator, plain_loop, run_case
 from ranks import run_ranks
 
-from ppctl.comm import pinned
-from ppctl.comm.pinned import PinnedEnd
+from ppctl.comm import channels
+from ppctl.comm.channels import PinnedEnd
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 
@@ -29,7 +29,7 @@ def through_the_host(name, vpp, m):
     def synchronize():
         counts.waits += 1
 
-    pinned._pinned = copy_of
+    channels._pinned = copy_of
     torch.cuda.current_stream = lambda: SimpleNamespace(synchronize=synchronize)
     pp = torch.distributed.get_world_size()
     schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m))

@@ -11,12 +11,12 @@ import pytest
 import torch
 from emulated_gpu import Backend, Deadlock, HostQueue, HostSemaphore, HostThread, Mark, World, current_rank
 
-from ppctl.comm.batches import Batch, LooseBatch
 from ppctl.comm.buffers import BufferPool, Message, Shelf
 from ppctl.comm.channels import Arrival, DirectEnd
 from ppctl.comm.communicator import Communicator
+from ppctl.comm.message_batches import LooseBatch, MessageBatch
 from ppctl.comm.modes import Modes
-from ppctl.comm.shapes import VariableEnd
+from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.engine import interpreter, pace
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
@@ -53,7 +53,7 @@ class Emulated(Communicator):
 
         return VariableEnd(end("body"), end("header"), CPU, CPU) if self.modes.variable else end("body")
 
-    def batch(self) -> Batch:
+    def batch(self) -> MessageBatch:
         return Group(self) if self.fused and not self.modes.variable else LooseBatch(self.end)
 
 

@@ -120,7 +120,7 @@ def test_a_split_backward_is_refused_by_name():
 
 def test_foreign_stages_are_refused():
     schedule = make_schedule("gpipe", pp=1, vpp=2, num_microbatches=1)
-    with pytest.raises(ScheduleError, match=r"PP-E390.*owns the stages \[0, 1\], the programs given are for \[0\]"):
+    with pytest.raises(ScheduleError, match=r"PP-E390.*owns the stages \[0, 1\], the programs are for \[0\]"):
         Engine(schedule, [placeholder(0)])
 
 

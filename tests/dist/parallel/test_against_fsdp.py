@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from ppctl.config.mapping import to_mapping
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
-from ppctl.train.optimizer import build_optimizer, lr_at, set_lr
+from ppctl.train.optimizer import AdamW, lr_at
 
 
 def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -30,7 +30,7 @@ def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
     assert isinstance(stage, FSDPModule)
     parameters = dict(stage.named_parameters())
-    optimizer = build_optimizer(parameters, config.optim, config.model)
+    optimizer = AdamW(parameters, config.optim, stage.parameter_rows())
     losses, norms = [], []
     for step in range(STEPS):
         batch = batches.step(step)
@@ -48,7 +48,7 @@ def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.
         dist.all_reduce(total)
         losses.append(float(total))
         norms.append(float(torch.nn.utils.clip_grad_norm_(stage.parameters(), config.optim.clip_grad).full_tensor()))
-        set_lr(optimizer, lr_at(step, config.optim, config.train.steps))
+        optimizer.lr = lr_at(step, config.optim, config.train.steps)
         optimizer.step()
         stage.zero_grad()
     return losses, norms, {name: parameter.full_tensor().detach() for name, parameter in parameters.items()}

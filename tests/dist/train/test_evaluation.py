@@ -93,4 +93,4 @@ def test_a_held_out_sample_is_never_trained_on(text: Path) -> None:
     seen = data.training.order(7, 0, 10 * kept, SEQ)
     assert sorted(set(seen.tolist())) == list(range(kept))
     # What is trained on ends where what is held out begins: one token is the label of the one, the input of the other.
-    assert len(whole.tokens) == kept * SEQ + 1
+    assert len(whole.corpora[0].tokens) == kept * SEQ + 1

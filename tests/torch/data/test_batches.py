@@ -7,10 +7,10 @@ import torch
 from ppctl.data.batches import Batches, HeldOutBatches, check_same_samples
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus
-from ppctl.data.documents import DocumentEnd
+from ppctl.data.load import DocumentEnd
 from ppctl.errors import DataError, TrainingError
 
-CORPUS = Corpus(np.arange(101, dtype=np.uint16), "digest", "a hundred tokens and one")
+CORPUS = Blend((Corpus(np.arange(101, dtype=np.uint16), "digest", "a hundred tokens and one"),))
 
 
 def batches(**changes):
@@ -50,9 +50,9 @@ def test_an_epoch_reads_every_token_once():
 
 def test_a_resumed_run_goes_on_where_it_was_also_with_another_batch_size():
     start = batches()
-    assert [start.consumed_samples(step) for step in (0, 1, 5)] == [0, 12, 60]
+    assert [start.position(step) for step in (0, 1, 5)] == [0, 12, 60]
     same = batches(first_step=5, consumed_samples=60)
-    assert same.sample_ids(6).tolist() == start.sample_ids(6).tolist() and same.consumed_samples(6) == 72
+    assert same.sample_ids(6).tolist() == start.sample_ids(6).tolist() and same.position(6) == 72
     smaller = batches(first_step=5, consumed_samples=60, global_batch_size=6)
     halves = np.concatenate([smaller.sample_ids(5), smaller.sample_ids(6)])
     assert halves.tolist() == start.sample_ids(5).tolist()
@@ -100,7 +100,7 @@ def test_the_ranks_of_an_evaluation_share_its_batches():
 
 def test_a_blend_that_repeats_a_small_corpus_counts_it_once():
     small = Corpus(np.arange(6, dtype=np.uint16), "small", "one sample")
-    blend = Blend((small, CORPUS), (1, 1))
+    blend = Blend((small, *CORPUS.corpora), (1, 1))
     sizes = {"seq_length": 5, "global_batch_size": 4, "micro_batch_size": 1, "dp_rank": 0, "dp_size": 1}
     held_out = HeldOutBatches(Batches(blend, **sizes, seed=3, vocab_size=320), 100)
     assert held_out.num_samples == 21 and held_out.num_batches == 10
@@ -108,7 +108,7 @@ def test_a_blend_that_repeats_a_small_corpus_counts_it_once():
 
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_what_follows_a_documents_end_does_not_count_and_all_ranks_know_how_much_does(dp_size):
-    marked = Corpus(np.arange(101, dtype=np.uint16) % 7, "digest", "a mark every seven tokens")
+    marked = Blend((Corpus(np.arange(101, dtype=np.uint16) % 7, "digest", "a mark every seven tokens"),))
     sizes = {"seq_length": 5, "global_batch_size": 12, "micro_batch_size": 2, "dp_size": dp_size}
     ranks = [
         Batches(marked, **sizes, seed=3, vocab_size=320, dp_rank=r, end=DocumentEnd(6, True)) for r in range(dp_size)

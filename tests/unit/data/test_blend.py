@@ -9,6 +9,7 @@ from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus
 from ppctl.data.load import load_data
+from ppctl.data.sampler import order
 from ppctl.errors import DataError
 
 SEQ = 4
@@ -68,7 +69,7 @@ def test_without_weights_a_blend_is_one_corpus():
 
 def test_a_corpus_alone_has_the_order_that_it_always_had():
     alone = corpus(40)
-    assert Blend((alone,), (1,)).order(9, 0, 100, SEQ).tolist() == alone.order(9, 0, 100, SEQ).tolist()
+    assert Blend((alone,), (1,)).order(9, 0, 100, SEQ).tolist() == order(9, 0, 100, alone.num_samples(SEQ)).tolist()
 
 
 def test_a_sample_is_cut_from_its_own_corpus():
@@ -112,12 +113,13 @@ def test_what_is_held_out_names_its_documents(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 40)
     (tmp_path / "b.txt").write_text("b" * 40)
     data = load_data(DataConfig(path=str(tmp_path / "*.txt"), seq_length=SEQ, validation_split=0.4))
-    assert data.training.place_of(0) == str(tmp_path / "a.txt")
-    assert data.held_out.place_of(0) == data.held_out.place_of(20) == str(tmp_path / "b.txt")
+    (training,), (held_out,) = data.training.corpora, data.held_out.corpora
+    assert training.place_of(0) == str(tmp_path / "a.txt")
+    assert held_out.place_of(0) == held_out.place_of(20) == str(tmp_path / "b.txt")
 
 
 def test_other_files_can_be_held_out(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 40)
     (tmp_path / "b.txt").write_text("b" * 40)
     data = load_data(DataConfig(path=str(tmp_path / "a.txt"), validation_path=f"[1,{tmp_path}/b.txt]"))
-    assert data.training.tokens[0] == ord("a") and data.held_out.tokens[0] == ord("b")
+    assert data.training.corpora[0].tokens[0] == ord("a") and data.held_out.corpora[0].tokens[0] == ord("b")

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppctl.data.sampler import SHUFFLED, checksum, microbatches, order, sample_ids
+from ppctl.data.sampler import SHUFFLED, checksum, microbatches, order
+
+
+def sample_ids(seed, step, global_batch_size, num_samples):
+    """The global batch of a step."""
+    return order(seed, step * global_batch_size, global_batch_size, num_samples)
+
 
 SEEDS = st.integers(-(2**63), 2**64)
 

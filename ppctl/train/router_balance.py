@@ -1,4 +1,4 @@
-"""What routers need once a step: the weight of their auxiliary losses, the sum of these, and a step of their biases.
+"""Once a step, for the routers of a rank: the weight of their auxiliary losses, the sum of these, a step of the biases.
 
 Knows routers' ledgers and a process group. Must not know stages, the schedule or how a router routes.
 """
@@ -17,11 +17,11 @@ from ppctl.model.router import Router
 from ppctl.plan import StageSpec
 
 
-class Balance:
-    """Keeps the experts of this rank's layers busy alike.
+class RouterBalance:
+    """Keeps the load of the experts in this rank's layers even.
 
-    `group` are the ranks that route other tokens through the same layers (None: there are none), `weight` what an
-    auxiliary loss counts in the objective.
+    `group` are the ranks that route other tokens through the same layers (None: there are none), `weight` the factor
+    of an auxiliary loss in the objective.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Agreement between the ranks that save or load together: one result for all, or one error for all.
+"""Agreement between the ranks that save or load a checkpoint: one result for all, or one error for all.
 
 Knows a process group and how failures travel. Must not know files, tensors or checkpoints. A rank that fails alone
 would leave its peers waiting in the next collective, therefore every local step ends in an exchange of outcomes.
@@ -29,7 +29,7 @@ class _Outcome(Generic[T]):
         return cast(T, self.value)
 
 
-class Ranks:
+class AgreeingRanks:
     """The ranks of a process group (None: the default one), or this process alone where none is initialised.
 
     The group must carry Python objects: gloo, or NCCL with the current device set.
@@ -44,8 +44,8 @@ class Ranks:
     def agree(self, what: str, work: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
         """Run `work` on every rank, `conclude` on rank 0 with all results in rank order, and hand its result to all.
 
-        If `work` or `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` says
-        what was being done, for exceptions that bring no problem of their own.
+        If `work` or `conclude` raises anywhere, all ranks raise CheckpointError with the problems of all. `what` names
+        the work in messages, as an infinitive.
         """
         outcome, cause = self._attempt(what, work)
         outcomes = self._gather(outcome)
@@ -85,7 +85,7 @@ class Ranks:
 
 
 def problems_of(error: BaseException, what: str, rank: int) -> tuple[Problem, ...]:
-    """The problems that an exception stands for: its own, the file system's, or the fact that a rank failed."""
+    """The problems of an exception: its own, the file system's, or that a rank failed."""
     if isinstance(error, PpctlError):
         return error.problems
     if isinstance(error, OSError):

@@ -1,13 +1,11 @@
-"""What every rank tells all others once a step, in one small gather, and what all conclude from it alike.
+"""The reports of all ranks on a step, exchanged in one small gather, and the checks that every rank makes on them.
 
-Knows the fields of that message and the rules that end a step or a run. Must not know how the numbers came about. The
-gather comes before the optimizer, so that wrong data or a non-finite loss never reaches a weight; with thousands of
-ranks nothing here may take a Python statement for each of them.
+Must not know how the numbers are measured. The gather comes before the optimizer, so that wrong data or a non-finite
+loss never reaches a weight. With thousands of ranks nothing here may take a Python statement for each of them.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
@@ -16,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from ppctl.comm.gather import gather_rows
+from ppctl.comm.groups import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.errors import Problem, TrainingError
 
@@ -31,7 +29,7 @@ class RankReport:
     """One rank's numbers of one step. Times are seconds on the job's common clock."""
 
     stop: float = 0.0
-    """The signal that asked this rank to stop, or TIME_IS_OVER; 0 where nothing did."""
+    """The signal that asked this rank to stop, or TIME_IS_OVER; 0 to go on."""
     loss: float = 0.0
     """This rank's share of the loss (0 where it has no loss stage)."""
     bad_microbatch: float = NOTHING
@@ -103,29 +101,29 @@ def gather_reports(own: RankReport, rank: int, groups: Sequence[dist.ProcessGrou
 
 
 def check_reports(reports: Reports, step: int, last_stage: int) -> None:
-    """Raise TrainingError where ranks read different samples or a loss is not finite. All ranks raise alike."""
-    check_same_samples(step, _told(reports.column("checksum"), NOTHING))
+    """Raise TrainingError, on all ranks, where ranks read different samples or a loss is not finite."""
+    check_same_samples(step, _without(reports.column("checksum"), NOTHING))
     problems = [
         Problem(
             "PP-E732",
             f"step {step}: the loss of microbatch {microbatch} is not finite on rank {rank} (stage {last_stage})",
             "lower optim.lr or raise optim.warmup_steps; `ppctl resume` goes on from the last checkpoint",
         )
-        for rank, microbatch in _told(reports.column("bad_microbatch"), NOTHING).items()
+        for rank, microbatch in _without(reports.column("bad_microbatch"), NOTHING).items()
     ]
     if problems:
         raise TrainingError(problems)
 
 
-def _told(column: Numbers, nothing: float) -> dict[int, int]:
-    """The whole numbers of those ranks that have one to tell, by rank."""
+def _without(column: Numbers, nothing: float) -> dict[int, int]:
+    """By rank, the whole numbers of a column that are not `nothing`."""
     ranks = np.flatnonzero(column != nothing)
     return dict(zip(ranks.tolist(), column[ranks].astype(np.int64).tolist(), strict=True))
 
 
 def stop_reason(reports: Reports) -> str | None:
-    """Why the run has to stop, in words: what has asked which ranks. None where nothing has."""
-    asked = _told(reports.column("stop"), 0.0)
+    """Why the run has to stop, in words: which signal, on which ranks. None where it goes on."""
+    asked = _without(reports.column("stop"), 0.0)
     if not asked:
         return None
     if TIME_IS_OVER in asked.values():
@@ -134,22 +132,3 @@ def stop_reason(reports: Reports) -> str | None:
     several = f"{len(asked)} ranks" if len(asked) < len(reports.table) else "every rank"
     ranks = f"rank {first}" if len(asked) == 1 else several
     return f"{signal.Signals(number).name.removeprefix('SIG')} on {ranks}"
-
-
-def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
-    """1 - busy time / (ranks x time from the first action's start to the last one's end), over one pipeline's ranks."""
-    start, end, busy = (reports.column(name)[list(pipeline)] for name in ("start", "end", "busy"))
-    span = float(end.max() - start.min())
-    return 1.0 - sum(busy.tolist()) / (len(pipeline) * span) if span > 0 else math.nan
-
-
-def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
-
-    Raises ValueError where it is not: a rank's report is missing.
-    """
-    seconds = reports.stage_seconds
-    if seconds.shape != stages.shape:
-        raise ValueError(f"reports of [ranks, chunks] {seconds.shape} where stages are {stages.shape}")
-    rank, chunk = divmod(int(seconds.argmax()), seconds.shape[1])
-    return int(stages[rank, chunk]), rank

@@ -1,12 +1,11 @@
-"""What a run's steps cost, for profile.json: one microbatch on every stage, and one message.
+"""Measured costs of a run, for profile.json: one microbatch on every stage, and one message on every channel.
 
 Knows the keys that `plan/profile.py` reads. Must not know prices or plans of other runs.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -20,34 +19,15 @@ from ppctl.schedule.message_times import message_times
 from ppctl.schedule.trace import Span
 
 KEPT = 16
-"""Steps that are looked back on: one that was disturbed, or the slow first one, must not set the price."""
+"""Steps that are remembered: one disturbed step, or the slow first one, must not set the price."""
 
 
-class RecentSteps:
-    """This rank's last steps: seconds of a microbatch's forward and backward by stage."""
-
-    def __init__(self) -> None:
-        self._steps: deque[StepTotals] = deque(maxlen=KEPT)
-
-    def add(self, totals: StepTotals) -> None:
-        """One more step."""
-        self._steps.append(totals)
-
-    def medians(self) -> dict[int, tuple[float, float]]:
-        """(forward, backward) by stage; empty where no step was read."""
-        if not self._steps:
-            return {}
-        forward = _medians([step.forward for step in self._steps])
-        backward = _medians([step.backward for step in self._steps])
-        return {stage: (forward[stage], backward[stage]) for stage in forward}
-
-
-def _medians(steps: list[Mapping[int, float]]) -> dict[int, float]:
-    return {stage: median(step[stage] for step in steps) for stage in steps[-1]}
+def _medians(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    return {stage: median(step[stage] for step in steps) for stage in steps[-1]} if steps else {}
 
 
 def gather_costs(
-    steps: RecentSteps, spans: list[Span], plan: Plan, config: RunConfig, device: str
+    steps: Sequence[StepTotals], spans: list[Span], plan: Plan, config: RunConfig, device: str
 ) -> dict[str, Any] | None:
     """What the last steps cost, on rank 0: seconds of one microbatch's forward and backward by stage, and of the last
     step's messages by channel (`message_times`). A collective over the world.
@@ -55,7 +35,8 @@ def gather_costs(
     `spans` are those of this rank in the last step; empty on all replicas but the first.
     """
     rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object((steps.medians(), spans), rows)
+    forward, backward = _medians([step.forward for step in steps]), _medians([step.backward for step in steps])
+    dist.gather_object(({stage: (forward[stage], backward[stage]) for stage in forward}, spans), rows)
     if rows is None:
         return None
     measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}

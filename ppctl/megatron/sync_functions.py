@@ -1,7 +1,4 @@
-"""Who carries out a step's sync events: the functions that a config names for holding back, reducing and gathering.
-
-Knows contexts and functions. Must not know when: that is the SyncPlan.
-"""
+"""The functions of a config that hold back, reduce and gather, called at the events of a SyncPlan."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the last stage makes of its output: the loss to start from, the data to keep, the tokens to count.
+"""A user's loss function on the last stage: the loss whose backward runs, the data to store, the tokens to count.
 
 Knows the forms in which a loss function may return. Must not know the engine or the schedule. Nothing is scaled in
-place: the tensors that a loss function returns are its own.
+place: the tensors that a loss function returns stay as they are.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def _read(returned: Any, none: Tensor, config: Any, num_microbatches: int, cp: i
         return loss, tokens, data
     if isinstance(returned, tuple) and len(returned) == 2:
         if per_token and torch.is_grad_enabled():
-            message = (
-                "calculate_per_token_loss divides by tokens, and the loss function returned a pair, without a count"
-            )
+            message = "calculate_per_token_loss divides by tokens; the loss function returned a pair, without a count"
             raise TrainingError(Problem("PP-E725", message, "return loss, num_tokens, data"))
         loss, data = returned
         return (loss * cp if cp != 1 else loss) / num_microbatches, none, data
@@ -95,13 +93,13 @@ def is_last_of_world(vp_stage: int | None, config: Any) -> bool:
 
 
 def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int, cp: int, output: Any = None) -> None:
-    """Tell modules that carry losses of their own what to multiply them by, so that they weigh as the main loss does.
+    """Give modules with losses of their own the factor by which these count as the main loss does.
 
     With `num_moe_experts` in the config every submodule's `set_moe_loss_scale`, with `mtp_num_layers` every submodule's
     `set_mtp_loss_scale` is called, where it has one, with a tensor of one element on the output's device: what
     `moe_grad_scale_func` or `mtp_grad_scale_func` (else `grad_scale_func`) makes of 1, divided by the microbatches
-    unless the loss is per token, for MoE times the context parallel size. It is called behind every forward and before
-    that forward's backward. Raises ValueError where such a function returns more than one number.
+    unless the loss is per token, for MoE times the context parallel size. It is called after every forward, before that
+    forward's backward. Raises ValueError where such a function returns more than one number.
 
     A model whose losses are attached by Megatron's autograd functions passes it on: `def set_moe_loss_scale(self,
     scale): MoEAuxLossAutoScaler.set_loss_scale(scale)`, and likewise MTPLossAutoScaler.
@@ -117,9 +115,9 @@ def scale_auxiliary_losses(model: nn.Module, config: Any, num_microbatches: int,
             message = f"the {kind} loss has one scale, and its function returned {scale.numel()} numbers"
             raise LossScaleError(Problem("PP-E725", message, f"{kind}_grad_scale_func=None"))
         for module in model.modules():
-            tell = getattr(module, f"set_{kind}_loss_scale", None)
-            if tell is not None:
-                tell(scale * factor)
+            set_scale = getattr(module, f"set_{kind}_loss_scale", None)
+            if set_scale is not None:
+                set_scale(scale * factor)
 
 
 def _device_of(output: Any) -> torch.device:

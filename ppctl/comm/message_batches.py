@@ -1,7 +1,6 @@
-"""Batches: messages of one rank that start together and are waited for together.
+"""Messages of one rank that start together and are waited for together.
 
-Knows two ways to start them, fused by batch_isend_irecv or one by one on their channels. Must not know which
-messages are neighbours in a schedule: whoever adds them says when the batch is complete.
+Must not know which messages are neighbours in a schedule: the caller says when the batch is complete.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
 from ppctl.schedule.action import Channel
 
 
-class Batch(Protocol):
-    """What is started until `settle`, which returns when all of it is over."""
+class MessageBatch(Protocol):
+    """Messages that are added one by one, until `settle` waits for all of them."""
 
     def send(self, channel: Channel, message: Message) -> None:
         """Add a message to send."""
@@ -62,8 +61,8 @@ class LooseBatch:
 class FusedBatch:
     """All messages start in one batch_isend_irecv, on the pipeline's own group and without tags.
 
-    Between two ranks only the order tells messages apart, activations and gradients alike: both ends must add what they
-    exchange in the same sequence, as batched schedules do.
+    Between two ranks only the order distinguishes messages, activations and gradients: both ends must add them in the
+    same sequence, as batched schedules do.
     """
 
     def __init__(self, group: ProcessGroup, *, sync: torch.device | None = None) -> None:
@@ -104,12 +103,12 @@ class BatchedEnd:
 
     __slots__ = ("_batch", "channel")
 
-    def __init__(self, channel: Channel, batch: Batch) -> None:
+    def __init__(self, channel: Channel, batch: MessageBatch) -> None:
         self.channel = channel
         self._batch = batch
 
     def reserve(self, capacity: int) -> None:
-        """Nothing stays outstanding behind a batch."""
+        """Do nothing: no send is outstanding after a batch."""
 
     def post(self, shelf: Shelf) -> Arrival:
         """Add the receive of the next message."""
@@ -120,4 +119,4 @@ class BatchedEnd:
         self._batch.send(self.channel, message)
 
     def flush(self) -> None:
-        """Nothing stays outstanding behind a batch."""
+        """Do nothing: no send is outstanding after a batch."""

@@ -1,4 +1,4 @@
-"""Messages whose shapes only the sender knows: sizes travel ahead of the tensors, in a header of fixed length.
+"""Messages whose shapes only the sender knows: sizes travel before the tensors, in a header of fixed length.
 
 Knows headers and when a receive can be posted. Must not know schedules or stages.
 """
@@ -20,7 +20,7 @@ MOST_DIMS = 8
 
 
 class MessageError(TrainingError, ValueError, RuntimeError):
-    """What was given to send, or said about what to receive, would leave the other rank waiting or misled."""
+    """A message that the other rank would wait for in vain, or would receive wrongly."""
 
 
 def header(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -35,12 +35,12 @@ def header(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def empty_header(count: int, device: torch.device) -> torch.Tensor:
-    """What a header of `count` tensors is received into."""
+    """A buffer to receive the header of `count` tensors into."""
     return torch.empty(count, 1 + MOST_DIMS, dtype=torch.int64, device=device)
 
 
 def shapes_of(received: torch.Tensor) -> list[list[int]]:
-    """The shapes that a header says. On CUDA this waits for the device: sizes are needed by the host."""
+    """The shapes in a header. On CUDA this waits for the device: the host needs the sizes."""
     return [sizes[:dims] for dims, *sizes in received.tolist()]
 
 

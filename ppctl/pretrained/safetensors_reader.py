@@ -1,7 +1,4 @@
-"""Canonical tensors out of a Hugging Face directory.
-
-Knows safetensors and DeepSeek's 8-bit blocks. Must not know modules, stages or ranks: whoever needs a tensor names it.
-"""
+"""Canonical tensors out of a Hugging Face directory. Must not know modules, stages or ranks."""
 
 from __future__ import annotations
 
