@@ -7,9 +7,9 @@ from ppctl.cli.main import main as command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, the process's own if none is given; returns its exit code."""
+    """Run a command line (default: the process's own) and return its exit code."""
     code = command_line(argv)
-    gc.freeze()  # nothing is left to do: without it Python looks through a whole plan for cycles before it ends
+    gc.freeze()  # without it Python searches a whole plan for reference cycles before it exits
     return code
 
 

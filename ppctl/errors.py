@@ -1,4 +1,4 @@
-"""The error tree. Every error is one or more problems, and every problem has a code, a place and a remedy.
+"""The error tree. An error is one or more problems, each with a code, a message, a remedy and a place.
 
     PpctlError                      exit code 1
     ├── ConfigError                 2   the config, the command line or the environment contradict the rules
@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, told so that the reader can mend it.
+    """One problem, described so that the reader can solve it.
 
-    `code` is `PP-Exxx`; `message` says what the rule is and which values break it; `remedy` is something to type that
-    works; `place` is where (a key and its source, a file and line, or a caret drawn under a string, several lines).
+    `code` is `PP-Exxx`; `message` has the rule and the values that break it; `remedy` is something to type that works;
+    `place` is a key and its source, a file and line, or a string with a caret under it, in several lines.
     """
 
     code: str
@@ -45,7 +45,7 @@ class Problem:
 
 
 class PpctlError(Exception):
-    """Base of all errors that ppctl raises on purpose: a list of problems and the exit code they deserve."""
+    """Base of all errors that ppctl raises on purpose: problems, and the exit code of the process."""
 
     exit_code = 1
 

@@ -1,24 +1,34 @@
-"""What goes where: results to stdout, everything else to stderr, colour and live rendering only on a terminal.
+"""Where text goes: results to stdout, everything else to stderr; colour and live drawing only on a terminal.
 
-Knows streams and rich, which it imports only when something is rendered. Must not know what is printed.
+Knows streams, widths and rich, which it imports only to draw. Must not know what is printed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ppctl.errors import Problem
+
 PIPE_WIDTH = 160
-"""Columns where nobody watches: wide enough that tables do not wrap."""
+"""Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
 
 
 def note(text: str) -> None:
-    """Say something that is not the result."""
+    """Print on stderr what is not the result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_problems(problems: Iterable[Problem]) -> None:
+    """Print each problem once on stderr."""
+    for text in dict.fromkeys(map(str, problems)):
+        note(f"error {text}")
 
 
 def is_live() -> bool:
@@ -26,11 +36,15 @@ def is_live() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
+def width(piped: int = PIPE_WIDTH) -> int:
+    """The columns of the terminal; `piped` where stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else piped
+
+
 def console(*, stderr: bool = False) -> Console:
     """A rich console on stdout (or stderr) that honours NO_COLOR and does not wrap into a pipe."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(
-        file=stream, width=None if stream.isatty() else PIPE_WIDTH, highlight=False, soft_wrap=not stream.isatty()
-    )
+    wide = None if stream.isatty() else PIPE_WIDTH
+    return Console(file=stream, width=wide, highlight=False, soft_wrap=not stream.isatty())

@@ -1,7 +1,7 @@
-"""`ppctl doctor`: is this machine (or this job) fit to train: versions, devices, the file system, every edge.
+"""`ppctl doctor`: versions, devices, the file system, and messages between ranks, on this machine or in a job.
 
-Knows what is good enough, and prints what is wrong first. Measures messages in processes of their own, because this one
-must not import torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 tells.
+Knows what is good enough, and prints problems first. Other processes measure messages, because this one must not import
+torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
 """
 
 from __future__ import annotations
@@ -9,44 +9,50 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ppctl
 from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import Started, choose_port, detect, rank_environment
+from ppctl.launch.machine import gpu_devices
 
-DEADLINE = 240.0
+_COMMAND = [sys.executable, "-m", "ppctl.reach.probe"]
+_DEADLINE = 240.0
 """Seconds for all ranks to start and measure."""
 _SIZE = 64 * 2**20
+"""Bytes written to measure the disk."""
 _SLOW_DISK, _SLOW_SYNC = 50e6, 0.5
-_OLDEST = (2, 11)
-SMALL_SHM = 64 * 2**20
+_OLDEST_TORCH = (2, 11)
+_SMALL_SHM = 64 * 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes between which edges are timed (2)")
-    parser.add_argument("--dir", default=".", metavar="DIR", help="where runs would go: its file system is timed")
+    words = "number of ranks to start and measure, 1 to 64 (default: 2)"
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help=words)
+    words = "measure the file system of this directory (default: the working directory)"
+    parser.add_argument("--dir", default=".", metavar="DIR", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and tell: 0 where nothing is wrong, else 1."""
+    """Measure and print. The exit code is 1 if something is wrong, else 0."""
     if not 1 <= args.ranks <= 64:
         raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
     started = detect(os.environ)
-    measured = _as_rank(started) if started.by_others else _measure(args.ranks)
-    if started.by_others and started.rank != 0:
+    measured = _as_rank(started) if started.is_rank else _measure(args.ranks)
+    if started.is_rank and started.rank != 0:
         return 0
-    here = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": _gpus()}
+    here = {"disk": _disk(Path(args.dir)), "shared_memory_bytes": _shared_memory(), "gpus": gpu_devices()}
     found = here | measured
     wrong = list(_wrong(found))
     if args.json:
@@ -57,24 +63,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(ranks: int) -> dict[str, Any]:
-    """Start the ranks of the measurement here."""
+    """Start the ranks of the measurement on this machine."""
     if find_spec("torch") is None:
-        return {
-            "versions": None,
-            "edges": [],
-            "failure": "torch is not installed: plan, simulate and submit work, train does not",
-        }
+        return _failure("torch is not installed: plan, simulate and submit work, train does not")
     port = choose_port({})
-    command = [sys.executable, "-m", "ppctl.reach.probe"]
     started = []
     for rank in range(ranks):
         pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         environment = rank_environment(rank, ranks, port, {})
-        started.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True))
+        started.append(subprocess.Popen(_COMMAND, env=environment, stdout=pipe, stderr=subprocess.PIPE, text=True))
     try:
-        out, error = started[0].communicate(timeout=DEADLINE)
+        out, error = started[0].communicate(timeout=_DEADLINE)
     except subprocess.TimeoutExpired:
-        out, error = "", f"nothing came of it in {DEADLINE:.0f} s"
+        out, error = "", f"no result after {_DEADLINE:.0f} s"
     finally:
         for process in started:
             process.kill()
@@ -83,10 +84,9 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 
 def _as_rank(started: Started) -> dict[str, Any]:
-    """Take part in a measurement of a job that others started."""
-    command = [sys.executable, "-m", "ppctl.reach.probe"]
+    """Take part in the measurement as a rank that torchrun, SLURM or another scheduler started."""
     environment = os.environ | dict(started.variables)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(_COMMAND, env=environment, capture_output=True, text=True, timeout=_DEADLINE, check=False)
     return _read(done.stdout, done.stderr) if started.rank == 0 else {}
 
 
@@ -95,33 +95,33 @@ def _read(out: str, error: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(out.splitlines()[-1])
     except (IndexError, ValueError):
         last = next((line for line in reversed(error.splitlines()) if line.strip()), "no output")
-        return {"versions": None, "edges": [], "failure": f"the ranks could not be started: {last}"}
+        return _failure(f"the ranks could not be started: {last}")
     return found | {"failure": None}
 
 
+def _failure(text: str) -> dict[str, Any]:
+    return {"versions": None, "edges": [], "failure": text}
+
+
 def _disk(where: Path) -> dict[str, Any]:
-    """Bytes per second of a write that is synced, and seconds of a small one: what a checkpoint and a status cost."""
-    block = os.urandom(2**20)
+    """Bytes per second of a large synced write (a checkpoint), and seconds of a small one (status.json)."""
+    found: dict[str, Any] = {"path": str(where.resolve()), "bytes_per_s": None, "sync_s": None, "error": None}
     try:
         with tempfile.NamedTemporaryFile(dir=where, prefix=".ppctl-doctor-") as file:
-            began = time.perf_counter()
-            for _ in range(_SIZE // len(block)):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-            large = time.perf_counter() - began
-            began = time.perf_counter()
-            file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
-            return {
-                "path": str(where.resolve()),
-                "bytes_per_s": _SIZE / large,
-                "sync_s": time.perf_counter() - began,
-                "error": None,
-            }
+            found["bytes_per_s"] = _SIZE / _synced(file, [os.urandom(2**20)] * (_SIZE // 2**20))
+            found["sync_s"] = _synced(file, [b"x"])
     except OSError as error:
-        return {"path": str(where.resolve()), "bytes_per_s": None, "sync_s": None, "error": error.strerror}
+        found |= {"bytes_per_s": None, "error": error.strerror}
+    return found
+
+
+def _synced(file: IO[bytes], blocks: Iterable[bytes]) -> float:
+    """Write the blocks and sync them; returns the seconds that this takes."""
+    began = time.perf_counter()
+    file.writelines(blocks)
+    file.flush()
+    os.fsync(file.fileno())
+    return time.perf_counter() - began
 
 
 def _shared_memory() -> int | None:
@@ -132,39 +132,34 @@ def _shared_memory() -> int | None:
     return room.f_bavail * room.f_frsize
 
 
-def _gpus() -> int:
-    """NVIDIA devices that the kernel knows, whatever torch sees: laptops without any have its CUDA build too."""
-    return sum(1 for device in Path("/dev").glob("nvidia*") if device.name.removeprefix("nvidia").isdigit())
-
-
 def _wrong(found: dict[str, Any]) -> Iterator[str]:
-    """Everything that is not as it should be, the worst first."""
+    """Every problem, the worst first."""
     if found["failure"]:
         yield found["failure"]
     for edge in found["edges"]:
         if edge["error"]:
             source, target = edge["hosts"]
             yield f"rank {edge['source']} on {source} does not reach rank {edge['target']} on {target}: {edge['error']}"
-    versions = found["versions"] or {}
-    if versions and tuple(int(part) for part in versions["torch"].split("+")[0].split(".")[:2]) < _OLDEST:
-        yield f"torch {versions['torch']} is older than {'.'.join(map(str, _OLDEST))}"
+    versions = found["versions"]
+    if versions and tuple(map(int, versions["torch"].split("+")[0].split(".")[:2])) < _OLDEST_TORCH:
+        yield f"torch {versions['torch']} is older than {'.'.join(map(str, _OLDEST_TORCH))}"
     if versions and versions["cuda"] and found["gpus"] and not versions["devices"]:
-        yield f"torch sees none of the {found['gpus']} GPUs that are here: nvidia-smi tells more"
+        yield f"torch sees none of the {found['gpus']} GPUs of this machine: nvidia-smi shows more"
     disk = found["disk"]
     if disk["error"]:
         yield f"{disk['path']} cannot be written: {disk['error']}"
     elif disk["bytes_per_s"] < _SLOW_DISK or disk["sync_s"] > _SLOW_SYNC:
         yield f"{disk['path']} is slow: {disk['bytes_per_s'] / 1e6:.0f} MB/s, {1e3 * disk['sync_s']:.0f} ms for a sync"
-    if found["shared_memory_bytes"] is not None and found["shared_memory_bytes"] < SMALL_SHM:
+    if found["shared_memory_bytes"] is not None and found["shared_memory_bytes"] < _SMALL_SHM:
         yield "less than 64 MiB of shared memory are left in /dev/shm"
-    yield from _uneven(found["edges"])
+    yield from _slow_edges([edge for edge in found["edges"] if edge["bytes_per_s"]])
 
 
-def _uneven(edges: list[dict[str, Any]]) -> Iterator[str]:
-    """Edges far slower than the usual one."""
-    speeds = sorted(edge["bytes_per_s"] for edge in edges if edge["bytes_per_s"])
+def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
+    """Edges with less than a quarter of the median bandwidth."""
+    usual = statistics.median_high(edge["bytes_per_s"] for edge in edges) if len(edges) > 2 else 0.0
     for edge in edges:
-        if edge["bytes_per_s"] and len(speeds) > 2 and edge["bytes_per_s"] < speeds[len(speeds) // 2] / 4:
+        if edge["bytes_per_s"] < usual / 4:
             yield f"the edge from rank {edge['source']} to rank {edge['target']} is four times slower than usual"
 
 
@@ -180,10 +175,10 @@ def _lines(found: dict[str, Any], wrong: list[str]) -> list[str]:
     if found["edges"]:
         rows = [["edge", "from", "to", "latency", "bandwidth (16 MiB)"]]
         for edge in found["edges"]:
-            told = ["no answer", ""]
+            measured = ["no answer", ""]
             if not edge["error"]:
-                told = [_time(edge["latency_s"]), f"{edge['bytes_per_s'] / 1e9:.2f} GB/s"]
-            rows.append([f"{edge['source']} -> {edge['target']}", *edge["hosts"], *told])
+                measured = [_time(edge["latency_s"]), f"{edge['bytes_per_s'] / 1e9:.2f} GB/s"]
+            rows.append([f"{edge['source']} -> {edge['target']}", *edge["hosts"], *measured])
         lines += ["", aligned(rows)]
     return lines
 

@@ -1,4 +1,4 @@
-"""`ppctl explain [CODE | KEY]`: the page of an error code, or what a configuration key means.
+"""`ppctl explain [CODE | KEY]`: the page of an error code, or the meaning of a configuration key.
 
 Knows the pages of `ppctl/pages/` and the table of keys. Imports no torch, no Hydra and no rich.
 """
@@ -9,11 +9,12 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ppctl.cli.table import aligned
 from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text, value_text
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON
@@ -35,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the page, the key, the section, or without a topic what there is."""
+    """Print the page, the key or the section; without a topic, the list of all codes and sections."""
     print(explain(args.topic))
     return 0
 
 
 def explain(topic: str | None) -> str:
-    """The text for a topic. Raises ConfigError where there is none."""
+    """The text for a topic. Raises ConfigError if there is no such topic."""
     if topic is None:
         return _contents()
     code = topic.upper() if topic.upper().startswith("PP-E") else f"PP-{topic.upper()}"
@@ -57,35 +58,30 @@ def explain(topic: str | None) -> str:
     known = [*keys(), *ALIASES, *sections(), *sections_by_code]
     close = nearest(topic, known)
     remedy = f"ppctl explain {close[0]}" if close else "ppctl explain"
-    message = f"there is no code and no key {topic}{did_you_mean(topic, known)}"
+    message = f"there is no error code, key or section {topic}{did_you_mean(topic, known)}"
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs as wide as the terminal, and never wider than is pleasant to read."""
+    """Paragraphs as wide as the terminal, but no wider than READABLE."""
     return "\n\n".join(_filled(paragraph) for paragraph in text.split("\n\n"))
 
 
 def _filled(text: str, label: str = "") -> str:
-    """Running text behind a label; what goes on stands below it."""
+    """Running text behind a label, with continued lines indented to the text."""
     width = min(shutil.get_terminal_size((READABLE, 24)).columns, READABLE)
-    words, under = " ".join(text.split()), " " * len(label)
-    return textwrap.fill(
-        words, width, initial_indent=label, subsequent_indent=under, break_long_words=False, break_on_hyphens=False
-    )
+    wrapper = textwrap.TextWrapper(width, label, " " * len(label), break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(" ".join(text.split()))
 
 
 def pages() -> dict[str, tuple[str, str]]:
-    """Error code -> (title, text), over all pages, in order of codes."""
-    found = {code: (title, text) for path in PAGES.glob("E*.md") for code, title, text in _sections_of(path)}
+    """Error code -> (title, text), from all pages, sorted by code."""
+    found = {}
+    for path in PAGES.glob("E*.md"):
+        _, *parts = _HEADING.split(path.read_text(encoding="utf-8"))
+        for code, title, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            found[code] = (title, text.strip())
     return dict(sorted(found.items()))
-
-
-def _sections_of(path: Path) -> Iterator[tuple[str, str, str]]:
-    text = path.read_text(encoding="utf-8")
-    heads = list(_HEADING.finditer(text))
-    for head, after in zip(heads, [*heads[1:], None], strict=True):
-        yield head[1], head[2], text[head.end() : after.start() if after else None].strip()
 
 
 def _contents() -> str:
@@ -96,17 +92,15 @@ def _contents() -> str:
 
 def _section(name: str) -> str:
     found = [key for key in text_keys().values() if key.name.startswith(f"{name}.")]
-    rows = [(key.name, _value(key), _SHORT.get(key.facts.support.state, "")) for key in found]
-    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [f"{name:<{names}}  {value:<{values}}  {short}".rstrip() for name, value, short in rows]
+    rows = aligned((key.name, _value(key), _SHORT.get(key.facts.support.state, "")) for key in found)
     states = dict.fromkeys(key.facts.support.state for key in found)
     legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
     head = _filled((sections()[name].__doc__ or "").splitlines()[0])
-    return "\n".join([head, "", *lines, *(["", *legend] if legend else []), *_limits(found)])
+    return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(found)])
 
 
 def _limits(found: Sequence[Key]) -> list[str]:
-    """What the values of a section's keys may be, the keys of one limit together."""
+    """The limits of a section's keys, each with all its keys."""
     alike: dict[str, list[str]] = {}
     for key in found:
         if key.limit is not None:
@@ -115,7 +109,7 @@ def _limits(found: Sequence[Key]) -> list[str]:
 
 
 _SHORT = {PLANS: "plan only", LATER: "later", NEEDS: "needs", IGNORED: "no effect"}
-"""What a list of keys says of one that does not simply work; a legend below it says more."""
+"""The short form of a key's state in a list; a legend below the list explains it."""
 
 
 def _key(key: Key) -> str:
@@ -145,7 +139,7 @@ def _value(key: Key) -> str:
 
 @cache
 def _configured() -> dict[str, Any]:
-    """What conf/parallel sets beside the dataclass's documented defaults."""
+    """The values of conf/parallel, which differ from the dataclass's documented defaults."""
     from ppctl.config.resources import conf_directory
     from ppctl.config.yaml_file import YamlFile
 

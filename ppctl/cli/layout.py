@@ -1,4 +1,4 @@
-"""`ppctl layout LAYOUT --pp N`: parse, validate and draw one layout; `--suggest` finds one.
+"""`ppctl layout LAYOUT --pp N`: check and draw a layout; `--suggest` finds the fastest one for a config.
 
 Imports no torch and no rich, and Hydra for `--suggest` only.
 """
@@ -7,45 +7,42 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ppctl.cli.pipeline import Chunk, header, span, table_rows
+from ppctl.cli.console import width
+from ppctl.cli.pipeline import Chunk, rows_of, with_header
 from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, LayoutError, Problem
 from ppctl.layout import LayerType, PipelineParallelLayerLayout
 from ppctl.layout.letters import LETTERS
 
-KEY = "LAYOUT"
-"""What this command calls the layout, in its usage line and in messages."""
+INTERMIXED = True
+"""Overrides may stand before and behind options."""
 
+_KEY = "LAYOUT"
+"""The layout's name in the usage line and in messages."""
 _LETTERS = (
     "E embedding, t transformer layer, m multi-token prediction, L loss; a row is a pipeline rank, a column a chunk"
 )
-
-INTERMIXED = True
-"""Overrides may stand before and behind options."""
+_PIPE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("layout", nargs="*", metavar=KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks")
+    parser.add_argument("layout", nargs="*", metavar=_KEY, help="such as 'Et*3|(tt|)*29,m|L', quoted for the shell")
+    parser.add_argument("--pp", type=int, metavar="N", help="number of pipeline ranks")
     parser.add_argument(
-        "--num-layers", type=int, metavar="N", help="decoder layers of the model (default: as many as t)"
+        "--num-layers", type=int, metavar="N", help="number of decoder layers (default: those of LAYOUT)"
     )
     parser.add_argument(
-        "--mtp-num-layers", type=int, metavar="M", help="MTP layers of the model (default: as many as m)"
+        "--mtp-num-layers", type=int, metavar="M", help="number of MTP layers (default: those of LAYOUT)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--suggest",
-        action="store_true",
-        help="in place of LAYOUT: the fastest one for a config: ppctl layout --suggest +recipe=NAME [KEY=VALUE ...]",
-    )
+    words = "instead of checking LAYOUT, find the fastest one for a config: +recipe=NAME [KEY=VALUE ...]"
+    parser.add_argument("--suggest", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     if args.suggest:
         return _suggest(args)
     if len(args.layout) != 1 or args.pp is None:
-        message = "one layout and its pipeline ranks are needed, or --suggest"
+        message = "one layout and --pp are needed, or --suggest"
         raise ConfigError(Problem("PP-E105", message, "ppctl layout 'Et*4|t*4L' --pp 2", "command line"))
     try:
         layout = PipelineParallelLayerLayout(
-            args.layout[0], args.pp, key=KEY, num_layers=args.num_layers, mtp_num_layers=args.mtp_num_layers
+            args.layout[0], args.pp, key=_KEY, num_layers=args.num_layers, mtp_num_layers=args.mtp_num_layers
         )
     except LayoutError as error:
         return _report(error.problems, _described(None, args.pp, error.problems) if args.json else "")
@@ -65,32 +62,31 @@ def run(args: argparse.Namespace) -> int:
     decoders = kinds.count(LayerType.decoder) if args.num_layers is None else args.num_layers
     mtp = kinds.count(LayerType.mtp) if args.mtp_num_layers is None else args.mtp_num_layers
     problems = layout.problems(decoders, mtp)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
-    return _report(problems, _described(layout, args.pp, problems) if args.json else drawing(layout, width))
+    result = _described(layout, args.pp, problems) if args.json else drawing(layout, width(_PIPE_WIDTH))
+    return _report(problems, result)
 
 
 def _suggest(args: argparse.Namespace) -> int:
-    """The layout that `layout=auto` would take, beside what it was held against."""
-    from ppctl.cli.plan import planned  # Hydra and all that plans; a layout alone is drawn in a third of the time
+    """Print the layout that `layout=auto` would take, and those that it was compared with."""
+    from ppctl.cli.plan import planned  # Hydra and the planner; without them a layout is drawn in a third of the time
     from ppctl.config.argv import normalise
+    from ppctl.config.compose import not_an_override
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]
     found = normalise([*args.layout, *typed, "layout=auto"], {}, "layout")
     if found.problems or found.rest:
-        strays = [Problem("PP-E105", f"{word} is no override: KEY=VALUE", place="command line") for word in found.rest]
-        raise ConfigError([*found.problems, *strays])
+        raise ConfigError([*found.problems, *map(not_an_override, found.rest)])
     _, plan, problems = planned(found.overrides)
     if plan is None:
         return _report(problems, "")
-    layout = PipelineParallelLayerLayout(plan.layout, plan.sizes.pp, key=KEY)
+    layout = PipelineParallelLayerLayout(plan.layout, plan.sizes.pp, key=_KEY)
     if args.json:
         return _report(problems, _described(layout, plan.sizes.pp, problems))
-    why = next(derived.equation for derived in plan.derived if derived.key == "layout")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
-    compared = why.partition(": ")[2].split("; ")
-    step = f"simulated step {why.partition(plan.layout)[2].partition(' a step')[0].strip()}"
-    return _report(problems, "\n".join([drawing(layout, width), "", step, *compared]))
+    equation = next(derived.equation for derived in plan.derived if derived.key == "layout")
+    compared = equation.partition(": ")[2].split("; ")
+    step = f"simulated step {equation.partition(plan.layout)[2].partition(' a step')[0].strip()}"
+    return _report(problems, "\n".join([drawing(layout, width(_PIPE_WIDTH)), "", step, *compared]))
 
 
 def _report(problems: Sequence[Problem], result: str) -> int:
@@ -117,37 +113,33 @@ def _described(layout: PipelineParallelLayerLayout | None, pp: int, problems: Se
     return json.dumps(described, indent=2)
 
 
-def drawing(layout: PipelineParallelLayerLayout, width: int) -> str:
-    """The layout as a table no wider than `width` where it can be: a row per pp_rank, equal neighbours in one row."""
+def drawing(layout: PipelineParallelLayerLayout, columns: int) -> str:
+    """The layout as a table, cut into blocks of columns that are no wider than `columns` if possible."""
     pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
     kinds = layout.flatten_layout
     counts = [(kinds.count(LayerType.decoder), "layer"), (kinds.count(LayerType.mtp), "MTP layer")]
     sizes = [f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count or name == "layer"]
     stages = f"{len(layout.stages)} stage{'' if pp * vpp == 1 else 's'}"
-    letters = textwrap.fill(_LETTERS, max(width, 40), subsequent_indent="  ")
+    letters = textwrap.fill(_LETTERS, max(columns, 40), subsequent_indent="  ")
     lines = [layout.canonical(), f"{stages} = pp {pp} x vpp {vpp}; {', '.join(sizes)}", letters]
-    for block in _blocks(_rows(layout), width):
+    for block in _blocks(with_header(rows_of(_chunks(layout))), columns):
         lines += ["", aligned(block)]
     return "\n".join(lines)
 
 
-def _rows(layout: PipelineParallelLayerLayout) -> list[list[str]]:
-    """A header, and one row of cells per run of ranks that hold the same layers."""
-    pp, vpp = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    chunks = []
+def _chunks(layout: PipelineParallelLayerLayout) -> Iterator[Chunk]:
     for at, stage in enumerate(layout.stages):
-        vpp_rank, pp_rank = divmod(at, pp)
+        vpp_rank, pp_rank = divmod(at, layout.pipeline_model_parallel_size)
         first = layout.get_layer_offset(LayerType.decoder, vpp_rank, pp_rank)
-        chunks.append(Chunk(pp_rank, "".join(LETTERS[kind] for kind in stage), first))
-    return [header(vpp), *([span(row.ranks), *row.cells] for row in table_rows(chunks))]
+        yield Chunk(pp_rank, "".join(LETTERS[kind] for kind in stage), first)
 
 
-def _blocks(rows: list[list[str]], width: int) -> list[list[list[str]]]:
-    """The table cut into tables of as many columns as fit, each beginning with the column of ranks."""
+def _blocks(rows: list[list[str]], limit: int) -> list[list[list[str]]]:
+    """The table as tables of as many columns as fit, each beginning with the column of ranks."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     blocks, columns, used = [], [0], widths[0]
     for column in range(1, len(widths)):
-        if len(columns) > 1 and used + 2 + widths[column] > width:
+        if len(columns) > 1 and used + 2 + widths[column] > limit:
             blocks.append(columns)
             columns, used = [0], widths[0]
         columns.append(column)

@@ -1,7 +1,6 @@
-"""Who holds what of a pipeline: a row per pp_rank, equal neighbours in one, and a column per chunk.
+"""The drawing of a pipeline in `plan` and `layout`: a row per pp_rank (equal neighbours in one), a column per chunk.
 
-`plan` and `layout` draw the same. Knows letters of layers and where stages are placed. Must not know what a
-stage costs, or whether a plan or a layout placed it.
+Knows letters of layers and where stages are placed. Must not know what a stage costs.
 """
 
 from __future__ import annotations
@@ -14,44 +13,46 @@ from ppctl.layout.letters import stage_text
 
 
 class Chunk(NamedTuple):
-    """One stage, as far as it is drawn."""
+    """What the drawing shows of one stage."""
 
     pp_rank: int
     letters: str
-    """Its layers, as `Ettt`."""
+    """Its layers, such as `Ettt`."""
     first: int
-    """The id of its first decoder layer; any number where it has none."""
+    """The id of its first decoder layer; any number if it has none."""
 
 
 class Row(NamedTuple):
-    """Neighbouring pp_ranks that are alike, and for every chunk what they hold."""
+    """Neighbouring pp_ranks that hold the same kinds of layers, and what each of their chunks holds."""
 
     ranks: list[int]
     cells: list[str]
 
+    @property
+    def span(self) -> str:
+        """The ranks as `3` or `1-13`."""
+        first, last = self.ranks[0], self.ranks[-1]
+        return str(first) if first == last else f"{first}-{last}"
 
-def header(vpp: int) -> list[str]:
-    """The names of the columns."""
-    return ["pp_rank", *(f"chunk {chunk}" for chunk in range(vpp))]
 
-
-def table_rows(chunks: Iterable[Chunk], apart: Callable[[int], object] = lambda pp_rank: None) -> list[Row]:
-    """The rows of `chunks`, which are in model order; neighbours are also kept apart where `apart(pp_rank)` differs."""
-    held: dict[int, list[Chunk]] = {}
+def rows_of(chunks: Iterable[Chunk], apart: Callable[[int], object] = lambda pp_rank: None) -> list[Row]:
+    """The rows of `chunks`, which are in model order; ranks whose `apart(pp_rank)` differs never share one."""
+    by_rank: dict[int, list[Chunk]] = {}
     for chunk in chunks:
-        held.setdefault(chunk.pp_rank, []).append(chunk)
-    alike = groupby(sorted(held), key=lambda rank: ([chunk.letters for chunk in held[rank]], apart(rank)))
+        by_rank.setdefault(chunk.pp_rank, []).append(chunk)
+    alike = groupby(sorted(by_rank), key=lambda rank: ([chunk.letters for chunk in by_rank[rank]], apart(rank)))
     runs = [list(run) for _, run in alike]
-    return [Row(run, [_cell(same) for same in zip(*(held[rank] for rank in run), strict=True)]) for run in runs]
+    return [Row(run, [_cell(same) for same in zip(*(by_rank[rank] for rank in run), strict=True)]) for run in runs]
 
 
-def span(ranks: Sequence[int]) -> str:
-    """`3` or `1-13`."""
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+def with_header(rows: Sequence[Row]) -> list[list[str]]:
+    """The cells of the table, with the names of its columns."""
+    header = ["pp_rank", *(f"chunk {chunk}" for chunk in range(len(rows[0].cells)))]
+    return [header, *([row.span, *row.cells] for row in rows)]
 
 
 def _cell(chunks: Sequence[Chunk]) -> str:
-    """What chunks with the same letters hold, with the ids of their decoder layers taken together."""
+    """What chunks with the same letters hold, with the range of their decoder layers' ids."""
     letters = chunks[0].letters
     start = min(chunk.first for chunk in chunks)
     end = max(chunk.first for chunk in chunks) + letters.count("t") - 1

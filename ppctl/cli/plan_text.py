@@ -1,25 +1,26 @@
 """A plan as text: equations, the table of pp_ranks, the schedule, a recipe's published table. Standard library only.
 
-Knows columns and units. Must not know streams, colours or how a plan is derived.
+Knows columns and units. Must not know streams or colours, nor how a plan is derived.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
-from ppctl.cli.pipeline import Chunk, Row, header, span, table_rows
+from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
 from ppctl.cli.table import aligned
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.memory_limit import amount, peak_terms, unit_for
+from ppctl.plan.memory_limit import Unit, amount, peak_terms, unit_for
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.text_timeline import timeline_text
 
 _LONGEST_TIMELINE = 16
-"""Most stages that a timeline shows."""
+"""The most stages that a timeline shows."""
 
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
@@ -30,7 +31,7 @@ def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
 
 
 def prose(lines: Iterable[str], width: int) -> str:
-    """Lines of words, broken between words where they are too long; what goes on is set in."""
+    """Lines of words, wrapped between words at `width`; continued lines are indented."""
     broken = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join("\n".join(broken.wrap(line)) for line in lines)
 
@@ -45,7 +46,7 @@ def title(plan: Plan) -> str:
 
 
 def equations(plan: Plan) -> list[str]:
-    """Every derived value by its equation, once."""
+    """The equation of every derived value, once."""
     shown = list(dict.fromkeys(derived.equation for derived in plan.derived))
     if not any(derived.key == "layout" for derived in plan.derived):
         source = plan.provenance.get("parallel.pipeline_model_parallel_layout", "default")
@@ -64,13 +65,13 @@ def legend(plan: Plan) -> str:
 
 
 def drawing(plan: Plan) -> str:
-    """Who holds what: a row per pp_rank (equal neighbours in one), a column per chunk."""
-    return aligned([header(plan.sizes.vpp), *([span(row.ranks), *row.cells] for row in held(plan))])
+    """The layers of each pp_rank: a row per pp_rank (equal neighbours in one), a column per chunk."""
+    return aligned(with_header(_rows(plan)))
 
 
-def held(plan: Plan) -> list[Row]:
-    """Runs of neighbouring pp_ranks that hold the same kinds of layers and as many parameters, and what they hold."""
-    return table_rows(map(_chunk, plan.stages), apart=lambda rank: plan.pp_ranks[rank].params)
+def _rows(plan: Plan) -> list[Row]:
+    """Neighbouring pp_ranks share a row if they hold the same kinds of layers and as many parameters."""
+    return rows_of(map(_chunk, plan.stages), apart=lambda rank: plan.pp_ranks[rank].params)
 
 
 def _chunk(stage: StageSpec) -> Chunk:
@@ -80,92 +81,78 @@ def _chunk(stage: StageSpec) -> Chunk:
 
 
 def table(plan: Plan, width: int) -> str:
-    """Who holds what and what it costs; where numbers differ in a folded row, the first rank's and the last one's."""
+    """The layers and costs of each pp_rank, no wider than `width` if it can be.
+
+    Where numbers differ within a row, it shows the first rank's and the last one's.
+    """
     unit = unit_for(max(cost.peak_bytes for cost in plan.pp_ranks))
     memory = [f"state {unit.name}", "activations", f"peak {unit.name}"]
-    costs_header = ["pp_rank", "params", "FLOPs", "idle", "in flight", *memory]
+    rows = _rows(plan)
+    costs = [["pp_rank", "params", "FLOPs", "idle", "in flight", *memory], *(_costs(plan, row, unit) for row in rows)]
+    layers = [cells[1:] for cells in with_header(rows)]
+    wide = [[*cost, *cells] for cost, cells in zip(costs, layers, strict=True)]
+    layers[0] = ["chunks, first to last"]
+    joined = [[*cost, " | ".join(cells)] for cost, cells in zip(costs, layers, strict=True)]
+    peak_alone = [[*row[:3], row[4], *row[7:]] for row in joined]  # it is the sum of state and activations
+    for candidate, right in ((wide, 8), (joined, 8), (peak_alone, 5)):
+        text = aligned(candidate, right)
+        if max(map(len, text.splitlines())) <= width:
+            break
+    return text
+
+
+def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
+    costs = [plan.pp_ranks[rank] for rank in row.ranks]
     total = sum(stage.flops_forward for stage in plan.stages) or 1
-    rows, layers = [], []
-    for ranks, cells in held(plan):
-        costs = [plan.pp_ranks[rank] for rank in ranks]
-        flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == ranks[0])
-        rows.append(
-            [
-                span(ranks),
-                billions(costs[0].params),
-                f"{flops / total:.1%}",
-                spread([f"{plan.timing.bubbles[rank]:.0%}" for rank in ranks] if plan.timing.bubbles else ["-"]),
-                spread([str(cost.in_flight) for cost in costs]),
-                spread([unit.of(cost.state_bytes) for cost in costs]),
-                spread([unit.of(cost.activation_bytes) for cost in costs]),
-                spread([unit.of(cost.peak_bytes) for cost in costs]),
-            ]
-        )
-        layers.append(cells)
-    chunks = header(plan.sizes.vpp)[1:]
-    beside = zip([costs_header, *rows], [chunks, *layers], strict=True)
-    whole = aligned([[*row, *cells] for row, cells in beside], right=8)
-    if max(map(len, whole.splitlines())) <= width:
-        return whole
-    joined = [
-        [*row, " | ".join(cells)]
-        for row, cells in zip([costs_header, *rows], [["chunks, first to last"], *layers], strict=True)
+    flops = sum(stage.flops_forward for stage in plan.stages if stage.pp_rank == row.ranks[0])
+    return [
+        row.span,
+        billions(costs[0].params),
+        f"{flops / total:.1%}",
+        spread([f"{plan.timing.bubbles[rank]:.0%}" for rank in row.ranks] if plan.timing.bubbles else ["-"]),
+        spread([str(cost.in_flight) for cost in costs]),
+        spread([unit.of(cost.state_bytes) for cost in costs]),
+        spread([unit.of(cost.activation_bytes) for cost in costs]),
+        spread([unit.of(cost.peak_bytes) for cost in costs]),
     ]
-    whole = aligned(joined, right=8)
-    if max(map(len, whole.splitlines())) <= width:
-        return whole
-    # The peak is the sum of the two.
-    return aligned([[*row[:3], row[4], *row[7:]] for row in joined], right=5)
 
 
 def memory_line(plan: Plan) -> str:
     """Where memory peaks."""
     worst = max(plan.pp_ranks, key=lambda cost: cost.peak_bytes)
     terms = peak_terms(worst)
-    made = " =" if "+" in terms else "; at most"
-    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{made} {terms}"
+    sign = " =" if "+" in terms else "; at most"
+    return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{sign} {terms}"
 
 
 def times(plan: Plan) -> list[str]:
-    """The schedule and what it takes, in three lines; in one where it hangs."""
-    return [schedule_line(plan), *([rates_line(plan), critical_line(plan)] if plan.timing.critical else [])]
+    """The schedule and its time in three lines; in one if it hangs."""
+    timing = plan.timing
+    if not timing.critical:
+        return [schedule_line(plan)]
+    share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
+    rates = (
+        f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tokens_per_s_per_device:,.0f} per device "
+        f"({timing.tflops_per_device:.3g} TFLOP/s{share})"
+    )
+    chain = ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in timing.critical if seconds)
+    after = f"; then the optimizer {timing.optimizer_s:.3g} s" if timing.optimizer_s else ""
+    return [schedule_line(plan), rates, f"critical path of a call: {chain}{after}"]
 
 
 def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
-    calibrated = f"measured in {plan.timing.priced_by}" if plan.time_calibrated else uncalibrated(plan)
+    source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
-        f"step about {plan.step_time_s:.3g} s, {calibrated}"
+        f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
     )
-
-
-def uncalibrated(plan: Plan) -> str:
-    """How far a time can be trusted that nobody measured."""
-    return f"uncalibrated for {plan.timing.priced_by}"
-
-
-def rates_line(plan: Plan) -> str:
-    """What the step's time comes to."""
-    timing = plan.timing
-    share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
-    return (
-        f"{timing.tokens_per_s:,.0f} tokens/s, {timing.tokens_per_s_per_device:,.0f} per device "
-        f"({timing.tflops_per_device:.3g} TFLOP/s{share})"
-    )
-
-
-def critical_line(plan: Plan) -> str:
-    """What makes the step as long as it is."""
-    chain = ", ".join(f"{kind} {seconds:.3g} s" for kind, seconds in plan.timing.critical if seconds)
-    after = f"; then the optimizer {plan.timing.optimizer_s:.3g} s" if plan.timing.optimizer_s else ""
-    return f"critical path of a call: {chain}{after}"
 
 
 def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
-    """The step drawn, where it fits: a column or more for every forward."""
+    """The step as a drawing, if a column or more for every forward fit into `width`."""
     spans = plan.num_microbatches * plan.sizes.vpp * 3 + 3 * plan.sizes.pp
     if plan.sizes.num_stages > _LONGEST_TIMELINE or spans > width - 20:
         return []
@@ -174,29 +161,27 @@ def timeline(plan: Plan, config: RunConfig, width: int) -> list[str]:
 
 
 def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
-    """One line per problem; stderr tells them in full."""
+    """One line per problem; stderr has them in full."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     head = f"{count}:" if planned else f"no plan: {count}"
     return "\n".join([head, *(f"  {problem.code} {problem.message}" for problem in problems)])
 
 
 def published(config: RunConfig, width: int) -> str:
-    """A recipe's table: what was published, what is here, and why they differ."""
+    """A recipe's table: the published value, the value here, and why they differ."""
     header = ["what", "published", "here", "why"]
     rows = [header, *([str(row.get(key, "")) for key in header] for row in config.published)]
     natural = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = max(width - natural[0] - 6, 60) // 3
     limits = [natural[0], *(min(size, room) for size in natural[1:])]
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
-        wrapped = [textwrap.wrap(cell, limit) or [""] for cell, limit in zip(row, limits, strict=True)]
-        for index in range(max(map(len, wrapped))):
-            lines.append([cell[index] if index < len(cell) else "" for cell in wrapped])
+        lines += zip_longest(*(textwrap.wrap(*cell) or [""] for cell in zip(row, limits, strict=True)), fillvalue="")
     return f"recipe {config.recipe}, published and here\n{aligned(lines)}"
 
 
 def spread(values: Sequence[str]) -> str:
-    """One value, or the first and the last of several."""
+    """The value, or the first and the last one if they differ."""
     return values[0] if len(set(values)) == 1 else f"{values[0]} to {values[-1]}"
 
 

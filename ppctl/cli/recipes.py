@@ -1,6 +1,6 @@
-"""`ppctl recipes list | show NAME | copy NAME [FILE]`: the recipes that ship, and the user's own.
+"""`ppctl recipes list | show NAME | copy NAME [FILE]`: ppctl's recipes and the user's own.
 
-Knows files. Must not know what a recipe says. Imports no torch, no Hydra and no rich.
+Knows files. Must not know what is in a recipe. Imports no torch, no Hydra and no rich.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+from ppctl.cli.table import aligned
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
 from ppctl.errors import ConfigError, Problem
@@ -18,30 +19,27 @@ from ppctl.errors import ConfigError, Problem
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's actions."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="name and one line of every recipe (the default)")
+    actions.add_parser("list", help="list all recipes (the default)")
     show = actions.add_parser("show", help="print a recipe")
-    copy = actions.add_parser("copy", help="copy a recipe to edit it; never overwrites")
+    copy = actions.add_parser("copy", help="copy a recipe, to edit it; never overwrites a file")
     for parser_of_action in (show, copy):
-        parser_of_action.add_argument("name", metavar="NAME")
-    copy.add_argument("to", metavar="FILE", nargs="?", help="the file, or a directory (default: NAME.yaml here)")
+        parser_of_action.add_argument("name", metavar="NAME", help="the name of a recipe")
+    copy.add_argument("to", metavar="FILE", nargs="?", help="the new file, or its directory (default: NAME.yaml here)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one action; without one, list."""
+    """Do one action; the default is list."""
     if args.action == "show":
         print(find(args.name).path.read_text(encoding="utf-8"), end="")
     elif args.action == "copy":
         print(copy_to(find(args.name), args.to))
     else:
-        found = recipes()
-        width = max(map(len, found))
-        for name, recipe in sorted(found.items()):
-            print(f"{name:<{width}}  {recipe.description}")
+        print(aligned((name, recipe.description) for name, recipe in sorted(recipes().items())))
     return 0
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name. Raises ConfigError naming the nearest and all."""
+    """The recipe of that name. Raises ConfigError with the nearest names."""
     found = recipes()
     if name in found:
         return found[name]
@@ -52,7 +50,7 @@ def find(name: str) -> Recipe:
 
 
 def copy_to(recipe: Recipe, to: str | None) -> str:
-    """Copy the file and say how to use it. Raises ConfigError where that would overwrite or cannot be written."""
+    """Copy the file; returns what to print. Raises ConfigError if a file would be overwritten or cannot be written."""
     target = Path(to or ".")
     if target.suffix != ".yaml":
         target = target / recipe.path.name
@@ -65,7 +63,6 @@ def copy_to(recipe: Recipe, to: str | None) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(recipe.path, target)
     except OSError as error:
-        raise ConfigError(
-            Problem("PP-E126", f"{target} cannot be written: {error.strerror}", place="command line")
-        ) from None
+        message = f"{target} cannot be written: {error.strerror}"
+        raise ConfigError(Problem("PP-E126", message, place="command line")) from None
     return f"{target}\nuse it with: ppctl plan {shlex.quote(f'+recipe={target}')}"

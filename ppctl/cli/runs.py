@@ -1,6 +1,6 @@
 """`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one of them.
 
-Knows what a person wants to see of a run. Must not change any.
+Knows how a command line names a run, and the facts of a run that several commands show. Must not change any run.
 """
 
 from __future__ import annotations
@@ -19,43 +19,54 @@ from ppctl.run_starts import holder, is_held
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run, list_runs
 
+STARTED = ("starting", "running")
+"""States of status.json in which a run has processes."""
 LOST = "lost"
-"""What a run is whose status.json says that it lives, and nobody runs it."""
-_LIVES = ("starting", "running")
+"""The state of a run that has started by its status.json, and has no process any more."""
 _QUIET = 60.0
-"""Seconds without any writing after which a run that nobody holds counts as lost: heartbeats come every ten."""
+"""Seconds after the last write of any file when an unlocked run counts as lost: heartbeats come every ten."""
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare RUN and --dir, which `named_run` reads."""
+    words = "the run's directory, id, a unique prefix of the id, or SLURM job (default: the newest run)"
+    parser.add_argument("run", nargs="?", metavar="RUN", help=words)
+    parser.add_argument("--dir", default="runs", metavar="DIR", help="the directory with all runs (default: runs)")
+
+
+def named_run(args: argparse.Namespace) -> RunDir:
+    """The run that RUN and --dir name. Raises ConfigError if there is none, or more than one."""
+    return find_run(args.run, Path(args.dir))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list")
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="directory, id, unique prefix or SLURM job; default: newest"
-    )
-    parser.add_argument("--dir", default="runs", metavar="DIR", help="where runs are looked for (default: runs)")
+    words = "list all runs (the default), or show one"
+    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list", help=words)
+    add_run_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """List runs, or show one."""
-    root = Path(args.dir)
     if args.action == "show":
-        one = facts(find_run(args.run, root))
-        print(json.dumps(one, indent=1) if args.json else "\n".join(_lines(one)))
+        one = facts(named_run(args))
+        lines = [f"{key:<11} {value}" for key, value in one.items() if value is not None and key != "time"]
+        print(json.dumps(one, indent=1) if args.json else "\n".join(lines))
         return 0
     if args.run is not None:
-        message = f"{args.run}: `ppctl runs list` takes no run"
+        message = f"{args.run}: `ppctl runs list` does not take a run"
         raise ConfigError(Problem("PP-E105", message, f"ppctl runs show {args.run}"))
-    found = [facts(each) for each in list_runs(root)]
+    found = [facts(each) for each in list_runs(Path(args.dir))]
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        print(table(found) if found else f"no runs under {root}")
+        print(table(found) if found else f"no runs under {Path(args.dir)}")
     return 0
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """What is known of a run without reading its plan."""
+    """The facts of a run that can be read without its plan."""
     status, metrics = run.status(), run.metrics()
     state = _state(run, status)
     last = metrics[-1] if metrics else {}
@@ -77,7 +88,7 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def checkpoint_of(run: RunDir) -> Path | None:
-    """The checkpoint that a start would go on from, to be shown: None also where the directory cannot be read."""
+    """The checkpoint that a start would go on from; None also if the directory cannot be read."""
     try:
         found = checkpoint_folder.find(run.checkpoints)
     except CheckpointError:
@@ -86,9 +97,9 @@ def checkpoint_of(run: RunDir) -> Path | None:
 
 
 def _state(run: RunDir, status: dict[str, Any]) -> str:
-    """As status.json says, but `lost` where nobody runs it: at once where its process is known."""
+    """The state in status.json, or `lost` if no process runs it: at once if its process is known."""
     state = str(status["state"])
-    if state not in _LIVES or is_held(run):
+    if state not in STARTED or is_held(run):
         return state
     if is_gone(holder(run)):
         return LOST
@@ -104,14 +115,10 @@ def _why_lost(run: RunDir, state: str) -> str | None:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The runs in columns."""
+    """The runs as a table."""
     rows = [("id", "name", "state", "step", "loss", "when")]
     for one in found:
         loss = "" if one["loss"] is None else f"{one['loss']:.4f}"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["time"])) if one["time"] else ""
         rows.append((one["id"], one["name"], one["state"], str(one["step"]), loss, when))
     return aligned(rows)
-
-
-def _lines(one: dict[str, Any]) -> list[str]:
-    return [f"{key:<11} {value}" for key, value in one.items() if value is not None and key != "time"]

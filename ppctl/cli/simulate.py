@@ -1,4 +1,4 @@
-"""`ppctl simulate`: a schedule from bare costs, for people who think about schedules. Imports no torch and no Hydra.
+"""`ppctl simulate`: simulate and draw a schedule from the times of its operations. Imports no torch and no Hydra.
 
 Knows milliseconds and what is printed. Must not know how schedules are made, run or drawn (`ppctl.schedule`).
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ppctl.cli.console import PIPE_WIDTH
-from ppctl.cli.timeline import write_timeline
+from ppctl.cli.console import width
+from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.errors import ConfigError, Problem
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
@@ -26,43 +24,43 @@ from ppctl.schedule.trace import Trace, bubble_fraction, longest_span, step_time
 SCHEDULES = {name: policy for name, policy in POLICIES.items() if policy.trains}
 
 _TIMES = {
-    "tf": "forward of one microbatch through all chunks of a rank",
+    "tf": "forward pass of one microbatch through all chunks of a rank",
     "tb": "its input gradient",
     "tw": "its weight gradient",
     "tcomm": "delay of every message",
 }
 _MS = 1e-3
 
+MOST_ACTIONS = 5_000_000
+"""More actions would take minutes and gigabytes: some size is a mistake."""
+MOST_ROWS = 32
+"""The most stages that a screen shows."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
-    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline ranks")
-    parser.add_argument(
-        "--vpp", type=int, metavar="V", help="chunks per rank (default: 1, or 2 where 1 makes no sense)"
-    )
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches of a step")
+    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
+    chunks = "chunks per rank (default: 1, or 2 for schedules that need several)"
+    parser.add_argument("--vpp", type=int, metavar="V", help=chunks)
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches per step")
     for name, what in _TIMES.items():
         needed = name in ("tf", "tb")
         parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=f"{what}, in ms")
-    parser.add_argument("--extra-warmup", type=int, default=0, metavar="N", help="forwards beyond the textbook warm-up")
-    parser.add_argument("--timeline", metavar="FILE", help="draw the step: .html, .txt, or .json for Perfetto")
+    more = "forward passes beyond the usual warm-up"
+    parser.add_argument("--extra-warmup", type=int, default=0, metavar="N", help=more)
+    add_timeline_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and print. Raises ConfigError with everything that is wrong."""
+    """Simulate and print. Raises ConfigError with all problems."""
     problems = list(_wrong(args))
     if problems:
         raise ConfigError(problems)
     vpp = args.vpp or SCHEDULES[args.schedule].chunks
-    schedule = make_schedule(
-        args.schedule,
-        pp=args.pp,
-        vpp=vpp,
-        num_microbatches=args.microbatches,
-        extra_warmup=args.extra_warmup,
-    )
+    warmup, microbatches = args.extra_warmup, args.microbatches
+    schedule = make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
     trace = simulate(schedule, costs(args, args.pp * vpp, vpp))
     if args.timeline is not None:
         write_timeline(_picture(args, schedule, trace), Path(args.timeline))
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
-    """Seconds per stage: equal stages, each an equal share of its rank's milliseconds."""
+    """Seconds per stage: each stage takes an equal share of its rank's milliseconds."""
     forward, gradient, weights = (_MS * ms / vpp for ms in (args.tf, args.tb, args.tw))
     return Costs(
         forward=[forward] * num_stages,
@@ -84,7 +82,7 @@ def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
 
 
 def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[str, Any]:
-    """What `--json` prints. `bubble_rate` is 1 - m (tf + tb + tw) / the longest span of a rank (arXiv 2401.10241)."""
+    """The fields of `--json`. `bubble_rate` is 1 - m (tf + tb + tw) / the longest span of a rank (arXiv 2401.10241)."""
     longest = longest_span(trace)
     work = _MS * args.microbatches * (args.tf + args.tb + args.tw)
     return {
@@ -122,19 +120,14 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("PP-E128", message, "--microbatches 64", place)
 
 
-MOST_ACTIONS = 5_000_000
-"""More than that takes minutes and gigabytes: some size is not what was meant."""
-
-
 def _picture(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> Picture:
     place = schedule.placement
     notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
-    given = f"tf {args.tf:g}, tb {args.tb:g}, tw {args.tw:g}, tcomm {args.tcomm:g} ms"
-    return Picture(f"{schedule.name}, pp {place.pp}, {schedule.num_microbatches} microbatches", given, trace, notes)
+    times = f"tf {args.tf:g}, tb {args.tb:g}, tw {args.tw:g}, tcomm {args.tcomm:g} ms"
+    return Picture(f"{schedule.name}, pp {place.pp}, {schedule.num_microbatches} microbatches", times, trace, notes)
 
 
 def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPE_WIDTH
     lines = [
         f"{schedule.name}: pp {figures['pp']} x vpp {figures['vpp']}, {figures['microbatches']} microbatches",
         f"step time        {figures['step_time_ms']:.6g} ms",
@@ -142,16 +135,12 @@ def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
         f"bubble rate      {figures['bubble_rate']:.4f}  (over the busiest rank's own span)",
         f"in flight        {_counts(figures['in_flight'])}  (chunks per rank, until the input gradient)",
     ]
-    late = figures["in_flight_until_weight_gradient"]
-    if late != figures["in_flight"]:
-        lines.append(f"                 {_counts(late)}  (until the weight gradient)")
+    until_weights = figures["in_flight_until_weight_gradient"]
+    if until_weights != figures["in_flight"]:
+        lines.append(f"                 {_counts(until_weights)}  (until the weight gradient)")
     if schedule.placement.num_stages <= MOST_ROWS:
-        lines += ["", timeline_text(trace, width).rstrip()]
+        lines += ["", timeline_text(trace, width()).rstrip()]
     return "\n".join(lines)
-
-
-MOST_ROWS = 32
-"""Stages that are still drawn on a screen."""
 
 
 def _counts(values: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Columns of plain text: the one renderer of every table that a command prints. Standard library only.
+"""Tables of plain text: the one renderer of every table that a command prints. Standard library only.
 
 Knows cells and widths. Must not know what is in a cell.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 
 def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
-    """Columns side by side, two blanks between them; those from the second up to number `right` are set flush right."""
+    """Columns with two blanks between them; the second up to number `right` are aligned right, the others left."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 

@@ -1,13 +1,13 @@
-"""Where a picture of a step goes: `--timeline FILE`, in the form that the file's name asks for.
+"""`--timeline FILE` of `plan` and `simulate`: the picture of a step, in the form that the file's ending names.
 
 Knows names of files. Must not know what is drawn or how.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
@@ -21,7 +21,12 @@ FORMS = {
     ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
 }
-"""A file's ending -> what draws it; each is imported only when it is asked for."""
+"""A file's ending -> the function that draws it; its module is imported only when it is needed."""
+
+
+def add_timeline_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --timeline."""
+    parser.add_argument("--timeline", metavar="FILE", help="draw the step into FILE: .html, .txt, or .json (Perfetto)")
 
 
 def plain(picture: Picture) -> str:
@@ -32,15 +37,14 @@ def plain(picture: Picture) -> str:
 
 
 def write_timeline(picture: Picture, path: Path) -> None:
-    """Write the picture, whole or not at all. Raises ConfigError (PP-E129) where that cannot be."""
+    """Write the picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
     if path.suffix not in FORMS:
         message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
         remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
         raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
     module, function = FORMS[path.suffix]
-    draw: Callable[[Picture], str] = getattr(importlib.import_module(module), function)
     try:
-        write_atomically(path, draw(picture))
+        write_atomically(path, getattr(importlib.import_module(module), function)(picture))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the picture cannot be written to {path}: {reason}"

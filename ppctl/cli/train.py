@@ -1,73 +1,161 @@
-"""`ppctl train`: compose, check, plan, make the run directory, run. Ranks that others started become workers.
+"""`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended.
 
-Knows the order. Must not know torch: what trains is started as `python -m ppctl.rank.worker`.
+Knows this order, and what a person sees of it; `resume` and `submit` use its steps. Must not know torch: a rank is
+started as `python -m ppctl.rank.worker`. A rank that torchrun, SLURM or another scheduler started becomes one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
+import shutil
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from ppctl.cli import training
-from ppctl.cli.console import note
-from ppctl.cli.plan import planned
-from ppctl.config.argv import retyped
+from ppctl.checkpoint_folder import step_of
+from ppctl.cli.console import note, print_problems
+from ppctl.cli.plan import exit_code, planned, summary
+from ppctl.cli.runs import checkpoint_of
+from ppctl.config.argv import retyped, typed_again
+from ppctl.config.compose import Composed
+from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
+from ppctl.hang.limits import Limits
 from ppctl.launch.environment import Started, detect
-from ppctl.launch.others import become_worker
-from ppctl.launch.prepare import Launch, new_run, with_value
+from ppctl.launch.machine import choose_device, shortage, with_overrides
+from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
+from ppctl.launch.process import become_worker
+from ppctl.launch.run_directory import Launch, new_run, with_value
+from ppctl.launch.supervisor import supervise
+from ppctl.launch.watch import LocalJob
 from ppctl.launch.weights import check_weights, find_weights
+from ppctl.plan import Plan
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint
 
-TELLS_PROBLEMS = True
-"""Asks the front for its own problems: ranks that others started must all leave with their code."""
+_CUT = (
+    "parallel.pipeline_model_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size",
+    "parallel.pipeline_model_parallel_layout",
+    "pipeline.pp_schedule",
+)
+_CUTS = ((4, 1), (2, 2), (2, 1), (1, 1))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train. Exit codes: 0 done, 1 failed, 2 config, 3 checkpoint, 4 memory, 75 stopped after saving, 130 and 143."""
-    started = detect(os.environ)
-    if started.rank > 0:
-        become_worker(started, "--join")
-    with training.told_once(started, args.json):
+    with start_of(args) as started:
         launch = prepare(args, started)
-        return training.conduct(launch, _held(launch, started), started, args.json, args.overrides)
-
-
-@contextmanager
-def _held(launch: Launch, started: Started) -> Iterator[RunDir]:
-    run = new_run(launch, started)
-    with hold(run):
-        yield run
+        run_dir = new_run(launch, started)
+        with hold(run_dir):
+            return run_to_end(run_dir, launch, started, args.json, args.overrides)
 
 
 def prepare(args: argparse.Namespace, started: Started) -> Launch:
-    """The run that the command line describes. Raises PpctlError with all problems where it cannot be started."""
+    """The run that the command line describes. Raises PpctlError with all problems if it cannot be started."""
     began = time.perf_counter()
     composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
     if composed is not None:
-        problems += training.not_for_submit(composed.config, args.overrides)
-    training.refuse(problems)
-    assert composed is not None and plan is not None  # without problems there are both
+        problems += _slurm_settings(composed.config, args.overrides)
+    composed, plan = accepted(composed, plan, problems)
+    config, data = adapt_to_machine(composed.config, plan, args.overrides, started)
+    return Launch(with_paths(config), plan, command_line("train", args), data, time.perf_counter() - began)
+
+
+# Steps that `resume` and `submit` share
+
+
+@contextmanager
+def start_of(args: argparse.Namespace) -> Iterator[Started]:
+    """What started this process. Ranks other than 0 become workers here; they wait for what rank 0 does inside.
+
+    Problems inside are printed once, by rank 0 (with --json as one object, too); all ranks exit with their exit code.
+    """
+    started = detect(os.environ)
+    if started.rank > 0:
+        become_worker(started, "--join")
+    try:
+        yield started
+    except PpctlError as error:
+        if args.json:
+            problems = [problem.to_json() for problem in error.problems]
+            print(json.dumps({"state": "refused", "exit_code": error.exit_code, "problems": problems}), flush=True)
+        if not started.is_rank:
+            raise
+        print_problems(error.problems)
+        become_worker(started, "--refuse", str(error.exit_code))
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise ConfigError (exit code 2) if there are problems, or MemoryPlanError (4) if memory is the only one."""
+    if problems:
+        raise (MemoryPlanError if exit_code(problems) == MemoryPlanError.exit_code else ConfigError)(problems)
+
+
+def accepted(composed: Composed | None, plan: Plan | None, problems: Sequence[Problem]) -> tuple[Composed, Plan]:
+    """A config and its plan that have no problems, after printing the notes on them. Raises as `refuse`."""
+    refuse(problems)
+    assert composed is not None and plan is not None  # there were no problems
     for line in composed.notes:
         note(f"note: {line}")
-    config, data = training.settle(composed.config, plan, args.overrides, started)
-    return Launch(with_beginning(config), plan, typed("train", args), data, time.perf_counter() - began)
+    return composed, plan
 
 
-def with_beginning(config: RunConfig) -> RunConfig:
-    """`config` with the checkpoint or the weights that it begins from as paths. Raises PpctlError without them."""
+def adapt_to_machine(
+    config: RunConfig, plan: Plan, arguments: Sequence[str], started: Started
+) -> tuple[RunConfig, Mapping[str, Any]]:
+    """`config` with its device and its GPU environment, and what its data is.
+
+    Raises ConfigError with all problems if it cannot run on this machine.
+    """
+    from ppctl.data.examine import examine  # numpy
+
+    world = plan.sizes.world
+    ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
+    device = choose_device(config.launch.device, ranks_here, os.environ)
+    problems = []
+    if find_spec("torch") is None:
+        remedy = f"{shlex.quote(sys.executable)} -m pip install torch"
+        problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
+    if started.is_rank and started.world_size != world:
+        problems.append(_other_world(started, world, arguments))
+    elif not started.is_rank and config.launch.target == "env":
+        message = "launch.target=env: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set"
+        remedy = f"{typed_again('train', arguments)} launch.target=local"
+        problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
+    else:
+        problems += shortage(device, ranks_here, arguments, os.environ)
+    config, conflicts = with_gpu_environment(with_value(config, "launch", device=device), plan)
+    data, wrong = examine(config)
+    refuse([*problems, *conflicts, *wrong])
+    return config, data
+
+
+def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
+    """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
+    if config.launch.device != "cuda":
+        return config, []
+    variables, conflicts = gpu_environment(config, plan.sizes.pp, os.environ, config.launch.env)
+    return with_value(config, "launch", env=variables), conflicts
+
+
+def with_paths(config: RunConfig) -> RunConfig:
+    """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
     if config.checkpoint.resume is not None:
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
@@ -78,7 +166,129 @@ def with_beginning(config: RunConfig) -> RunConfig:
     return config
 
 
-def typed(command: str, args: argparse.Namespace) -> str:
-    """What was typed, with full names, ready to paste."""
+def command_line(command: str, args: argparse.Namespace) -> str:
+    """The command line with full names, ready to paste."""
     recipes = [word for directory in args.recipes_dir or () for word in ("--recipes-dir", directory)]
-    return " ".join(filter(None, (training.program(), command, shlex.join(recipes), retyped(args.overrides))))
+    return " ".join(filter(None, (program(), command, shlex.join(recipes), retyped(args.overrides))))
+
+
+def program() -> str:
+    """How to call ppctl here: by its name if it is on the PATH, else by its path."""
+    if shutil.which("ppctl"):
+        return "ppctl"
+    script = Path(sys.executable).with_name("ppctl")
+    return shlex.quote(short_path(script)) if script.exists() else f"{shlex.quote(sys.executable)} -m ppctl"
+
+
+def short_path(path: Path) -> str:
+    """A path, relative to the working directory if it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def run_to_end(
+    run: RunDir, launch: Launch, started: Started, as_json: bool, overrides: Sequence[str] | None = None
+) -> int:
+    """Print the first screen, run the job to its end and print how it ended.
+
+    `overrides` are those of a train command, from which the last lines make commands to go on with.
+    """
+    out = sys.stderr if as_json else sys.stdout
+    config = launch.config
+    print(f"{summary(launch.plan)}\n\nrun {short_path(run.path)} on {config.launch.device}\n", file=out, flush=True)
+    if started.is_rank:
+        become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
+    if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
+        os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+    limits, first_step = Limits.of(config.launch), step_of(config.checkpoint.resume)
+    job = LocalJob(run, launch.plan.sizes.world, config.launch.env, limits=limits, first_step=first_step)
+    outcome = supervise(job, out)
+    if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
+        note("")  # the terminal has shown ^C
+    if outcome.report:
+        note(outcome.report + saved_before(run, outcome))
+    if as_json:
+        print(json.dumps(run.answer(outcome.state, outcome.exit_code, outcome.report)))
+    elif outcome.exit_code in (DONE, STOPPED):
+        print("\n".join(ending(run, launch, outcome, overrides)))
+    return outcome.exit_code
+
+
+# Problems
+
+
+def _slurm_settings(config: RunConfig, arguments: Sequence[str]) -> list[Problem]:
+    """Settings that take effect in a submitted job only: `train` starts the ranks itself, or is one of them."""
+    keys = [name for name, key in keys_with("slurm").items() if value_of(config, name) != key.default]
+    keys = ["launch.target=slurm"] if config.launch.target == "slurm" else keys
+    if not keys:
+        return []
+    message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"
+    return [Problem("PP-E629", message, typed_again("submit", arguments), "launch")]
+
+
+def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:
+    typed = typed_again("train", arguments)
+    how = {"slurm": f"srun -n {world} {typed}", "torchrun": f"torchrun --nproc-per-node {world} -m {typed}"}
+    remedy = how.get(started.by, f"WORLD_SIZE={world}")
+    larger = with_overrides(arguments, "launch.nodes=1", f"launch.gpus_per_node={started.world_size}")
+    plan, problems = planned(larger, for_training=True)[1:]
+    if plan is not None and plan.sizes.world == started.world_size and not problems:
+        remedy += "\n" + typed_again("plan", larger)
+    starter = {"slurm": "srun", "env": "the environment"}.get(started.by, started.by)
+    message = f"the plan is for {world} ranks, and {starter} has started {started.world_size}"
+    return Problem("PP-E603", message, remedy, f"WORLD_SIZE = {started.world_size} ({starter})")
+
+
+# The last lines
+
+
+def saved_before(run: RunDir, outcome: JobOutcome) -> str:
+    """After an interruption: the checkpoint to go on from, or how to have one next time."""
+    if outcome.exit_code != INTERRUPTED:
+        return ""
+    checkpoint = checkpoint_of(run)
+    if checkpoint is None:
+        again = "checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
+        return f"\n  no checkpoint yet: {again}"
+    return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(short_path(run.path))}"
+
+
+def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence[str] | None) -> list[str]:
+    """The model's sample, the paths, and commands to go on with."""
+    name, lines = program(), [""]
+    sample = run.result().get("sample")
+    if isinstance(sample, dict):
+        lines += ["the model reads, from the middle of its data:", _indented(str(sample.get("prompt", ""))), ""]
+        lines += ["the model writes, choosing from the likeliest tokens:", _indented(str(sample.get("text", ""))), ""]
+    checkpoint = checkpoint_of(run)
+    lines.append(f"run         {run.path}")
+    lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
+    where = shlex.quote(short_path(run.path))
+    if outcome.exit_code == STOPPED:
+        return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
+    recipe = launch.config.recipe if launch.config.recipe not in (None, "quickstart") else "deepseek_v3"
+    cut = None if overrides is None else _another_cut(launch.plan, overrides)
+    lines += ["", "next:", f"  {name} plan +recipe={recipe}"]
+    lines += [f"  {name} train {cut}"] if cut else []
+    return [*lines, f"  {name} resume {where} steps={2 * launch.config.train.steps}"]
+
+
+def _indented(text: str) -> str:
+    """`text` indented and wrapped at the terminal's width, with control characters as dots."""
+    if not text.strip():
+        return "  (blanks only)"
+    visible = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in text)
+    room = max(shutil.get_terminal_size().columns - 4, 20)
+    lines = [line[at : at + room] for line in visible.split("\n") for at in range(0, max(len(line), 1), room)]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _another_cut(plan: Plan, overrides: Sequence[str]) -> str | None:
+    """The overrides of this run with another pp and vpp, which plan without a problem."""
+    kept = [override for override in overrides if override.partition("=")[0] not in _CUT]
+    for pp, vpp in _CUTS:
+        cut = [*kept, f"pp={pp}", f"vpp={vpp}"]
+        if (pp, vpp) != (plan.sizes.pp, plan.sizes.vpp) and not planned(cut, for_training=True)[2]:
+            return retyped(cut)
+    return None

@@ -99,11 +99,15 @@ def override(
 
 def _arguments(overrides: Sequence[str]) -> Arguments:
     found = normalise(overrides)
-    for token in found.rest:
-        close = nearest(token, recipes())
-        remedy = f"+recipe={close[0]}" if close else "ppctl explain"
-        found.problems.append(Problem("PP-E105", f"{token} is no override: KEY=VALUE", remedy, PLACE))
+    found.problems += map(not_an_override, found.rest)
     return found
+
+
+def not_an_override(word: str) -> Problem:
+    """The problem of a word on the command line that is neither an override nor a flag."""
+    close = nearest(word, recipes())
+    remedy = f"+recipe={close[0]}" if close else "ppctl --help"
+    return Problem("PP-E105", f"{word} is not an override, which is KEY=VALUE", remedy, PLACE)
 
 
 def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str, str]]]:

@@ -52,7 +52,7 @@ def load_data(data: DataConfig) -> Data:
     tokenizer = load_tokenizer(data.tokenizer)
     end = document_end(data, tokenizer)
     if data.validation_path is not None:
-        training, held_out = _every((data.path, data.validation_path), lambda path: load_samples(path, tokenizer))
+        training, held_out = load_all((data.path, data.validation_path), lambda path: load_samples(path, tokenizer))
         return Data(training, held_out, end)
     training = load_samples(data.path, tokenizer)
     if data.validation_split:
@@ -94,13 +94,13 @@ def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Blend:
     sources = read_sources(path)
     if not sources:
         return Blend((load_corpus(None, tokenizer),))
-    corpora = _every(sources, lambda source: load_corpus(source.path, tokenizer))
+    corpora = load_all(sources, lambda source: load_corpus(source.path, tokenizer))
     weights = [source.weight for source in sources if source.weight is not None]
     return Blend(corpora, quotas(weights) if weights and len(corpora) > 1 else None)
 
 
-def _every(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:
-    """Each item loaded; a DataError with what is wrong with all of them."""
+def load_all(items: Iterable[Item], load: Callable[[Item], Loaded]) -> tuple[Loaded, ...]:
+    """Each item loaded. Raises DataError with the problems of all items."""
     found: list[Loaded] = []
     problems: list[Problem] = []
     for item in items:

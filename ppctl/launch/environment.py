@@ -1,4 +1,4 @@
-"""Who started this process, and what a rank has to find in its environment.
+"""What started this process (a person, torchrun, SLURM), and the environment variables that a rank needs.
 
 Knows the variables of torchrun and SLURM. Must not know configs, plans or devices.
 """
@@ -16,46 +16,50 @@ from pathlib import Path
 from ppctl.errors import ConfigError, Problem
 
 _NO_STEP = frozenset({"", "batch", "extern", "interactive", *map(str, range(4294967290, 4294967296))})
-"""What SLURM calls steps that are no srun of the user's: the batch script itself, an interactive shell."""
+"""SLURM's names for steps that the user did not start with srun: the batch script, an interactive shell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """How this process came to be."""
+    """What started this process, and as which rank."""
 
     by: str
-    """`torchrun`, `slurm` (srun), `env` (rank variables of some other scheduler), or `person`."""
+    """`torchrun`, `slurm` (srun), `env` (rank variables of another scheduler), or `person`."""
     rank: int = 0
     world_size: int = 1
     run_id: str | None = None
-    """The id that all ranks of this start share, where their starter gives one."""
+    """The id that torchrun or SLURM gives to all ranks of this start, if any."""
     restarts: int = 0
-    """How often the starter has started this job again."""
+    """How often the starter has restarted this job."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as a worker needs them."""
 
     @property
-    def by_others(self) -> bool:
-        """Whether this process is one rank of a job that others started."""
+    def is_rank(self) -> bool:
+        """Whether torchrun, SLURM or another scheduler started this process as one rank of a job."""
         return self.by != "person"
 
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_READ_BESIDE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+_OTHER_VARIABLES = (
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NODEID"),
+)
 
 
 def detect(environ: Mapping[str, str]) -> Started:
-    """Who started this process. Raises ConfigError (PP-E606) where the rank variables are no numbers."""
+    """What started this process. Raises ConfigError (PP-E606) if the rank variables are incomplete or not numbers."""
     try:
         if all(environ.get(name) for name in _RANK_VARIABLES):
             return _by_variables(environ)
         if environ.get("SLURM_STEP_ID", "") not in _NO_STEP:
-            return _by_slurm(environ)
+            started = slurm_rank(environ)
+            # A step with a single task is a place to launch from.
+            return started if started.world_size > 1 else Started("person")
     except (KeyError, ValueError) as error:
-        given = {
-            name: environ[name] for name in (*_RANK_VARIABLES, *_READ_BESIDE, *_SLURM_VARIABLES) if name in environ
-        }
-        message = f"the variables that say which rank this is are incomplete or no numbers: {error}; given: {given}"
+        found = {name: environ[name] for name in (*_RANK_VARIABLES, *_OTHER_VARIABLES) if name in environ}
+        message = f"the variables that say which rank this is are incomplete or not numbers: {error}; set are: {found}"
         raise ConfigError(Problem("PP-E606", message, "unset RANK WORLD_SIZE", "environment")) from error
     return Started("person")
 
@@ -63,55 +67,39 @@ def detect(environ: Mapping[str, str]) -> Started:
 def _by_variables(environ: Mapping[str, str]) -> Started:
     rank, world = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if not 0 <= rank < world:
-        raise ValueError(f"RANK {rank} is none of WORLD_SIZE {world}")
+        raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world}")
     local_world = int(environ.get("LOCAL_WORLD_SIZE", world))
     if local_world < 1:
-        raise ValueError(f"LOCAL_WORLD_SIZE {local_world} is no number of ranks")
+        raise ValueError(f"LOCAL_WORLD_SIZE {local_world} is below 1")
     local = int(environ.get("LOCAL_RANK", rank % local_world))
-    variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(local_world),
-        "MASTER_ADDR": environ["MASTER_ADDR"],
-        "MASTER_PORT": str(int(environ["MASTER_PORT"])),
-    }
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     elastic = environ.get("TORCHELASTIC_RUN_ID")
-    # torchrun without --rdzv-id calls every run "none": no name to share.
+    # torchrun without --rdzv-id calls every run "none": that is no id.
     run_id = elastic if elastic not in (None, "", "none") else None
     restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(environ.get("SLURM_RESTART_COUNT", 0))
+    variables = _rank_variables(rank, local, world, local_world, address, port)
     return Started("torchrun" if elastic else "env", rank, world, run_id, restarts, variables)
 
 
-_SLURM_VARIABLES = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_ID"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NODEID"),
-)
-
-
-def _by_slurm(environ: Mapping[str, str]) -> Started:
-    """One rank of an srun's; a step of one task is a place to launch from."""
-    started = slurm_rank(environ)
-    return started if started.world_size > 1 else Started("person")
+def _rank_variables(rank: int, local: int, world: int, local_world: int, address: str, port: int) -> dict[str, str]:
+    """The variables by which a worker knows its place."""
+    ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local_world}
+    return {name: str(value) for name, value in (ranks | {"MASTER_ADDR": address, "MASTER_PORT": port}).items()}
 
 
 def slurm_rank(environ: Mapping[str, str]) -> Started:
-    """The rank that this task of a step is. Raises KeyError or ValueError where SLURM's variables do not say."""
+    """The rank of this task of an srun. Raises KeyError or ValueError if SLURM's variables are incomplete."""
+    rank, local = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"])
     job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
     restarts = int(environ.get("SLURM_RESTART_COUNT", 0))
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", str(tasks))
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    variables = {
-        "RANK": str(int(environ["SLURM_PROCID"])),
-        "LOCAL_RANK": str(int(environ["SLURM_LOCALID"])),
-        "WORLD_SIZE": str(tasks),
-        "LOCAL_WORLD_SIZE": str(_tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))),
-        "MASTER_ADDR": first_host(nodes),
-        # Below the range that the kernel hands out; another one for every step and every requeue.
-        "MASTER_PORT": str(20000 + (7 * job + 31 * step + restarts) % 10000),
-    }
-    return Started("slurm", int(variables["RANK"]), tasks, f"{job}.{step}", restarts, variables)
+    tasks_here = _tasks_on(per_node, int(environ.get("SLURM_NODEID", 0)))
+    # Below the range from which the kernel assigns ports; a different one for every step and every requeue.
+    port = 20000 + (7 * job + 31 * step + restarts) % 10000
+    variables = _rank_variables(rank, local, tasks, tasks_here, first_host(nodes), port)
+    return Started("slurm", rank, tasks, f"{job}.{step}", restarts, variables)
 
 
 def first_host(nodelist: str) -> str:
@@ -134,12 +122,12 @@ def _tasks_on(per_node: str, node: int) -> int:
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def allocator(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
-    """How a rank's C library keeps large tensors of the host: each on pages of its own, and these huge.
+def allocator_variables(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
+    """Variables that make a rank's C library keep each large host tensor on huge pages of its own.
 
-    glibc would soon keep them on its heap, where a freed aligned block is too small for the next one of its size: the
-    peak then grows with the microbatches (decision 9). On pages of its own what is freed is gone; without huge ones
-    their faults would double a stage's CPU time, so that nothing is set where the kernel has none.
+    Otherwise glibc would keep them on its heap, where a freed aligned block is too small for the next one of the same
+    size, so that the peak grows with the microbatches (decision 9). Memory on pages of its own is returned when it is
+    freed. Without huge pages, page faults would double a stage's CPU time: then nothing is set.
     """
     try:
         choice = huge_pages.read_text()
@@ -149,13 +137,13 @@ def allocator(huge_pages: Path = HUGE_PAGES) -> dict[str, str]:
     return {} if "[never]" in choice else {"MALLOC_MMAP_THRESHOLD_": size, "THP_MEM_ALLOC_ENABLE": "1"}
 
 
-def usual() -> dict[str, str]:
-    """What every rank gets unless the environment says otherwise: ranks share a machine, a crash shows its stack."""
-    return {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator()
+def default_variables() -> dict[str, str]:
+    """Every rank's variables, weaker than the environment: one thread, a stack on a crash, the allocator's."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | allocator_variables()
 
 
 def choose_port(extra: Mapping[str, str]) -> int:
-    """MASTER_PORT where it is set, else a port that is free now. Raises ConfigError (PP-E605) where it is in use."""
+    """MASTER_PORT if it is set, else a port that is free now. Raises ConfigError (PP-E605) if it is in use."""
     asked = extra.get("MASTER_PORT") or os.environ.get("MASTER_PORT")
     try:
         port = int(asked or 0)
@@ -169,14 +157,7 @@ def choose_port(extra: Mapping[str, str]) -> int:
 
 
 def rank_environment(rank: int, world_size: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
-    """The environment of one local rank: what is usual here, this process's own, `launch.env`, the rank's."""
-    here = usual() | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    own = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return here | dict(os.environ) | dict(extra) | {name: str(value) for name, value in own.items()}
+    """The environment of one local rank; the later the stronger: defaults, this process's, `launch.env`, the rank's."""
+    here = default_variables() | {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    own = _rank_variables(rank, rank, world_size, world_size, "127.0.0.1", port)
+    return here | dict(os.environ) | dict(extra) | own

@@ -1,6 +1,6 @@
-"""What this machine has, without torch: is it enough for the ranks that it is to run?
+"""This machine's GPUs and cores, found without torch, and whether they are enough for a job's ranks.
 
-Knows how NVIDIA's driver and CUDA_VISIBLE_DEVICES tell of GPUs. Must not know configs or plans.
+Knows NVIDIA's driver and CUDA_VISIBLE_DEVICES. Must not know configs or plans.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from ppctl.config.argv import typed_again
@@ -21,19 +22,20 @@ _SMALL_JOB = 8
 
 
 def count_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA GPUs that a process started here would see, without importing torch."""
+    """The number of NVIDIA GPUs that a process with this environment would see."""
     present = _gpus_by_driver()
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    names = [name.strip() for name in chosen.split(",")]
     # CUDA stops at the first entry that it does not know; -1 and an empty string hide everything behind them.
-    usable = 0
-    for name in names:
-        if not name or name.startswith("-") or (name.isdigit() and int(name) >= present):
-            break
-        usable += 1
-    return min(usable, present)
+    names = map(str.strip, chosen.split(","))
+    usable = takewhile(lambda name: name[:1] not in ("", "-") and not (name.isdigit() and int(name) >= present), names)
+    return min(len(list(usable)), present)
+
+
+def gpu_devices() -> int:
+    """The number of NVIDIA devices that the kernel knows, whatever CUDA or torch sees."""
+    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in Path("/dev").glob("nvidia*"))
 
 
 def _gpus_by_driver() -> int:
@@ -44,17 +46,16 @@ def _gpus_by_driver() -> int:
         except (OSError, subprocess.TimeoutExpired):
             return 0
         return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    devices = Path("/dev")
-    return sum(bool(re.fullmatch(r"nvidia[0-9]+", path.name)) for path in devices.glob("nvidia*"))
+    return gpu_devices()
 
 
 def choose_device(asked: str, ranks: int, environ: Mapping[str, str]) -> str:
-    """`cuda` or `cpu` for `launch.device`. GPUs are counted only where the answer depends on them."""
+    """`cuda` or `cpu` for the `launch.device` that was `asked`. GPUs are counted only for `any`."""
     return device_type(asked, count_gpus(environ) if asked == "any" else 0, ranks)
 
 
 def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Problem]:
-    """What is missing here to run all `ranks` on this machine. `arguments` are the command line's, for the remedies."""
+    """What this machine lacks to run all `ranks`. `arguments` are the command line's, for the remedies."""
     planned = typed_again("plan", arguments)
     if device == "cuda":
         found = count_gpus(environ)
@@ -73,7 +74,7 @@ def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping
 
 
 def _small(arguments: Sequence[str]) -> str:
-    """The miniature of the recipe that was asked for, else a recipe that is small."""
+    """The recipe of `arguments` at its smoke scale, else a small recipe."""
     recipe = next((text for text in arguments if text.lstrip("+").startswith("recipe=")), None)
     if recipe is None or any(text.lstrip("+").startswith("scale=") for text in arguments):
         return "+recipe=quickstart"
@@ -81,7 +82,7 @@ def _small(arguments: Sequence[str]) -> str:
 
 
 def with_overrides(arguments: Sequence[str], *new: str) -> list[str]:
-    """The overrides `arguments` with `new` ones in the place of those of the same keys."""
+    """The overrides `arguments` with those of the same keys replaced by `new`."""
     keys = {override.partition("=")[0] for override in new}
     return [*(old for old in arguments if old.partition("=")[0] not in keys), *new]
 

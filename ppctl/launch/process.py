@@ -1,6 +1,6 @@
-"""One rank's process: started in a session of its own, ended with everything that it started.
+"""One rank as a process: started by the local launcher, or this process itself, which becomes one.
 
-Knows processes. Must not know why a rank is started or ended, nor what it prints.
+Knows how a rank's process is started, ended and read. Must not know why, nor what the rank prints.
 """
 
 from __future__ import annotations
@@ -10,18 +10,42 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn, TextIO
+
+from ppctl.files import silence
+from ppctl.launch.environment import Started, default_variables
 
 _PR_SET_PDEATHSIG = 1
+_LAST_LINES = 2.0
+"""Seconds to wait for the end of a rank's output after the rank has ended."""
 
 
-def dies_with_its_parent() -> Callable[[], None]:
-    """A function that arranges for the kernel to kill the calling process when its parent dies (on Linux).
+def become_worker(started: Started, *arguments: str, environment: Mapping[str, str] | None = None) -> NoReturn:
+    """Replace this process by `python -m ppctl.rank.worker` with `arguments`, as the rank that it was started as.
 
-    All that needs loading is loaded here. The arrangement outlives exec.
+    The arguments are `--publish DIR`, `--join`, `--submitted DIR` or `--refuse CODE`; `environment` is `launch.env`.
+    SIGTERM and SIGUSR1, which mean "save and leave", stay blocked until the worker handles them: none is lost while it
+    starts.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+    if started.by == "torchrun":  # its agent is the parent, and nothing else ends the ranks of an agent that is killed
+        _parent_death_signal()()
+    variables = default_variables() | dict(os.environ) | dict(environment or {}) | dict(started.variables)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "ppctl.rank.worker", *arguments], variables)
+
+
+def _parent_death_signal() -> Callable[[], None]:
+    """A function that asks the kernel to kill the calling process when its parent dies (Linux only; survives exec).
+
+    The library is loaded here, so that the function itself is safe between fork and exec.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
@@ -33,36 +57,34 @@ def dies_with_its_parent() -> Callable[[], None]:
 
 
 def _before_exec() -> Callable[[], None]:
-    """What the child does between fork and exec. All that needs loading is loaded here, in the parent.
+    """What the child runs between fork and exec; everything that needs loading is loaded here, in the parent.
 
-    SIGTERM and SIGUSR1 mean "save and leave": ignored, so that they do no harm before the worker can hear them. SIGKILL
-    follows when the launcher dies; a launcher that died before that was arranged is no longer this child's parent.
+    SIGTERM and SIGUSR1 mean "save and leave": the child ignores them until the worker can handle them. The kernel kills
+    it when the launcher dies; if the launcher died before that was arranged, it is no longer the child's parent.
     """
     launcher = os.getpid()
-    arrange = dies_with_its_parent()
+    arrange = _parent_death_signal()
 
     def prepare() -> None:
         arrange()
         if os.getppid() != launcher:
             os._exit(1)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     return prepare
 
 
 class RankProcess:
-    """A started rank. Start all before any thread: the child runs Python between fork and exec."""
+    """A started rank in a session of its own. Start all ranks before any thread: the child runs Python before exec."""
 
     def __init__(
         self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, piped: bool
     ) -> None:
         self.rank = rank
         self.returncode: int | None = None
-        """As subprocess has it: negative for a signal. None while it runs."""
+        """As in subprocess: negative for a signal; None while the rank runs."""
         with open(log, "ab") as file:
             self._popen = subprocess.Popen(
                 list(command),
@@ -73,34 +95,64 @@ class RankProcess:
                 start_new_session=True,
                 preexec_fn=_before_exec(),
             )
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
+        self.stdout: IO[bytes] | None = self._popen.stdout
         """The pipe of a piped rank."""
-        return self._popen.stdout
 
     def poll(self) -> int | None:
-        """The return code once it has ended. What it has started dies with it.
+        """The return code once the rank has ended. Everything that it started is killed then.
 
-        The rank is looked at before it is reaped: as long as it is a zombie, its process group's number is its own.
+        This happens before the rank is reaped: while it is a zombie, no other process group can have its number.
         """
-        if self.returncode is None:
-            pid = self._popen.pid
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                self._signal_group(signal.SIGKILL)
-                self.returncode = self._popen.wait()
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if self.returncode is None and os.waitid(os.P_PID, self._popen.pid, flags) is not None:
+            self.send_to_group(signal.SIGKILL)
+            self.returncode = self._popen.wait()
         return self.returncode
 
-    def ask(self, number: int) -> None:
+    def send(self, number: int) -> None:
         """Send a signal to the rank itself."""
         if self.returncode is None:
             os.kill(self._popen.pid, number)
 
-    def end(self, number: int) -> None:
-        """Send a signal to the rank and everything that it started."""
+    def send_to_group(self, number: int) -> None:
+        """Send a signal to the rank and to everything that it started."""
         if self.returncode is None:
-            self._signal_group(number)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, number)
 
-    def _signal_group(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, number)
+
+class OutputThread:
+    """Copies a rank's output line by line from `source` to `out`, so that a stopped terminal never blocks the launcher.
+
+    When nobody reads `out` any more, the rest is read and dropped.
+    """
+
+    def __init__(self, source: IO[bytes] | None, out: TextIO) -> None:
+        self._source = source
+        self._out = out
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last lines."""
+        self._thread.join(_LAST_LINES)
+
+    def _run(self) -> None:
+        broken = False
+        for line in self._source or ():
+            if not broken:
+                try:
+                    self._out.write(line.decode(errors="replace"))
+                    self._out.flush()
+                except (OSError, ValueError) as error:
+                    broken = True
+                    silence(self._out)
+                    _warn_of_lost_lines(error)
+
+
+def _warn_of_lost_lines(error: Exception) -> None:
+    """Print on stderr, if it still works, that the lines are lost and the run is not."""
+    why = error.strerror if isinstance(error, OSError) else error
+    with suppress(OSError, ValueError):
+        text = f"note: stdout cannot be written any more ({why}); the run goes on: `ppctl logs -f` shows it, `kill"
+        print(f"{text} {os.getpid()}` saves and ends it", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""`python -m ppctl.launch.rank RUN`: one task of a submitted job's srun becomes one rank.
+"""`python -m ppctl.launch.rank RUN`: the second step of a submitted job. One task of its srun becomes one rank.
 
-Knows SLURM's variables and where a rank's output goes. Must not know configs or torch. Everything on stderr, and all
-that ranks other than 0 print, goes to the rank's own log; rank 0's step lines go to the job's.
+Knows SLURM's variables and where a rank's output goes. Must not know configs or torch. stderr of every rank, and stdout
+of all but rank 0, go to the rank's own log; rank 0's step lines go to the job's log.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl.launch.environment import slurm_rank
-from ppctl.launch.others import become_worker
+from ppctl.launch.process import become_worker
 from ppctl.rundir import RunDir
 
 

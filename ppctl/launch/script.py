@@ -1,24 +1,33 @@
-"""The batch script: one plain bash file that a person can read, edit and submit by hand.
+"""The batch script of a submitted job: a plain bash file that a person can read, edit and submit by hand.
 
-Knows sbatch's and srun's options and the order of a job's life. Must not know SLURM's commands' answers, nor files: it
-makes a text from a config, a plan's size and paths.
+Knows sbatch's and srun's options, and what a job does in which order:
 
-The ranks decide how the job ends, by files in the run directory: the mark `requeue.<job>.<life>` says that all of them
-have saved and that the job is to go on. No exit code says that.
+    launch.env, launch.setup        on the first node
+    launch.health_check             once on every node; a node where it fails is left out, and the job requeued
+    ppctl.launch.enter              once on every node: the node sees the run, and has the submitted code
+    ppctl.launch.rank               once per rank: becomes the worker
+    scontrol requeue                if the mark `requeue.<job>.<life>` is there: all ranks have saved, the job goes on
+    ppctl.launch.leave              once, else: how the job ended, from the files that its ranks have written
+
+Must not know the answers of SLURM's commands, nor files: it makes a text. The modules' names stand in scripts of runs
+that can still be requeued.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ppctl.config.schema import RunConfig
 
+NO_START, SICK_NODE, REQUEUED_OFTEN = "PP-E622", "PP-E625", "PP-E626"
+"""The codes of errors that the script itself prints."""
+
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What a script is made for."""
+class SlurmJob:
+    """What a script is made from."""
 
     config: RunConfig
     run: str
@@ -26,46 +35,41 @@ class Batch:
     nodes: int
     ranks_per_node: int
     command: str
-    """What was typed."""
+    """The command line that submitted it."""
     python: str
     """The interpreter's absolute path."""
     code: str
     """The package's digest, or `live`."""
     after: str | None = None
-    """The job that must have ended well first."""
+    """The job that must finish first."""
 
 
-def render(batch: Batch) -> str:
+def render(job: SlurmJob) -> str:
     """The script's text."""
-    launch = batch.config.launch
-    parts = [_HEAD.format(command=_one_line(batch.command), run=_one_line(batch.run))]
-    parts.append("".join(f"#SBATCH {line}\n" for line in directives(batch)))
-    parts.append(_VALUES.format(run=_q(batch.run), python=_q(batch.python), code=_q(batch.code), n=launch.max_requeues))
+    launch = job.config.launch
+    blocks = [_HEAD.format(command=_one_line(job.command), run=_one_line(job.run))]
+    blocks += [f"#SBATCH {line}\n" for line in directives(job)]
+    blocks.append(_VALUES.format(run=_q(job.run), python=_q(job.python), code=_q(job.code), n=launch.max_requeues))
     if launch.env:
-        parts.append("\n# launch.env\n" + "".join(f"export {name}={_q(value)}\n" for name, value in launch.env.items()))
+        blocks += ["\n# launch.env\n", *(f"export {name}={_q(value)}\n" for name, value in launch.env.items())]
     if launch.setup:
-        parts.append("\n# launch.setup\n" + "".join(f"{line}\n" for line in launch.setup))
-    parts.append(_array("container", _container(batch), "The ranks' container, if there is one."))
-    parts.append(_array("ranks", list(_ranks(batch)), "How srun starts the ranks."))
-    parts.append(_FUNCTIONS.replace("{OFTEN}", OFTEN))
+        blocks += ["\n# launch.setup\n", *(f"{line}\n" for line in launch.setup)]
+    blocks.append(_array("container", _container_options(job), "The ranks' container, if there is one."))
+    blocks.append(_array("ranks", _rank_options(job), "How srun starts the ranks."))
+    blocks.append(_FUNCTIONS.replace("{REQUEUED_OFTEN}", REQUEUED_OFTEN))
     if launch.health_check is not None:
-        parts.append(_HEALTH.format(check=_q(launch.health_check), SICK=SICK))
-    parts.append(_BODY.replace("{STARTS}", STARTS))
-    return "".join(parts)
+        blocks.append(_HEALTH.format(check=_q(launch.health_check), SICK_NODE=SICK_NODE))
+    return "".join([*blocks, _BODY.replace("{NO_START}", NO_START)])
 
 
-STARTS, SICK, OFTEN = "PP-E622", "PP-E625", "PP-E626"
-"""What the script itself finds wrong: the interpreter does not start, a node is sick, requeued too often."""
-
-
-def directives(batch: Batch) -> Iterator[str]:
+def directives(job: SlurmJob) -> Iterator[str]:
     """sbatch's options, as they stand behind #SBATCH."""
-    launch, logs = batch.config.launch, f"{batch.run}/logs/job.log".replace("%", "%%")
-    yield f"--job-name={_word('ppctl-' + batch.config.log.name)}"
-    yield f"--nodes={batch.nodes}"
-    yield f"--ntasks-per-node={batch.ranks_per_node}"
+    launch, logs = job.config.launch, f"{job.run}/logs/job.log".replace("%", "%%")
+    yield f"--job-name={_word('ppctl-' + job.config.log.name)}"
+    yield f"--nodes={job.nodes}"
+    yield f"--ntasks-per-node={job.ranks_per_node}"
     if launch.device == "cuda":
-        yield f"--gpus-per-node={batch.ranks_per_node}"
+        yield f"--gpus-per-node={job.ranks_per_node}"
     if launch.cpus_per_task is not None:
         yield f"--cpus-per-task={launch.cpus_per_task}"
     for name in ("account", "qos", "partition", "time", "constraint"):
@@ -77,40 +81,36 @@ def directives(batch: Batch) -> Iterator[str]:
     yield "--open-mode=append"
     yield "--requeue"
     yield f"--signal=USR1@{launch.signal_lead}"
-    if batch.after is not None:
-        yield f"--dependency=afterok:{batch.after}"
+    if job.after is not None:
+        yield f"--dependency=afterok:{job.after}"
         yield "--kill-on-invalid-dep=yes"
     yield from map(_word, launch.sbatch_args or ())
 
 
-def _ranks(batch: Batch) -> Iterator[str]:
-    launch = batch.config.launch
-    yield f"--nodes={batch.nodes}"
-    yield f"--ntasks={batch.nodes * batch.ranks_per_node}"
-    yield f"--ntasks-per-node={batch.ranks_per_node}"
-    yield "--kill-on-bad-exit=1"
-    yield "--wait=60"
-    yield "--input=none"
+def _rank_options(job: SlurmJob) -> Iterator[str]:
+    launch = job.config.launch
+    yield f"--nodes={job.nodes}"
+    yield f"--ntasks={job.nodes * job.ranks_per_node}"
+    yield f"--ntasks-per-node={job.ranks_per_node}"
+    yield from ("--kill-on-bad-exit=1", "--wait=60", "--input=none")
     if launch.device == "cuda":
-        yield "--gpu-bind=none"  # every rank sees its node's GPUs: messages between them go direct
+        yield "--gpu-bind=none"  # every rank sees all GPUs of its node, so that they send to each other directly
     if launch.cpus_per_task is not None:
         yield f"--cpus-per-task={launch.cpus_per_task}"  # srun does not take it from sbatch
     yield from launch.srun_args or ()
 
 
-def _container(batch: Batch) -> list[str]:
-    launch = batch.config.launch
-    if launch.container_image is None:
-        return []
-    words = [f"--container-image={launch.container_image}"]
-    if launch.container_mounts:
-        words.append(f"--container-mounts={','.join(launch.container_mounts)}")
-    if launch.container_workdir:
-        words.append(f"--container-workdir={launch.container_workdir}")
-    return words
+def _container_options(job: SlurmJob) -> Iterator[str]:
+    launch = job.config.launch
+    if launch.container_image is not None:
+        yield f"--container-image={launch.container_image}"
+        if launch.container_mounts:
+            yield f"--container-mounts={','.join(launch.container_mounts)}"
+        if launch.container_workdir:
+            yield f"--container-workdir={launch.container_workdir}"
 
 
-def _array(name: str, words: list[str], comment: str) -> str:
+def _array(name: str, words: Iterable[str], comment: str) -> str:
     return f"\n# {comment}\n{name}=({' '.join(map(_q, words))})\n"
 
 
@@ -118,8 +118,8 @@ _q = shlex.quote
 
 
 def _word(text: str) -> str:
-    """`text` as one word of an #SBATCH line: sbatch knows quotes, and # begins no comment inside them."""
-    return text if shlex.quote(text) == text else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """`text` as one word of an #SBATCH line: sbatch knows double quotes."""
+    return text if _q(text) == text else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _one_line(text: str) -> str:
@@ -160,7 +160,7 @@ on_every_node() {
 # Start the job again, on other nodes than those in $1, because of $3. Without a slot in `most`, leave with $2.
 requeue() {
   if ((life >= most)); then
-    echo "error {OFTEN}: the job has requeued itself $life times (launch.max_requeues=$most)" >&2
+    echo "error {REQUEUED_OFTEN}: the job has requeued itself $life times (launch.max_requeues=$most)" >&2
     echo "  try: ppctl requeue $SLURM_JOB_ID" >&2
     exit "$2"
   fi
@@ -182,7 +182,7 @@ _HEALTH = """
 check={check}
 sick=$(on_every_node bash -c '(eval "$1") >&2 || echo "$SLURMD_NODENAME"' check "$check" | sort -u | paste -sd, -)
 if [ -n "$sick" ]; then
-  echo "error {SICK}: the health check failed on $sick" >&2
+  echo "error {SICK_NODE}: the health check failed on $sick" >&2
   requeue "$sick" 1 "a health check has failed"
 fi
 """
@@ -191,7 +191,7 @@ _BODY = """
 # Once on every node: the interpreter starts, ppctl is what was submitted, the run directory is there.
 if ! wrong=$(on_every_node "${container[@]}" "$python" -m ppctl.launch.enter "$run" --code "$code"); then
   wrong=${wrong%%$'\\n'*}
-  echo "${wrong:-error {STARTS}: $python does not start with ppctl on every node; the lines above say why}" >&2
+  echo "${wrong:-error {NO_START}: $python does not start with ppctl on every node; the lines above say why}" >&2
   exit 2
 fi
 

@@ -1,6 +1,6 @@
-"""SLURM's commands: sbatch, squeue, scontrol, scancel. Their text forms only: --json differs between versions.
+"""SLURM's commands: sbatch, squeue, sacct, scancel. Their text forms only: --json differs between versions.
 
-Knows how each is called and what it answers. Must not know configs, plans or run directories.
+Knows how each is called and what it prints. Must not know configs, plans or run directories.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ppctl.errors import ConfigError, Problem
 
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
     | {"PREEMPTED", "REVOKED", "TIMEOUT"}
 )
-"""States of a job that does not come back."""
+"""States of a job that has ended for good."""
 
 NEVER = {
     "PartitionNodeLimit": "it asks for more nodes than its partition has or allows",
@@ -37,15 +37,15 @@ NEVER = {
     "QOSMaxWallDurationPerJobLimit": "its time limit is longer than its quality of service allows",
     "JobHeldAdmin": "an administrator holds it",
 }
-"""Reasons of a pending job that waiting does not clear."""
+"""Reasons for which a pending job never starts, however long it waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """What SLURM says of a job."""
+    """A job as squeue or sacct shows it."""
 
     state: str
-    """As PENDING, RUNNING, COMPLETED."""
+    """Such as PENDING, RUNNING, COMPLETED."""
     reason: str = ""
     start: str = ""
     """When it started, or is expected to."""
@@ -55,17 +55,17 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether it does not come back."""
+        """Whether it has ended for good."""
         return self.state in ENDED
 
     @property
     def ending(self) -> bool:
-        """Whether its processes are being ended: it takes no signal any more."""
+        """Whether its processes are being ended: it accepts no signal any more."""
         return self.state == "COMPLETING"
 
     @property
     def never(self) -> str | None:
-        """Why it will never start, in words, or None."""
+        """Why it will never start; None if it may."""
         return NEVER.get(self.reason) if self.state == "PENDING" else None
 
 
@@ -75,7 +75,7 @@ def is_here() -> bool:
 
 
 def sbatch(script: Path) -> tuple[str, str]:
-    """Submit; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's words where it refuses."""
+    """Submit; returns (job number, cluster or ""). Raises ConfigError (PP-E621) with SLURM's message if it refuses."""
     done = _run("sbatch", "--parsable", str(script), cwd=script.parent)
     if done.returncode != 0:
         words = " ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines() if line.strip())
@@ -85,7 +85,7 @@ def sbatch(script: Path) -> tuple[str, str]:
 
 
 def state(job: str, cluster: str = "") -> JobState | None:
-    """What SLURM says of a job; None where it knows nothing (any more), or there is no SLURM here."""
+    """A job's state; None if SLURM does not know the job (any more), or there is no SLURM here."""
     done = _run("squeue", *_on(cluster), "-h", "-a", "-t", "all", "-j", job, "-o", "%T|%r|%S|%e|%N")
     if done.returncode == 0 and done.stdout.strip():
         fields = done.stdout.strip().splitlines()[-1].split("|")
@@ -119,17 +119,17 @@ def _must(*command: str) -> None:
 
 
 def _run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of SLURM's commands; one that is not here or does not answer has failed."""
+    """Run one of SLURM's commands; one that is missing or does not answer counts as failed."""
     try:
         return subprocess.run(
-            command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=_PATIENCE, check=False
+            command, cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=_TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
 def _environment() -> dict[str, str]:
-    """Without what a job around this process has set: it would become part of the new job's request."""
+    """The environment without the variables of a job around this process: sbatch would apply them to the new job."""
     if "SLURM_JOB_ID" not in os.environ:
         return dict(os.environ)
     return {name: v for name, v in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}

@@ -1,48 +1,86 @@
-"""Watching the ranks of one job from their start until none is left.
+"""Watching the ranks of a job on this machine, from their start until none is left.
 
-Knows processes, signals and deadlines. Must not know exit codes of the launcher, nor what anyone is told.
+Knows processes, signals and deadlines. Must not know exit codes of the launcher, nor what is printed. What happens:
 
-    a rank fails               the others are ended: SIGINT, then SIGKILL
-    SIGTERM, SIGUSR1, SIGHUP   passed on, until all have saved and left; too late, or SIGTERM again: ended
-    SIGINT                     all are ended; again: at once
-    SIGKILL                    the kernel ends the ranks (process.py)
+    a rank fails               the launcher ends the others: SIGINT, then SIGKILL
+    SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
+                               when SIGTERM comes a second time
+    SIGINT                     all ranks are ended; a second time: killed at once
+    SIGKILL                    the kernel kills the ranks (process.py)
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from types import FrameType
+from typing import Any, TextIO
 
 from ppctl import heartbeat
 from ppctl.hang.limits import Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.launch.environment import rank_environment
-from ppctl.launch.output import Pump
-from ppctl.launch.process import RankProcess
-from ppctl.launch.report import Exit
-from ppctl.launch.signals import Signals
+from ppctl.launch.outcome import Exit
+from ppctl.launch.process import OutputThread, RankProcess
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.run_starts import sweep
 from ppctl.rundir import RunDir
 
 _ASK_AGAIN = 1.0
+"""Seconds between two requests to stop to a rank that is still starting."""
 _ONE_PRESS = 1.0
 """Seconds within which the same signal counts once: make and timeout pass on what the terminal has sent already."""
-_UNKILLABLE = 5.0
-_LOOK = 1.0
-"""Seconds between two looks at whether anything moves."""
+_AFTER_KILL = 5.0
+"""Seconds to wait for a process that was killed; one in an uninterruptible system call may stay."""
+_PROGRESS_INTERVAL = 1.0
+"""Seconds between two checks whether anything moves."""
 _STACKS = 2.0
-"""Seconds that ranks have to write stacks and flight records, on a machine that is busy with the others."""
+"""Seconds that ranks have to write stacks and flight records, on a machine where the other ranks are busy."""
+_CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def _no_action(number: int, frame: FrameType | None) -> None:
+    """Python itself writes the signal's number into the wake-up pipe."""
+
+
+class Signals:
+    """Signals and deaths of children as a list to wait for: no busy loop, and no work inside a handler.
+
+    While entered, the signals above and SIGCHLD arrive through `wait`; a signal that was ignored before stays ignored.
+    """
+
+    def __enter__(self) -> Signals:
+        self._reader, self._writer = os.pipe()
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        caught = [number for number in _CAUGHT if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before: dict[signal.Signals, Any] = {
+            number: signal.signal(number, _no_action) for number in (*caught, signal.SIGCHLD)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def wait(self, timeout: float | None) -> list[int]:
+        """The signals that came, in order; empty after `timeout` seconds (None waits for the next one)."""
+        readable, _, _ = select.select([self._reader], [], [], timeout)
+        return list(os.read(self._reader, 4096)) if readable else []
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What to start."""
+class LocalJob:
+    """A job of which this machine runs all ranks."""
 
     run: RunDir
     world_size: int
@@ -53,33 +91,34 @@ class Job:
     stop_grace: float = 60.0
     """Seconds that the ranks have to save and leave after a request to stop."""
     kill_grace: float = 3.0
-    """Seconds between telling a rank to end and killing it."""
+    """Seconds between SIGINT and SIGKILL."""
     limits: Limits | None = None
-    """How long nothing may move; none waits for ever."""
+    """How long nothing may move; None: for ever."""
     first_step: int = 0
-    """The step that this life begins with."""
+    """The step that this start begins with."""
 
 
 class Watch:
-    """One attempt to run a job. What it found is in `exits`, `states`, `cause` and `asked`."""
+    """One attempt to run a job. Its result is in `exits`, `states`, `unwritten_errors`, `cause` and `asked`."""
 
-    def __init__(self, job: Job, signals: Signals, out: TextIO) -> None:
+    def __init__(self, job: LocalJob, signals: Signals, out: TextIO) -> None:
         self.job = job
         self.exits: dict[int, Exit] = {}
         self.states: dict[int, RankState] = {}
         """What each rank was doing last."""
-        self.unwritten: list[RankFailure] = []
-        """Failures that ranks could not write to the run directory."""
+        self.unwritten_errors: list[RankFailure] = []
+        """Failures that could not be written to the run directory."""
         self.cause: str | None = None
-        """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None where it did not."""
+        """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None: it did not."""
         self.asked: int | None = None
         """The signal by which the ranks were asked to save and leave."""
         self._signals = signals
         self._out = out
         self._ranks: list[RankProcess] = []
-        self._first_heard: dict[int, float] = {}
-        self._unheard: set[int] = set()
-        """Ranks that have been asked to stop, if at all, before they could hear it."""
+        self._first_time: dict[int, float] = {}
+        """Signal -> when it came first."""
+        self._to_ask: set[int] = set()
+        """Ranks to ask (again) to stop: a rank that is still starting ignores the request."""
         self._deadline: float | None = None
         self._killed = False
         self._progress = Progress(job.limits, time.monotonic(), job.first_step) if job.limits is not None else None
@@ -87,24 +126,24 @@ class Watch:
     def run(self, port: int) -> None:
         """Start all ranks and return when none is left, whatever happens."""
         run, everyone = self.job.run, range(self.job.world_size)
-        # While all goes well a rank publishes; what they did last is for the launcher to tell.
+        # Rank 0 publishes heartbeats while it lives; the launcher publishes the last ones of all ranks.
         publisher = heartbeat.Publisher(run.id, everyone, run.write_heartbeats)
-        pump: Pump | None = None
+        output: OutputThread | None = None
         run.write_status("starting")
         try:
             for rank in everyone:
                 heartbeat.create(run.id, rank, owner=os.getpid())
                 self._ranks.append(self._start(rank, port))
-            pump = Pump(self._ranks[0].stdout, self._out)
+            output = OutputThread(self._ranks[0].stdout, self._out)
             run.write_status("running")
             self._wait()
         finally:
             self._end_all()
             publisher.publish()
-            if pump is not None:
-                pump.finish()
+            if output is not None:
+                output.finish()
             self.states = {state.rank: state for state in heartbeat.read_all(run.id, everyone)}
-            self.unwritten += heartbeat.take_failures(run.id, everyone)
+            self.unwritten_errors += heartbeat.take_failures(run.id, everyone)
             heartbeat.remove(run.id, everyone)
             if not self._alive():
                 sweep(run)
@@ -118,29 +157,29 @@ class Watch:
     def _wait(self) -> None:
         while self._alive():
             for number in self._signals.wait(self._timeout()):
-                self._hear(number)
+                self._handle(number)
             self._reap()
-            if self._deadline is not None and time.monotonic() >= self._deadline and not self._late():
+            if self._deadline is not None and time.monotonic() >= self._deadline and not self._escalate():
                 return
-            if self._unheard and self.cause is None:
+            if self._to_ask and self.cause is None:
                 self._ask(self.asked or signal.SIGTERM)
             if self._progress is not None and self.cause is None:
-                self._look(self._progress)
+                self._check_progress(self._progress)
 
-    def _look(self, progress: Progress) -> None:
-        """End a job in which nothing moves any more: who is waited for is told first."""
+    def _check_progress(self, progress: Progress) -> None:
+        """End a job in which nothing moves any more, after writing the error of the rank that all others wait for."""
         now = time.monotonic()
         states = heartbeat.read_all(self.job.run.id, (rank.rank for rank in self._alive()))
         still = progress.late(states, now)
         if still is None:
             return
-        for rank in self._alive():  # every stack goes to its log, also out of a call that never returns
-            rank.ask(signal.SIGUSR2)
+        for rank in self._alive():  # it writes its stacks to its log, even inside a call that never returns
+            rank.send(signal.SIGUSR2)
         failure = verdict(self.job.run.read_plan(), states, still, now)
         try:
             self.job.run.write_error(failure)
         except OSError:
-            self.unwritten.append(failure)
+            self.unwritten_errors.append(failure)
         self._signals.wait(_STACKS)
         self._end("failure", signal.SIGKILL)
 
@@ -149,45 +188,45 @@ class Watch:
 
     def _timeout(self) -> float | None:
         if self._deadline is None:
-            return None if self._progress is None else _LOOK
+            return None if self._progress is None else _PROGRESS_INTERVAL
         left = max(0.0, self._deadline - time.monotonic())
-        return min(left, _ASK_AGAIN) if self._unheard and self.cause is None else left
+        return min(left, _ASK_AGAIN) if self._to_ask and self.cause is None else left
 
-    def _hear(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         now = time.monotonic()
-        again = now - self._first_heard.setdefault(number, now) > _ONE_PRESS
+        again = now - self._first_time.setdefault(number, now) > _ONE_PRESS
         if number == signal.SIGINT:
             self._end("interrupt", signal.SIGKILL if again else signal.SIGINT)
         elif number == signal.SIGTERM and again:
             self._end("terminated")
         elif number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) and self.asked is None and self.cause is None:
             self.asked = signal.SIGTERM if number == signal.SIGHUP else number
-            self._unheard = set(range(self.job.world_size))
+            self._to_ask = set(range(self.job.world_size))
             self._deadline = now + self.job.stop_grace
 
     def _ask(self, number: int) -> None:
-        """Ask the ranks to save and leave: each once, but one that is still starting ignores it and is asked again.
+        """Ask the ranks to save and leave: each once, but a rank that is still starting ignores it and is asked again.
 
-        Never more than that: a rank that has saved and is on its way out would die of it.
+        Never more often: the signal would kill a rank that has saved and is about to exit.
         """
         for rank in self._alive():
-            if rank.rank in self._unheard:
+            if rank.rank in self._to_ask:
                 state = heartbeat.read(self.job.run.id, rank.rank)
-                rank.ask(number)
+                rank.send(number)
                 if state is not None and state.state != "starting":
-                    self._unheard.discard(rank.rank)
+                    self._to_ask.discard(rank.rank)
 
     def _reap(self) -> None:
         if not self._collect():
             return
-        # Whoever died first was dead before its victims were: look once more before judging.
+        # The rank that failed first died before those that failed because of it: collect all before judging.
         self._collect()
         codes = {end.returncode for end in self.exits.values() if end.returncode and not end.ended}
         if codes and self.cause is None:
             self._end("terminated" if self.asked is not None and codes == {-self.asked} else "failure")
 
     def _collect(self) -> bool:
-        """Note the ranks that have ended; whether any of them failed."""
+        """Record the ranks that have ended. Returns whether one of them failed."""
         failed = False
         for rank in self._alive():
             code = rank.poll()
@@ -197,24 +236,24 @@ class Watch:
         return failed
 
     def _end(self, cause: str, number: int = signal.SIGINT) -> None:
-        """End every rank: nothing is saved from here on. The first cause is the one that counts."""
+        """End every rank: nothing is saved from here on. The first cause counts."""
         if self.cause is not None and number != signal.SIGKILL:
             return
         self.cause = self.cause or cause
         self._killed = number == signal.SIGKILL
-        self._deadline = time.monotonic() + (_UNKILLABLE if self._killed else self.job.kill_grace)
+        self._deadline = time.monotonic() + (_AFTER_KILL if self._killed else self.job.kill_grace)
         for rank in self._alive():
-            rank.end(number)
+            rank.send_to_group(number)
 
-    def _late(self) -> bool:
-        """A deadline has passed: take the next step. False when none is left (a process that cannot be killed)."""
+    def _escalate(self) -> bool:
+        """Take the next step after a deadline. False: there is none left (a process that cannot be killed)."""
         if self.cause is not None and self._killed:
             return False
         self._end(self.cause or "terminated", signal.SIGINT if self.cause is None else signal.SIGKILL)
         return True
 
     def _end_all(self) -> None:
-        """Nobody stays, whatever brought us here."""
+        """Leave no process behind, whatever happened."""
         if self._alive() and not self._killed:
             self._end("failure", signal.SIGKILL)
             while self._alive() and time.monotonic() < (self._deadline or 0.0):

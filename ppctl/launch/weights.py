@@ -1,7 +1,7 @@
-"""Where a run's first weights come from (`model.from`): what the source says of the model, and whether it fits.
+"""The source of a run's first weights (`model.from`): which model it holds, and whether that fits the run's.
 
-Knows model directories, checkpoints and runs, and tells them apart. Must not know how a config is composed, nor torch:
-headers and manifests are read, weights are not.
+Knows model directories, checkpoints and runs. Must not know how a config is composed, nor torch: it reads headers and
+manifests, not weights.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ KEY = "model.from"
 def find_weights(text: str, root: Path = Path("runs")) -> Path:
     """The absolute path that `model.from` means: a directory with a config.json, else a checkpoint.
 
-    Raises ConfigError (PP-E520) where it is neither.
+    Raises ConfigError (PP-E520) if it is neither.
     """
     try:
         path = Path(text).expanduser().absolute()
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
     except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: there is no such home directory
-        message = f"{KEY}={text} is no directory with a {CONFIG}, no checkpoint and no run"
+        message = f"{KEY}={text} is neither a directory with a {CONFIG} nor a checkpoint nor a run"
         raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
 
 
 def model_values(text: str) -> Mapping[str, Any]:
-    """Fields of ModelConfig as the source has them. Raises ConfigError as `read_config`."""
+    """The fields of ModelConfig that the source sets. Raises ConfigError as `read_config`."""
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known = {field.name for field in fields(ModelConfig)} - {"from_"}
         saved = _saved(path, STATE, "model")
         return {name: value for name, value in saved.items() if name in known}
     family, model = read_config(read_config_file(path), str(path / CONFIG))
-    unsaid = TRAINING - {field.ours for field in family.fields}
-    return {name: value for name, value in asdict(model).items() if name not in unsaid}
+    not_set = TRAINING - {field.ours for field in family.fields}
+    return {name: value for name, value in asdict(model).items() if name not in not_set}
 
 
 def values_of(text: str) -> dict[str, Any]:
-    """Values by dotted key, as the source has them: its model's and, if it has one, its tokenizer. Raises as above."""
+    """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
     tokenizer = _tokenizer(find_weights(text))
     values = {f"model.{name}": value for name, value in model_values(text).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
 
 def check_weights(path: Path, model: ModelConfig) -> None:
-    """Compare what is stored at `path` with what `model` needs. Raises CheckpointError naming all that does not fit."""
+    """Compare the tensors stored at `path` with `model`'s. Raises CheckpointError naming all that do not fit."""
     if (path / CONFIG).is_file():
         open_directory(path, model=model)
         return
@@ -82,7 +82,7 @@ def check_weights(path: Path, model: ModelConfig) -> None:
 
 
 def _tokenizer(path: Path) -> str | None:
-    """What `data.tokenizer` is for the weights at `path`; None where they do not say it."""
+    """The `data.tokenizer` of the weights at `path`; None if it is not known."""
     if (path / CONFIG).is_file():
         return str(path) if (path / TOKENIZER).is_file() else None
     state = _read(path, STATE)
@@ -91,14 +91,15 @@ def _tokenizer(path: Path) -> str | None:
 
 
 def _saved(path: Path, file: str, key: str) -> Any:
-    """What a checkpoint's file holds under `key`. Raises CheckpointError (PP-E503) where it cannot be read."""
-    try:
-        return _read(path, file)[key]
-    except KeyError:
-        raise CheckpointError(_damaged(path, f"{file} has no {key}")) from None
+    """The value under `key` in a checkpoint's file. Raises CheckpointError (PP-E503) without one."""
+    saved = _read(path, file)
+    if key not in saved:
+        raise CheckpointError(_damaged(path, f"{file} has no {key}"))
+    return saved[key]
 
 
 def _read(path: Path, file: str) -> dict[str, Any]:
+    """A checkpoint's file. Raises CheckpointError (PP-E503) if it cannot be read."""
     try:
         return dict(json.loads(read_whole(path / file, MOST_READ_OF_A_MODEL)))
     except (OSError, ValueError, TypeError, RecursionError) as error:

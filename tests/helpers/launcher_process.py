@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ppctl.errors import PpctlError
 from ppctl.launch.supervisor import supervise
-from ppctl.launch.watch import Job
+from ppctl.launch.watch import LocalJob
 from ppctl.rundir import RunDir
 
 run, world, *behaviours = sys.argv[1:]
 actor = Path(__file__).with_name("acting_rank.py")
-job = Job(
+job = LocalJob(
     RunDir(Path(run)),
     int(world),
     command=(sys.executable, str(actor), run, *behaviours),

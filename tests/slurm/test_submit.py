@@ -29,7 +29,7 @@ def test_a_cancelled_job_ends_and_is_not_requeued(cluster: Cluster) -> None:
     waits = cluster.submit(*TWO, "steps=2", f"launch.after={run.run}")
     run.trains()
     assert cluster.job(waits.job, "Reason") == "Dependency"
-    assert "as the nodes told it" in cluster.ppctl("status", run.job).stdout
+    assert "as the nodes published it" in cluster.ppctl("status", run.job).stdout
     assert cluster.ppctl("cancel", run.job).stdout.startswith(f"job {run.job} is cancelled; its ranks have until")
     assert run.ends() == "CANCELLED"
     assert run.restarts() == 0

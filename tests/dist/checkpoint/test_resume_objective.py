@@ -18,7 +18,7 @@ from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import new_run
+from ppctl.launch.run_directory import new_run
 from ppctl.plan.build import build_plan
 from ppctl.rundir import RunDir
 from ppctl.train.session import build_session

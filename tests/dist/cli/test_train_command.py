@@ -22,7 +22,7 @@ from ppctl.cli import main as front
 from ppctl.cli import train
 from ppctl.config.mapping import from_mapping
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import new_run
+from ppctl.launch.run_directory import new_run
 
 pytestmark = pytest.mark.timeout(180)
 

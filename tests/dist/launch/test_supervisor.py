@@ -185,7 +185,7 @@ def test_a_signal_to_one_rank_is_enough(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "text"),
-    [("is_stubborn", "before all had saved"), ("leaves_unsaved", "did not say that they saved")],
+    [("is_stubborn", "before all had saved"), ("leaves_unsaved", "did not report that they saved")],
 )
 def test_ranks_that_do_not_save_when_asked_end_the_job_with_143(run: RunDir, behaviour: str, text: str) -> None:
     launcher = Launcher(run, 2, behaviour)

@@ -104,7 +104,7 @@ def test_it_suggests_the_fastest_layout_of_a_config(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--suggest", "foo"], "foo is no override"),
+        (["--suggest", "foo"], "foo is not an override"),
         (["--suggest", "modle.num_layers=3"], "modle"),
         (["Et*4|t*4L"], "--suggest"),
         (["--pp", "2"], "--suggest"),

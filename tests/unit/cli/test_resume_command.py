@@ -14,7 +14,7 @@ from ppctl.cli import resume, train
 from ppctl.cli.main import main
 from ppctl.errors import CheckpointError, ConfigError
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, go_on, new_run, with_value
+from ppctl.launch.run_directory import Launch, go_on, new_run, with_value
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 
@@ -210,7 +210,7 @@ def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
 
 @pytest.mark.parametrize("typed", ["log.name=other", "log.dir=elsewhere"])
 def test_a_run_stays_where_it_is(run: RunDir, typed: str) -> None:
-    with pytest.raises(ConfigError, match="a run stays where it is"):
+    with pytest.raises(ConfigError, match="a run keeps its directory"):
         prepared(run, typed, "--allow")
 
 

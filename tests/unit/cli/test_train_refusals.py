@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ppctl.cli import main as front
-from ppctl.cli import train, training
+from ppctl.cli import train
 from ppctl.cli.main import main
 from ppctl.config.argv import retyped
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, new_run
+from ppctl.launch.run_directory import Launch, new_run
 from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint, list_runs
 
@@ -70,7 +70,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("typed", "code", "says"),
     [
-        (["+recipe=quickstart"], 2, ["PP-E629: a job asks for GPUs or does not", "launch.device=cpu"]),
+        (["+recipe=quickstart"], 2, ["PP-E629: launch.device=any depends on the machine's GPUs", "launch.device=cpu"]),
         (["+recipe=quickstart", "launch.device=cpu"], 2, ["PP-E620: there is no sbatch here", "--dry-run"]),
         (["+recipe=llama3_8b", "nodes=5"], 2, ["PP-E211"]),
         (["+recipe=quickstart", "launch.device=cpu", "launch.parttion=a"], 2, ["did you mean launch.partition"]),
@@ -133,9 +133,9 @@ def test_receives_posted_ahead_and_a_single_queue_on_the_gpu_are_refused(capsys,
 
 def test_the_control_tower_starts_a_run_without_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from ppctl.cli import train, training, resume, runs\n"
+        "import sys; from ppctl.cli import train, resume, runs\n"
         "from ppctl.cli import main as front\n"
-        "from ppctl.launch.environment import Started; from ppctl.launch.prepare import new_run\n"
+        "from ppctl.launch.environment import Started; from ppctl.launch.run_directory import new_run\n"
         "args = front.parse('train', train, ['+recipe=quickstart'])\n"
         "new_run(train.prepare(args, Started('person')), Started('person'))\n"
         "sys.exit('torch' in sys.modules)"
@@ -215,7 +215,7 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "latest").write_text("step-9\n")
     run.write_result({"sample": {"prompt": "def", "text": "a\tb\x00\n  c"}})
-    lines = training.ending(run, launch, training.Outcome(0, "finished"), arguments(*typed).overrides)
+    lines = train.ending(run, launch, train.JobOutcome(0, "finished"), arguments(*typed).overrides)
     told = lines[: lines.index("next:")]
     assert "  def" in told and "  a·b·\n    c" in told
     commands = [shlex.split(line) for line in lines[lines.index("next:") + 1 :]]
@@ -231,15 +231,15 @@ def test_the_next_commands_work(typed: list[str]) -> None:
 
 def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
     run = new_run(prepared(*QUICK), Started("person"))
-    interrupted = training.Outcome(130, "interrupted", "interrupted")
-    advice = training.saved_before(run, interrupted)
+    interrupted = train.JobOutcome(130, "interrupted", "interrupted")
+    advice = train.saved_before(run, interrupted)
     assert prepared(*QUICK, *(word for word in advice.split() if "=" in word)).config.checkpoint.interval == 100
     (run.checkpoints / "step-9").mkdir()
     (run.checkpoints / "latest").write_text("step-9\n")
-    advice = training.saved_before(run, interrupted)
+    advice = train.saved_before(run, interrupted)
     assert "step-9" in advice
     assert last_checkpoint(RunDir(Path(shlex.split(advice)[-1]).absolute())) is not None
-    assert training.saved_before(run, training.Outcome(1, "failed", "error")) == ""
+    assert train.saved_before(run, train.JobOutcome(1, "failed", "error")) == ""
 
 
 @pytest.mark.parametrize(

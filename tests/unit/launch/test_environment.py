@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ppctl.errors import ConfigError
-from ppctl.launch.environment import allocator, choose_port, detect, first_host, rank_environment
+from ppctl.launch.environment import allocator_variables, choose_port, detect, first_host, rank_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -60,7 +60,7 @@ SRUN = BATCH_SHELL | {
 def test_who_started_this_process(environ: dict[str, str], by: str, rank: int, world: int, run_id: str | None) -> None:
     started = detect(environ)
     assert (started.by, started.rank, started.world_size, started.run_id) == (by, rank, world, run_id)
-    assert started.by_others == (by != "person")
+    assert started.is_rank == (by != "person")
 
 
 def test_a_task_of_srun_gets_a_workers_variables() -> None:
@@ -161,9 +161,9 @@ def test_a_ranks_environment_is_what_is_usual_then_ours_then_launch_env(monkeypa
 
 def test_large_blocks_get_huge_pages_of_their_own_where_the_kernel_has_them(tmp_path: Path) -> None:
     choice = tmp_path / "enabled"
-    assert allocator(choice) == {}
+    assert allocator_variables(choice) == {}
     choice.write_text("always madvise [never]\n")
-    assert allocator(choice) == {}
+    assert allocator_variables(choice) == {}
     for text in ("always [madvise] never\n", "[always] madvise never\n"):
         choice.write_text(text)
-        assert allocator(choice) == {"MALLOC_MMAP_THRESHOLD_": "2097152", "THP_MEM_ALLOC_ENABLE": "1"}
+        assert allocator_variables(choice) == {"MALLOC_MMAP_THRESHOLD_": "2097152", "THP_MEM_ALLOC_ENABLE": "1"}

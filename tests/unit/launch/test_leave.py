@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.compose import compose
-from ppctl.launch.enter import go_on, package_digest, wrong_here
-from ppctl.launch.leave import judge, main
+from ppctl.errors import ConfigError
+from ppctl.launch.enter import check_node, go_on, package_digest
+from ppctl.launch.leave import job_outcome, main
 from ppctl.plan import build_plan
 from ppctl.rank_records import RankFailure
 from ppctl.rundir import RunDir
@@ -35,18 +36,18 @@ def fail(run: RunDir, rank: int, when: float) -> None:
 @pytest.mark.parametrize("code", [0, 1, 143])
 def test_what_the_ranks_wrote_counts_whatever_srun_says(run: RunDir, code: int) -> None:
     run.write_result({"state": "finished", "step": 5})
-    assert (judge(run, code, ended=False).exit_code, judge(run, code, ended=True).exit_code) == (0, 0)
+    assert (job_outcome(run, code, ended=False).exit_code, job_outcome(run, code, ended=True).exit_code) == (0, 0)
     run.write_result({"state": "stopped", "step": 5})
-    assert judge(run, code, ended=False).exit_code == 75
+    assert job_outcome(run, code, ended=False).exit_code == 75
     fail(run, 1, time.time())
-    outcome = judge(run, code, ended=False)
+    outcome = job_outcome(run, code, ended=False)
     assert (outcome.exit_code, outcome.state) == (1, "failed")
 
 
 def test_the_first_error_comes_first(run: RunDir) -> None:
     fail(run, 0, time.time())
     fail(run, 1, time.time() - 5)
-    assert judge(run, 143, ended=False).report.startswith("error PP-E701: rank 1 failed: ValueError: from 1")
+    assert job_outcome(run, 143, ended=False).report.startswith("error PP-E701: rank 1 failed: ValueError: from 1")
 
 
 def test_silence_is_a_failure_and_an_end_from_outside_is_none(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,12 +70,12 @@ def test_another_life_goes_on_from_the_last_checkpoint_and_keeps_old_errors_asid
 
 
 def test_a_node_with_other_code_or_without_the_directory_is_told(run: RunDir, tmp_path: Path) -> None:
-    assert wrong_here(run, package_digest()) is None
-    assert wrong_here(run, "live") is None
-    other = wrong_here(run, "0" * 16)
-    assert other is not None and other.code == "PP-E624"
-    gone = wrong_here(RunDir(tmp_path / "nowhere"), "live")
-    assert gone is not None and gone.code == "PP-E623"
+    check_node(run, package_digest())
+    check_node(run, "live")
+    for refused, code, problem in ((run, "0" * 16, "PP-E624"), (RunDir(tmp_path / "nowhere"), "live", "PP-E623")):
+        with pytest.raises(ConfigError) as raised:
+            check_node(refused, code)
+        assert [found.code for found in raised.value.problems] == [problem]
 
 
 def test_the_digest_changes_with_any_file_and_its_name_alone(tmp_path: Path) -> None:

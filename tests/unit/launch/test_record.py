@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ppctl
-from ppctl.launch.record import _git, environment_record
+from ppctl.launch.run_directory import _git, environment_record
 
 
 def test_only_the_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

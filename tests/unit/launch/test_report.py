@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ppctl.launch.report import Exit, failures, report
+from ppctl.launch.outcome import Exit, failures, report
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.rundir import RunDir
 

@@ -13,16 +13,16 @@ import pytest
 
 from ppctl.cli.main import main
 from ppctl.config.compose import compose
-from ppctl.launch.script import Batch, directives, render
+from ppctl.launch.script import SlurmJob, directives, render
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "submit_deepseek_v3.sbatch"
 CONTAINER = GOLDEN.with_name("submit_container.sbatch")
 QUICK = ("+recipe=quickstart", "launch.device=cpu")
 
 
-def batch(*overrides: str, run: str = "/shared/runs/run/7", **more: str) -> Batch:
+def job(*overrides: str, run: str = "/shared/runs/run/7", **more: str) -> SlurmJob:
     config = compose([*QUICK, *overrides]).config
-    return Batch(config, run, 2, 4, "ppctl submit", "/env/bin/python", "0123", **more)
+    return SlurmJob(config, run, 2, 4, "ppctl submit", "/env/bin/python", "0123", **more)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def batch(*overrides: str, run: str = "/shared/runs/run/7", **more: str) -> Batc
 )
 def test_every_option_is_a_directive(overrides: list[str], line: str) -> None:
     given = [*overrides] if overrides[:1] != ["launch.device=cuda"] else []
-    made = batch(*given)
+    made = job(*given)
     if overrides[:1] == ["launch.device=cuda"]:
         made.config.launch.device = "cuda"
     assert line in list(directives(made))
@@ -57,7 +57,7 @@ def test_every_option_is_a_directive(overrides: list[str], line: str) -> None:
 
 
 def test_a_run_that_is_waited_for_is_a_dependency_that_cannot_pend_for_ever() -> None:
-    found = list(directives(batch(after="41")))
+    found = list(directives(job(after="41")))
     assert {"--dependency=afterok:41", "--kill-on-invalid-dep=yes"} <= set(found)
 
 
@@ -78,19 +78,19 @@ def test_a_run_that_is_waited_for_is_a_dependency_that_cannot_pend_for_ever() ->
     ],
 )
 def test_every_other_option_stands_in_the_script(overrides: list[str], line: str) -> None:
-    assert line in render(batch(*overrides))
+    assert line in render(job(*overrides))
 
 
 def test_no_variable_of_the_environment_and_no_secret_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
-    text = render(batch())
+    text = render(job())
     assert "hunter2" not in text
     assert not re.search(r"^\s*(env|printenv|set -x)\b", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("run", ["/a b/$(touch x)/`id`", "/q'uote", '/d"ouble', "/100%"])
 def test_a_strange_path_stays_one_word(run: str, tmp_path: Path) -> None:
-    text = render(batch(run=run))
+    text = render(job(run=run))
     assigned = next(line for line in text.splitlines() if line.startswith("run="))
     done = subprocess.run(["bash", "-c", f'{assigned}; printf %s "$run"'], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == run
@@ -118,8 +118,8 @@ def test_the_script_for_the_largest_recipe_is_as_recorded(dry_run: str) -> None:
 def test_the_script_with_every_option_is_as_recorded() -> None:
     """pyxis is not here: what it gets are srun's arguments as they stand in this file."""
     if os.environ.get("PPCTL_GOLDEN") == "write":
-        CONTAINER.write_text(render(batch(*FULL)))
-    assert render(batch(*FULL)) == CONTAINER.read_text()
+        CONTAINER.write_text(render(job(*FULL)))
+    assert render(job(*FULL)) == CONTAINER.read_text()
 
 
 FULL = (

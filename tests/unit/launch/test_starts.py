@@ -19,7 +19,7 @@ from ppctl.cli.runs import facts
 from ppctl.errors import CheckpointError
 from ppctl.launch import enter
 from ppctl.launch.environment import Started
-from ppctl.launch.prepare import Launch, new_run
+from ppctl.launch.run_directory import Launch, new_run
 from ppctl.launch.weights import find_weights
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, last_checkpoint

@@ -1,14 +1,14 @@
-"""Who broke the job, in one line: the first failure, not its echoes.
+"""How a job ended: its exit code, its state, and the report, whose first line names the rank that failed first.
 
-Knows how ranks end and what they leave: an error record, an exit code or signal, a heartbeat, a log. Must not know
-processes. A rank that loses its connection because another one died raises too; such echoes never hide the culprit.
+Knows what ranks leave behind: an error record, an exit code or signal, a heartbeat, a log. Must not know processes. A
+rank that loses its connection because another rank died raises an error too; such echoes never hide the first failure.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,18 +16,39 @@ from ppctl.hang.waits import schedule_of
 from ppctl.rank_records import RankFailure, RankState
 from ppctl.rundir import RunDir
 
+DONE, STOPPED, INTERRUPTED, TERMINATED = 0, 75, 130, 143
 RAISED, KILLED, SILENT = "PP-E701", "PP-E702", "PP-E703"
 
 _DEATHS = (KILLED, SILENT)
 """Codes of failures that the rank itself could not write."""
-_FOLLOW = ("PP-E711", "PP-E709")
-"""Codes of what other ranks' failures cause: a broken channel; a rank that did not come."""
+_ECHO_CODES = ("PP-E711", "PP-E709")
+"""Codes of errors that another rank's failure causes: a broken channel; a rank that did not come."""
 _ECHO = re.compile(
     r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?(likely )?(closed|refused|aborted|lost)|"
     r"closed the connection|"
     r"remote process (exited|has)|peer .*(died|exited|gone)|store.*(closed|shut ?down)",
     re.IGNORECASE,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """How a job ended."""
+
+    exit_code: int
+    """The launcher's."""
+    state: str
+    """As in status.json."""
+    report: str = ""
+    """What to print on stderr; empty if there is nothing to report."""
+
+    def write(self, run: RunDir, states: Iterable[RankState]) -> None:
+        """Replace status.json unless it holds this outcome already; `states` are the ranks' last ones."""
+        status = run.status()
+        if status["state"] != self.state or self.report:
+            step = max((state.step for state in states), default=status.get("step"))
+            line = self.report.partition("\n")[0]
+            run.write_status(self.state, step=step, exit_code=self.exit_code, message=line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,30 +59,30 @@ class Exit:
     returncode: int
     """Negative for a signal."""
     time: float
-    """Seconds since the epoch, when the launcher saw it."""
+    """When the launcher saw it, in seconds since the epoch."""
     ended: bool
-    """Whether the launcher had begun to end the job: then the code says nothing."""
+    """Whether the launcher had begun to end the job: then the return code means nothing."""
 
 
 def failures(exits: Sequence[Exit], errors: Sequence[RankFailure]) -> list[RankFailure]:
-    """Every rank's failure, the culprit first: what ranks have written, and the deaths of ranks that wrote nothing."""
-    written = {error.rank: error for error in errors}
-    died = [_died(e) for e in exits if e.returncode and not e.ended and e.rank not in written]
-    # Of echoes alone, one that says which connection broke tells most.
-    return sorted([*written.values(), *died], key=lambda f: (_is_echo(f), _is_echo(f) and not f.ends, f.time))
+    """Every rank's failure, the first cause first: from error records, and from exits of ranks without a record."""
+    recorded = {error.rank: error for error in errors}
+    died = [_from_exit(e) for e in exits if e.returncode and not e.ended and e.rank not in recorded]
+    # If there are only echoes, one that names the broken connection comes first.
+    return sorted([*recorded.values(), *died], key=lambda f: (_is_echo(f), _is_echo(f) and not f.ends, f.time))
 
 
 def _is_echo(failure: RankFailure) -> bool:
-    """Whether it looks like the consequence of another rank's death."""
-    return failure.code not in _DEATHS and (failure.code in _FOLLOW or bool(_ECHO.search(failure.message)))
+    """Whether it looks like a consequence of another rank's failure."""
+    return failure.code not in _DEATHS and (failure.code in _ECHO_CODES or bool(_ECHO.search(failure.message)))
 
 
-def _died(end: Exit) -> RankFailure:
+def _from_exit(end: Exit) -> RankFailure:
     if end.returncode < 0:
         number = -end.returncode
         message = f"killed by signal {number} ({signal.Signals(number).name})"
         return RankFailure(end.rank, message, code=KILLED, time=end.time)
-    message = f"the process left with exit code {end.returncode} and told no reason"
+    message = f"the process left with exit code {end.returncode} and gave no reason"
     return RankFailure(end.rank, message, code=SILENT, time=end.time)
 
 
@@ -75,12 +96,12 @@ def _text(failure: RankFailure) -> str:
 
 
 def place(run: RunDir, state: RankState | None) -> tuple[int | None, str | None]:
-    """(stage, what the rank was doing) by its state and the run's plan; (None, None) where they do not say."""
+    """(stage, what the rank was doing) from its state and the run's plan; (None, None) without a state."""
     if state is None:
         return None, None
     if state.index < 0:
         return None, f"while {state.state}"
-    with suppress(Exception):  # the plan may be what is broken; the report must come out all the same
+    with suppress(Exception):  # the plan may be damaged; the report is printed all the same
         plan = run.read_plan()
         row = schedule_of(plan, state.state).actions[plan.for_rank(state.rank).pp_rank]
         if state.index >= len(row):
@@ -90,7 +111,7 @@ def place(run: RunDir, state: RankState | None) -> tuple[int | None, str | None]
 
 
 def report(run: RunDir, found: Sequence[RankFailure], states: Mapping[int, RankState], world_size: int) -> str:
-    """The text for the terminal: the culprit, where its log is, and one line about the others."""
+    """The text for the terminal: the first failure, where its log is, and one line about the other ranks."""
     first = found[0]
     code, state = first.code or RAISED, states.get(first.rank)
     stage, doing = _where(run, first, state)
@@ -105,53 +126,49 @@ def report(run: RunDir, found: Sequence[RankFailure], states: Mapping[int, RankS
         lines += [f"  try: {remedy}", *(f"       {line}" for line in further)]
     if first.ends:
         lines.append(f"  {_between(run, first.ends)}")
-    lines += [f"error {other}" for other in first.others]
+    lines += [f"error {problem}" for problem in first.others]
     stepping = state is not None and (state.index >= 0 or state.state == "updating")
     step = f"at step {state.step + 1}; " if state is not None and stepping else ""
     lines.append(f"  {step}its log: {run.log(first.rank)}")
     if run.flight_records():
         lines.append(f"  torch's flight records: {run.flight_records()[0].parent}/flight_recorder_*")
     if code == SILENT:
-        lines += [f"  | {line}" for line in _tail(run, first.rank)]
+        lines += [f"  | {line}" for line in _last_lines(run, first.rank)]
     if code == KILLED:
         lines.append("  if nobody sent that signal: SIGKILL is often the kernel short of memory (see dmesg)")
     if world_size > 1:
-        lines.append(f"  {_others(found[1:], world_size)}")
+        lines.append(f"  {_other_ranks(found[1:], world_size)}")
     return "\n".join([*lines, f"  more: ppctl explain {code}"])
 
 
 def _where(run: RunDir, first: RankFailure, state: RankState | None) -> tuple[int | None, str | None]:
-    """(stage, what it was doing): as the rank told; of a rank that could not tell, as its heartbeat says."""
+    """(stage, what it was doing): from its error record, or from its state if it has none."""
     if first.action is not None:
         return first.stage, f"in {first.action}"
     if first.code not in _DEATHS and state is not None and state.index >= 0:
-        return first.stage, None  # it failed outside the list, and the record still shows the last action
+        return first.stage, None  # it failed outside its list of actions; the state still shows the last action
     return place(run, state)
 
 
 def _between(run: RunDir, ends: Sequence[int]) -> str:
-    """Which connection broke, with the hosts that the ranks met on."""
+    """Which connection broke, with the hosts of both ranks if edges.json has them."""
     hosts = dict(enumerate(run.edges().get("hosts", ())))
     named = [f"rank {rank}" + (f" on {hosts[rank]}" if rank in hosts else "") for rank in ends]
-    return f"the connection from {' to '.join(named)} broke, and no rank had told of a failure before"
+    return f"the connection from {' to '.join(named)} broke, and no rank had reported a failure before"
 
 
-def _others(others: Sequence[RankFailure], world_size: int) -> str:
-    if not others:
+def _other_ranks(later: Sequence[RankFailure], world_size: int) -> str:
+    if not later:
         return f"the other {world_size - 1} ranks were ended" if world_size > 2 else "the other rank was ended"
-    shown = [f"rank {other.rank} ({_short(_text(other))})" for other in others[:3]]
-    rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    firsts = [(failure.rank, _text(failure).partition("\n")[0]) for failure in later[:3]]
+    shown = [f"rank {rank} ({line if len(line) <= 80 else line[:77] + '...'})" for rank, line in firsts]
+    rest = f" and {len(later) - 3} more" if len(later) > 3 else ""
     return f"followed by {', '.join(shown)}{rest}"
 
 
-def _short(text: str) -> str:
-    line = next(iter(text.splitlines()), "")
-    return line if len(line) <= 80 else line[:77] + "..."
-
-
-def _tail(run: RunDir, rank: int, lines: int = 3) -> list[str]:
+def _last_lines(run: RunDir, rank: int) -> list[str]:
     try:
         text = run.log(rank).read_bytes()[-4096:].decode(errors="replace")
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-lines:]
+    return [line for line in text.splitlines() if line.strip()][-3:]

@@ -1,0 +1,124 @@
+"""The run directory before its ranks start: made new, or set to go on; and env.json, which records the machine.
+
+Knows what a run directory must hold before the first rank reads it. Must not know how a config was composed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import ppctl
+from ppctl.config.schema import RunConfig
+from ppctl.heartbeat import host_name
+from ppctl.launch.environment import Started
+from ppctl.launch.machine import count_gpus
+from ppctl.plan import Plan
+from ppctl.run_starts import set_aside
+from ppctl.rundir import RunDir
+from ppctl.runs import last_checkpoint
+
+_RECORDED = re.compile(r"(TORCH_)?NCCL_.*|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|SLURM_JOB_ID")
+_PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run. `config.launch.device` is `cuda` or `cpu`."""
+
+    config: RunConfig
+    plan: Plan
+    command: str
+    """The command line, ready to paste."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the data is: `{description, digest, samples, held_out}`."""
+    compose_s: float = 0.0
+    """Seconds that composing, checking and planning took."""
+
+
+def with_value(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    """A copy of `config` with other values in one section."""
+    return replace(config, **{section: replace(getattr(config, section), **values)})
+
+
+def new_run(launch: Launch, started: Started) -> RunDir:
+    """Make the run directory. A job that its starter has restarted goes on in the directory that it has."""
+    root, name = Path(launch.config.log.dir), launch.config.log.name
+    before = root.absolute() / name / str(started.run_id)
+    if started.run_id and started.restarts and (before / "config.yaml").exists():
+        return go_on(RunDir(before), launch, last_checkpoint(RunDir(before)))
+    return RunDir.create(root, name, lambda draft: _fill(draft, launch), started.run_id)
+
+
+def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
+    """Set `run` to go on from `checkpoint` as `launch` says; its earlier files are kept under numbered names."""
+    resume = launch.config.checkpoint.resume if checkpoint is None else str(checkpoint)
+    set_aside(run)
+    _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
+    return run
+
+
+def _fill(run: RunDir, launch: Launch) -> None:
+    environment = environment_record(launch.config.launch.device, launch.config.launch.env)
+    run.write_environment(environment | {"data": dict(launch.data), "compose_s": round(launch.compose_s, 3)})
+    run.write_plan(launch.plan)
+    run.add_command(launch.command)
+    run.write_status("starting")
+    run.write_config(launch.config)
+
+
+def environment_record(device: str, launch_env: Mapping[str, str]) -> dict[str, Any]:
+    """env.json: where and with what a run was started.
+
+    `launch_env` counts like the environment. Only the listed variables are recorded: environments hold secrets.
+    """
+    variables = os.environ | dict(launch_env)
+    return {
+        "time": time.time(),
+        "host": host_name(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "ppctl": ppctl.__version__,
+        "commit": _commit(),
+        "packages": dict(_versions()),
+        "device": device,
+        "gpus": count_gpus(os.environ) if device == "cuda" else 0,
+        "cpus": os.cpu_count(),
+        "variables": {name: value for name, value in sorted(variables.items()) if _RECORDED.fullmatch(name)},
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
+
+
+def _commit() -> str | None:
+    """The commit of ppctl's own source, with `+` behind it if files differ; None outside a checkout."""
+    source = Path(ppctl.__file__).resolve().parent.parent
+    if not (source / ".git").exists():
+        return None
+    try:
+        head = _git(source, "rev-parse", "HEAD")
+        return head + ("+" if _git(source, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(source: Path, *arguments: str) -> str:
+    # Without the option `status` locks the index to refresh it, and a run that is killed then leaves the lock behind.
+    command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
+    return done.stdout.strip()
