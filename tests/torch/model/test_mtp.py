@@ -100,7 +100,7 @@ def test_what_is_built_is_what_the_closed_forms_count(changes, modules):
     for layers in map(parse_layers, cuts):
         stage = meta_stage(layers, model)
         built = sum(t.numel() for t in (*stage.parameters(), *stage.buffers()))
-        assert built == stage_count(model, layers).total, layers
+        assert built == stage_count(model, layers).total(), layers
 
 
 def test_the_embedding_beside_mtp_is_read_by_no_other_layer():
