@@ -1,7 +1,7 @@
-"""Ranks are positions of one named grid; groups and peers are its slices.
+"""Ranks are positions of one named grid; groups are its slices. Also the size of what a group sends at once.
 
 Knows the parallel sizes and Megatron's rank order. Must not know torch, configs or schedules. No other module does
-arithmetic on ranks. Standard library only.
+arithmetic on global ranks across axes. Standard library only.
 
 One world has two views that share the pp axis: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp),
 with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest, as in Megatron's default order
@@ -10,7 +10,8 @@ with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import chain
 from math import prod
 
 from ppctl.errors import ConfigError, Problem
@@ -40,7 +41,7 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         problems = [
             Problem("PP-E201", f"{name} is {size}; every parallel size is at least 1", f"{name}=1")
-            for name in ("world", "pp", "vpp", "tp", "cp", "dp", "ep", "etp", "edp")
+            for name in (each.name for each in fields(self))
             if (size := getattr(self, name)) < 1
         ]
         for axes in VIEWS.values():
@@ -86,10 +87,17 @@ class RankGrid:
         first = rank - rank // stride % size * stride
         return tuple(range(first, first + stride * size, stride))
 
+    def has_first_copy(self, rank: int) -> bool:
+        """Whether `rank` holds the first copy of each of its parameters.
+
+        Experts that are spread over ranks are not all on the first data-parallel rank.
+        """
+        return self.coordinates(rank, "expert")["edp"] == 0
+
     def _stride(self, axis: str) -> tuple[int, int]:
         """Distance between neighbours on an axis, and the axis' size. Raises KeyError for an unknown axis."""
         axes = next((axes for axes in VIEWS.values() if axis in axes), None)
         if axes is None:
-            raise KeyError(f"unknown axis {axis!r}: the grid has tp, cp, dp, pp and etp, ep, edp")
+            raise KeyError(f"unknown axis {axis!r}: the grid has {', '.join(dict.fromkeys(chain(*VIEWS.values())))}")
         faster = axes[: axes.index(axis)]
         return prod(getattr(self.sizes, name) for name in faster), getattr(self.sizes, axis)

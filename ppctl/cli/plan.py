@@ -1,6 +1,7 @@
 """`ppctl plan`: check a config and show what train would do. Imports no torch, and rich on a terminal only.
 
-Knows what a plan looks like as text and as JSON. Must not know how it is derived (`ppctl.plan`).
+`planned` is how every command that takes overrides gets from them to a config and its plan. Knows what a plan looks
+like as JSON (as text: `plan_text`). Must not know how it is derived (`ppctl.plan`).
 """
 
 from __future__ import annotations

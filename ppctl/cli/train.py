@@ -1,7 +1,8 @@
 """`ppctl train`: compose, check, plan, make the run directory, run the ranks, and print how it ended.
 
 Knows this order, and what a person sees of it; `resume` and `submit` use its steps. Must not know torch: a rank is
-started as `python -m ppctl.rank.worker`. A rank that torchrun, SLURM or another scheduler started becomes one.
+started as `python -m ppctl.rank.worker`. A process that torchrun, SLURM or another
+scheduler started becomes such a worker.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def other_end(channel: Channel, rank: int) -> int:
     return channel.target if channel.source == rank else channel.source
 
 
-def warm_up(pp_group: ProcessGroup, device: torch.device) -> None:
+def meet_once(pp_group: ProcessGroup, device: torch.device) -> None:
     """Let all ranks of a group meet once: NCCL wants that before messages between some of them are batched."""
     dist.all_reduce(torch.zeros(1, device=device), group=pp_group)
     torch.cuda.synchronize(device)

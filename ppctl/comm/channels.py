@@ -113,7 +113,7 @@ class ChannelEnd(Protocol):
 
 
 class DirectEnd:
-    """One direction of a channel, at one of its ends. Messages keep their order.
+    """A channel, at one of its ends. Messages keep their order.
 
     `backend` is the backend object of a process group that holds both ends, `peer` the other end's rank in it. Backend
     objects are called directly: torch's own isend and irecv check and dispatch for longer than a small message takes.

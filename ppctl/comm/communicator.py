@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import BufferPool
-from ppctl.comm.channel_ends import loop_channels, make_ends, warm_up
+from ppctl.comm.channel_ends import loop_channels, make_ends, meet_once
 from ppctl.comm.channels import ChannelEnd, DirectEnd
 from ppctl.comm.connections import connections_of, moves_on_device
 from ppctl.comm.message_batches import BatchedEnd, FusedBatch, LooseBatch, MessageBatch
@@ -58,7 +58,7 @@ class Communicator:
         self.pool = BufferPool(self.device)
         self._ends: dict[Channel, DirectEnd] = {}
         if self.fused and on_device:
-            warm_up(pp_group, self.device)
+            meet_once(pp_group, self.device)
         if not self.fused or modes.variable:
             wanted = loop_channels(self.pp) if channels is None else channels
             self._ends = make_ends(pp_group, self.device, wanted, variable=modes.variable, connect=connect)

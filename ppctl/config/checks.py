@@ -1,6 +1,6 @@
 """Rules on values: limits of single keys, relations between keys, and what this release refuses. Nothing is changed.
 
-Here are the limits (metadata of the fields) and the rules that need no file of their own. Equations between sizes
+Here limits (metadata of the fields) are applied and the rules that need no file of their own. Equations between sizes
 (world, batch, layout against pp) are the plan's. Sources: the meaning of each key in `schema.py`; Megatron's
 constraints in `model_parallel_config.problems`.
 """

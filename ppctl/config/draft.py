@@ -1,7 +1,8 @@
 """A configuration while it is composed: a tree of values, the source of each, and the problems found so far.
 
 Knows how stronger values replace weaker ones, and the adjustments once all values are there: interpolations are
-resolved, a layout made for other sizes is set aside, two names of one value become equal. Must not know Hydra.
+resolved, a layout made for other sizes is set aside, two names of one value become equal.
+Reads a layout's file (`layout=@FILE`). Must not know Hydra.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
-Sizes, layout, batch and sequence are taken as flags; everything else is written `KEY=VALUE`. The flags of a key are
+Flags among a key's `names` are taken; of all others the error says what to write. The flags of a key are
 metadata of its field (`names`, `known_as`); here are those that do not mean one key.
 """
 

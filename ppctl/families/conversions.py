@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.layers import expert_width
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 Json = Mapping[str, Any]
@@ -146,10 +147,9 @@ def _write_first_dense(model: ModelConfig) -> dict[str, Any]:
     """The number of leading dense layers; `write_config` notices a pattern with other dense layers."""
     if model.num_moe_experts is None:
         return {"first_k_dense_replace": model.num_layers}
-    width = model.moe_ffn_hidden_size or model.ffn_hidden_size
     return {
         "n_routed_experts": model.num_moe_experts,
-        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // expert_width(model),
         "first_k_dense_replace": moe_layer_pattern(model).count(False),
         "moe_layer_freq": 1,
     }

@@ -21,11 +21,11 @@ from ppctl.families.safetensors import SIZES, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.files import read_whole
 from ppctl.geometry.layers import Layer, layer_kinds
-from ppctl.geometry.parameters import Parameter, Sizes, beside_layers, kind_parameters
+from ppctl.geometry.parameters import EMBEDDING, Parameter, Sizes, beside_layers, kind_parameters
 
 Shape = tuple[int, ...]
 
-CONFIG, TOKENIZER, EMBEDDING = "config.json", "tokenizer.json", "tok_embeddings.weight"
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SCALE = "_scale_inv"
 """What is appended to the name of a matrix in 8-bit floats for the tensor of its inverse scales, one per block."""
 

@@ -1,9 +1,9 @@
-"""Where a weight meets an activation: every product with a weight, and the embedding's rows, of ppctl's own models.
+"""Where a matrix meets an activation: every product with one, and the embedding's rows, of ppctl's own models.
 
 Must not know layers, names, ranks or weights' values. Outside this file no module of `model/` reads a matrix
 (tests/torch/model/test_linear.py), so that another number format or another moment for weight gradients changes
-`product` and `grouped_product`, and an exchange between ranks beside a product changes the classes. Which dimension of
-a weight an axis splits follows from its canonical name: it is no argument here.
+`product` and `grouped_product`, and an exchange between ranks beside a product changes the classes. Which dimension
+of a weight an axis splits is in its row (`geometry/parameters.py`): it is no argument here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The schedule from a CSV file (`pipeline.pp_schedule_csv`), and how it may disagree with the sizes.
 
-The one file that planning reads. Knows that rows are pp_ranks. Must not
+One of the two files that planning reads (`profile` reads the other). Knows that rows are pp_ranks. Must not
 know the text form (`ppctl.schedule.action`) or what makes a schedule sound (`verify`).
 """
 

@@ -1,6 +1,6 @@
 """The world and the batch: which sizes follow from which, each by one equation.
 
-Knows the two equations of DESIGN section 5 and what sizes must divide. Must not know layouts, schedules or costs.
+Knows the equations of world and batch and what sizes must divide. Must not know layouts, schedules or costs.
 """
 
 from __future__ import annotations

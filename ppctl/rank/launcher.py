@@ -23,7 +23,7 @@ from ppctl.train.loop import TrainingEnd
 
 
 class PpctlLauncher:
-    """ppctl's launcher on this machine: it watches the ranks, writes how the run begins and ends, and reports it."""
+    """What a rank does under ppctl's own launcher (`launch/supervisor.py`), which does the rest: print a traceback."""
 
     def make_watch(self, shared: SharedRun, limits: Limits) -> NodeWatch | None:
         """What has to watch the job on every node."""
@@ -41,7 +41,7 @@ class PpctlLauncher:
 
 
 class ExternalLauncher(PpctlLauncher):
-    """torchrun, srun or another scheduler, which starts ranks and nothing more: ranks do the rest themselves."""
+    """What a rank does under torchrun, srun or another scheduler, which starts ranks and nothing more: all the rest."""
 
     def make_watch(self, shared: SharedRun, limits: Limits) -> NodeWatch | None:
         """What has to watch the job on every node."""

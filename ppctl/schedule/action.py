@@ -102,7 +102,7 @@ def lane(op: Op, stage: int, num_microbatches: int) -> list[Action]:
 
 
 class Channel(NamedTuple):
-    """A one-way lane between two pp_ranks: `direction` is "F" for activations, "B" for gradients. It keeps order."""
+    """A one-way connection between two pp_ranks that keeps order; `direction` is "F" (activations), "B" (gradients)."""
 
     source: int
     target: int

@@ -104,8 +104,7 @@ def write_sample(session: Session) -> dict[str, str] | None:
     copies of all weights do the work.
     """
     with nullcontext() if session.gathered is None else session.gathered.all_held():  # a collective of all ranks
-        first = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
-        return _sample(session) if first else None
+        return _sample(session) if RankGrid(session.plan.sizes).has_first_copy(session.own.rank) else None
 
 
 def _sample(session: Session) -> dict[str, str] | None:

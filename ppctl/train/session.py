@@ -245,6 +245,6 @@ def _communicator(
     """The pipeline's messages, on a group of their own where they have a backend of their own."""
     backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
     group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
-    # A V has other neighbours than a loop. The warm-up connects them, with a limit.
     modes = Modes.of(config.parallel)
+    # Channels of the schedule's placement, which may be a V. The warm-up (`reach`) connects them, within a limit.
     return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)

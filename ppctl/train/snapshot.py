@@ -92,8 +92,7 @@ def save_checkpoint(
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
     tensors, keep = named_tensors(session), session.config.checkpoint.keep
-    # The first replica of every parameter writes: spread experts are not all on the first data-parallel rank.
-    writer = RankGrid(session.plan.sizes).coordinates(session.own.rank, "expert")["edp"] == 0
+    writer = RankGrid(session.plan.sizes).has_first_copy(session.own.rank)
     try:
         return checkpoint.save(directory, step, tensors, state, writer=writer, keep=keep)
     except CheckpointError as error:  # the existing checkpoints are good: it is training that failed
