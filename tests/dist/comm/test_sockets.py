@@ -20,7 +20,7 @@ from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.rank.own_process import raise_file_limit
-from ppctl.reach.start import join_world, meet_once
+from ppctl.reach.start import join_world, warm_up
 from ppctl.train.session import build_session
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def counted(mapping):
     joined = connections() - before
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
-    meet_once(store, config.launch, CPU, session.communicator, session.groups, session.ties.group)
+    warm_up(store, config.launch, CPU, session.communicator, session.groups, session.ties.group)
     return joined, connections() - before
 
 
