@@ -7,10 +7,9 @@ import torch
 from cuts import cut
 
 from ppctl.families.directory import open_directory
-from ppctl.geometry.names import owner_of
-from ppctl.model.initialize import pieces
 from ppctl.model.stage import build_stage
-from ppctl.pretrained.reading import Reader
+from ppctl.model.stage_model import pieces
+from ppctl.pretrained.safetensors_reader import Reader
 
 SIZES = dict(
     vocab_size=52,
@@ -158,9 +157,8 @@ def our_logits(directory, tokens, layout="EttttL"):
 @torch.no_grad()
 def take(stage, reader):
     """Fill a stage's weights and buffers."""
-    model = reader.directory.model
     for name, tensor in {**stage.canonical_parameters(), **stage.canonical_buffers()}.items():
-        for piece, part in pieces(owner_of(name, model), tensor, stage.held):
+        for piece, part in pieces(name, tensor, stage.parameter_rows()[name], stage.experts):
             part.copy_(reader.tensor(piece))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 
 FORMAT = 1
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +132,30 @@ def _another(path: Path) -> str:
         return f"ls {shlex.quote(str(path.parent))}"
     resume = f"checkpoint.resume={others[-1]}"
     return f"ppctl resume {shlex.quote(str(path.parent.parent))} {shlex.quote(resume)}"
+
+
+def ranges(names: Iterable[str]) -> list[str]:
+    """Names, one line for all that differ in their first number only: `model.layers.{4-7,9}.attention.wq.weight`."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    plain: list[str] = []
+    for name in names:
+        match = _NUMBER.search(name)
+        if match is None:
+            plain.append(name)
+        else:
+            groups.setdefault((name[: match.start()], name[match.end() :]), []).append(int(match[0]))
+    return sorted(plain) + [
+        f"{head}{_spans(sorted(set(found)))}{tail}" for (head, tail), found in sorted(groups.items())
+    ]
+
+
+def _spans(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"

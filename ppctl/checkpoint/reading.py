@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
-from ppctl.checkpoint.manifest import Manifest, check_files, read_manifest, read_state
-from ppctl.checkpoint.names import ranges
-from ppctl.checkpoint.ranks import Ranks
+from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.manifest import Manifest, check_files, ranges, read_manifest, read_state
 from ppctl.checkpoint.replicas import Tensors, copies, record_tensor
 from ppctl.checkpoint.writing import without_warning
 from ppctl.checkpoint_folder import STATE
@@ -35,7 +34,7 @@ def load(path: Path, tensors: Tensors, *, process_group: dist.ProcessGroup | Non
     rank if the checkpoint is missing or damaged, if the ranks together lack a tensor of it or want one that it lacks,
     or if a shape or dtype differs. All of that is found before the first tensor is filled.
     """
-    ranks = Ranks(process_group)
+    ranks = AgreeingRanks(process_group)
     what = f"read the checkpoint {path}"
 
     def fit(specs: list[dict[str, set[_Spec]]]) -> tuple[Manifest, dict[str, Any]]:

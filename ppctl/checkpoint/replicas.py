@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.manifest import TensorRecord
-from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.manifest import TensorRecord, ranges
 from ppctl.errors import CheckpointError, Problem
 
 Tensors = Mapping[str, Tensor | Sequence[Tensor]]

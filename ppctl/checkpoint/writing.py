@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ppctl import checkpoint_folder
+from ppctl.checkpoint.agreement import AgreeingRanks, problems_of
 from ppctl.checkpoint.manifest import FileRecord, Manifest, TensorRecord, record_file
-from ppctl.checkpoint.ranks import Ranks, problems_of
 from ppctl.checkpoint.replicas import Holding, Tensors, copies, elect_writers, hold
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
@@ -48,7 +48,7 @@ def save(
     Raises CheckpointError on every rank if anything fails on any: unequal copies, a full disk, no permission. Then, as
     after a crash at any moment, the earlier checkpoints and `latest` are as they were.
     """
-    ranks = Ranks(process_group)
+    ranks = AgreeingRanks(process_group)
     what = f"write the checkpoint {checkpoint_folder.step_path(directory, step)}"
     text = json.dumps(dict(state), indent=1) + "\n"
     records: dict[str, TensorRecord] = {}
@@ -80,7 +80,7 @@ def save(
     return path
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: Ranks) -> None:
+def _write(path: Path, tensors: Mapping[str, Tensor], what: str, ranks: AgreeingRanks) -> None:
     """DCP writes one file a rank and `.metadata`; its failures, which it shares with all ranks, become ours."""
     try:
         without_warning(

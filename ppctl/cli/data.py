@@ -50,10 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 def tokenize(args: argparse.Namespace) -> int:
     """Write both files, or nothing."""
-    from ppctl.data.encode import encode_files
     from ppctl.data.indexed_writer import IndexedWriter
     from ppctl.data.load import load_tokenizer
-    from ppctl.data.text import matching
+    from ppctl.data.text import encode_files, matching
     from ppctl.data.tokenizer import end_mark, token_dtype
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # unwinds, and what is half-written goes

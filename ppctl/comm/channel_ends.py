@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.channels import DirectEnd, Transport
+from ppctl.comm.channels import DirectEnd, PinnedEnd, Transport
 from ppctl.comm.connections import Connections, connections_of, device_backend, moves_on_device
-from ppctl.comm.pinned import PinnedEnd
-from ppctl.comm.shapes import VariableEnd
+from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.schedule.action import Channel
 
 TAGS = {"F": 1, "B": 2}

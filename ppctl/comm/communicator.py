@@ -11,15 +11,14 @@ from collections.abc import Iterable
 import torch
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.batches import Batch, BatchedEnd, FusedBatch, LooseBatch
 from ppctl.comm.buffers import BufferPool
 from ppctl.comm.channel_ends import loop_channels, make_ends, warm_up
 from ppctl.comm.channels import ChannelEnd, DirectEnd
 from ppctl.comm.connections import connections_of, moves_on_device
+from ppctl.comm.message_batches import BatchedEnd, FusedBatch, LooseBatch, MessageBatch
 from ppctl.comm.modes import Modes
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Channel
-
 
 _OWN_CHANNELS = Modes()
 """Every message on its channel, of the shape that the stages declare."""
@@ -84,13 +83,13 @@ class Communicator:
         self._ends.clear()
         connections_of(self.pp_group).close()
 
-    def batch(self) -> Batch:
+    def batch(self) -> MessageBatch:
         """A new batch. Messages whose shapes are not known in advance start one by one, as each becomes known."""
         if self.fused and not self.modes.variable:
             return FusedBatch(self.pp_group, sync=self.sync)
         return LooseBatch(self.end)
 
-    def end_in(self, channel: Channel, batch: Batch | None = None) -> ChannelEnd:
+    def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
         """This rank's end of a channel as the engine uses it: its own, or a part of `batch`."""
         return self.end(channel) if batch is None else BatchedEnd(channel, batch)
 

@@ -7,15 +7,19 @@ or how the loss uses the mask. The only file of `data/` that imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ppctl.data.documents import DocumentEnd, Lengths, lengths, positions
-from ppctl.data.load import Samples
+from ppctl.data.load import NO_END, DocumentEnd, Samples
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
 from ppctl.errors import Problem, TrainingError
+
+Lengths = tuple[tuple[int, ...], ...]
+"""Of each row: the tokens of its documents, in order; they add up to the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ class StepBatch:
     """Of each micro-batch the lengths of its rows' documents, where these are kept apart."""
 
 
+@dataclass(eq=False)
 class Batches:
     """The run's batches by step number; nothing is kept between calls, so any step can be asked for at any time.
 
@@ -46,48 +51,35 @@ class Batches:
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
     `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
-    `end` says what a document's end does to loss, positions and attention; none: nothing.
+    `end` says what a document's end does to loss, positions and attention.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
     """
 
-    def __init__(
-        self,
-        corpus: Samples,
-        *,
-        seq_length: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        vocab_size: int,
-        first_step: int = 0,
-        consumed_samples: int = 0,
-        end: DocumentEnd | None = None,
-        sample_order: int = SAMPLE_ORDER,
-    ) -> None:
-        corpus.check_vocabulary(vocab_size)
-        self.corpus = corpus
-        self.seq_length = seq_length
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
-        self.seed = seed
-        self.vocab_size = vocab_size
-        self.first_step = first_step
-        self.start = consumed_samples
-        self.end = end or DocumentEnd(-1)
-        self.sample_order = sample_order
-        self.num_samples = corpus.num_samples(seq_length)
+    corpus: Samples
+    _: KW_ONLY
+    seq_length: int
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    seed: int
+    vocab_size: int
+    first_step: int = 0
+    consumed_samples: int = 0
+    end: DocumentEnd = NO_END
+    sample_order: int = SAMPLE_ORDER
 
-    def consumed_samples(self, step: int) -> int:
+    def __post_init__(self) -> None:
+        self.corpus.check_vocabulary(self.vocab_size)
+        self.num_samples = self.corpus.num_samples(self.seq_length)
+
+    def position(self, step: int) -> int:
         """The data position before `step`, in samples of the run: what a checkpoint of `step` completed steps keeps."""
-        return self.start + (step - self.first_step) * self.global_batch_size
+        return self.consumed_samples + (step - self.first_step) * self.global_batch_size
 
     def sample_ids(self, step: int) -> Ids:
         """Ids of the global batch of `step`, shape [global_batch_size], the same on every rank."""
-        return self.ids_at(self.consumed_samples(step), self.global_batch_size)
+        return self.ids_at(self.position(step), self.global_batch_size)
 
     def ids_at(self, first: int, count: int) -> Ids:
         """Ids at positions first .. first + count - 1 of the run."""
@@ -121,6 +113,24 @@ class Batches:
             return self.global_batch_size * self.seq_length
         inputs = self.corpus.samples(ids, self.seq_length)[:, :-1]
         return max(1, int(np.count_nonzero(inputs != self.end.token)))
+
+
+def positions(tokens: npt.NDArray[np.int64], end: int) -> npt.NDArray[np.int64]:
+    """How far each of `tokens` [..., s] is from the first of its document.
+
+    A mark belongs to the document that it ends; a sample that begins or stops within a document has a part of it, which
+    counts as a document.
+    """
+    places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+    begins = np.zeros_like(tokens)
+    begins[..., 1:] = np.where(tokens[..., :-1] == end, places[..., 1:], 0)
+    return places - np.maximum.accumulate(begins, axis=-1)
+
+
+def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
+    """The documents of rows [b, s] of positions."""
+    begins = [[*np.flatnonzero(row == 0).tolist(), len(row)] for row in positions]
+    return tuple(tuple(after - first for first, after in pairwise(row)) for row in begins)
 
 
 def find_documents(tokens: torch.Tensor, end: DocumentEnd) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:

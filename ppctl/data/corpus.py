@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.data import sampler
-from ppctl.data.encode import encode_files
 from ppctl.data.indexed import as_prefix, bin_path, idx_path, open_indexed
 from ppctl.data.sampler import Ids
-from ppctl.data.text import READ_LIBRARY, matching, names, standard_library
+from ppctl.data.text import READ_LIBRARY, encode_files, matching, names, standard_library
 from ppctl.data.tokenizer import Tokenizer, Tokens, end_mark, token_dtype
 from ppctl.errors import DataError, Problem
 

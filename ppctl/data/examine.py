@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ppctl.config.schema import RunConfig
-from ppctl.data.load import Data, Samples, load_data, of_document_ends
+from ppctl.data.load import NO_END, Data, Samples, load_data, of_document_ends
 from ppctl.errors import PpctlError, Problem
 
 
@@ -31,7 +31,7 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
 def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
     """What is trained on and holds no document's end, although something is to follow from it."""
     for corpus in data.training.corpora:
-        if data.end is not None and not corpus.holds(data.end.token):
+        if data.end != NO_END and not corpus.holds(data.end.token):
             asked = of_document_ends(config.data)
             message = (
                 f"no document ends in the data: it holds no token {data.end.token}, and {' and '.join(asked)} would do "

@@ -13,7 +13,6 @@ from ppctl.config.data_paths import quotas, read_sources
 from ppctl.config.schema import DataConfig
 from ppctl.data.blend import Blend
 from ppctl.data.corpus import Corpus, load_corpus
-from ppctl.data.documents import DocumentEnd
 from ppctl.data.huggingface import HuggingFaceTokenizer
 from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, Problem
@@ -25,14 +24,30 @@ Samples = Corpus | Blend
 """What batches are drawn from."""
 
 
+class DocumentEnd(NamedTuple):
+    """The token that ends a document, and what follows from it (Megatron's names in `config.data`)."""
+
+    token: int
+    masks_loss: bool = False
+    """What follows it is another document, which nothing foretells: that label does not count (eod_mask_loss)."""
+    restarts_positions: bool = False
+    """Positions count from 0 in every document (reset_position_ids)."""
+    separates: bool = False
+    """No token attends to another document, nor looks ahead into one (reset_attention_mask)."""
+
+
+NO_END = DocumentEnd(-1)
+"""Nothing follows from where a document ends: no token is searched for."""
+
+
 class Data(NamedTuple):
     """What a run reads."""
 
     training: Samples
     held_out: Samples | None
     """What evaluation reads, if the config names any. No sample of it is among those trained on."""
-    end: DocumentEnd | None
-    """What ends a document, where anything follows from it."""
+    end: DocumentEnd
+    """What ends a document, and what follows from it."""
 
 
 def load_data(data: DataConfig) -> Data:
@@ -59,14 +74,14 @@ def load_tokenizer(name: str) -> Tokenizer:
     return HuggingFaceTokenizer.open(Path(name).expanduser())
 
 
-def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd | None:
-    """What the config says of documents' ends; None where it says nothing.
+def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
+    """What the config lets follow from documents' ends.
 
     Raises DataError (PP-E410) where something follows from a mark that the tokenizer does not name.
     """
     asked = of_document_ends(data)
     if not asked:
-        return None
+        return NO_END
     mark = end_mark(tokenizer, " and ".join(asked))
     return DocumentEnd(mark, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 

@@ -1,6 +1,6 @@
-"""Text files: which files a pattern means, and the documents in them, one after the other.
+"""Text files: which files a pattern means, the documents in them, and the tokens of these.
 
-Knows .txt and .jsonl files and every way in which they can be wrong. Must not know tokens.
+Knows .txt and .jsonl files and every way in which they can be wrong. Must not know what the tokens are for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ppctl.data.tokenizer import Document
+from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem
 
 READABLE = (".txt", ".jsonl")
@@ -23,6 +24,9 @@ MOST_PROBLEMS = 20
 _OWN_DATA = "data.path='texts/**/*.txt'"
 READ_LIBRARY = "data.path=null"
 """Reads the running interpreter's own library."""
+_MANY = 1024
+_MUCH = 4 * 1024 * 1024
+"""Documents and bytes that are encoded together: a library may spread them over the processor's cores."""
 
 
 def standard_library() -> tuple[list[Path], str]:
@@ -127,3 +131,50 @@ def _text_of(line: bytes, place: str) -> Document | Problem:
     got = f"an object of {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, dict) else type(value).__name__
     message = f'the line is not an object with a string under "text" but {got}'
     return Problem("PP-E403", message, place=place, remedy='{"text": "one document"}')
+
+
+class Encoded(NamedTuple):
+    """A document's tokens, without a mark at its end, and where it stands."""
+
+    tokens: Tokens
+    place: str
+
+
+def encode_files(
+    files: list[Path], tokenizer: Tokenizer, progress: Callable[[int], None] = lambda size: None
+) -> Iterator[Encoded]:
+    """Every document of `files` in order, those without a token too.
+
+    Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
+    """
+    problems: list[Problem] = []
+    for batch in _batches(files, problems, progress):
+        if not problems:
+            try:
+                tokens = tokenizer.encode_documents(batch)
+            except DataError as error:
+                problems += error.problems
+                continue
+            yield from (Encoded(ids, document.place) for ids, document in zip(tokens, batch, strict=True))
+    if problems:
+        raise DataError(problems[:MOST_PROBLEMS])
+
+
+def _batches(
+    files: list[Path], problems: list[Problem], progress: Callable[[int], None]
+) -> Iterator[Sequence[Document]]:
+    """The documents in handy numbers; problems go into `problems`, and twenty of them end it."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents(files, progress):
+        if isinstance(document, Problem):
+            problems.append(document)
+        else:
+            batch.append(document)
+            size += len(document.text)
+        if len(problems) >= MOST_PROBLEMS:
+            return
+        if len(batch) == _MANY or size >= _MUCH:
+            yield batch
+            batch, size = [], 0
+    yield batch

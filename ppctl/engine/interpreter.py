@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from ppctl.comm.batches import Batch
 from ppctl.comm.buffers import MessageSpec, Shelf
 from ppctl.comm.channels import ChannelEnd
 from ppctl.comm.communicator import Communicator
+from ppctl.comm.message_batches import MessageBatch
 from ppctl.engine.pace import Heartbeat, make_pace
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
@@ -56,18 +56,11 @@ def _row(pp_rank: int, actions: Sequence[Action], index: int) -> str:
 
 
 class Engine:
-    """One rank's interpreter of a lowered schedule.
+    """One rank's interpreter of a lowered schedule; `run_schedule` describes the arguments.
 
-    `programs` are the stages that the schedule's placement gives to this rank. Without a communicator the pipeline has
-    one rank. A schedule without backwards runs under no_grad. `reduce_grad(stage)` is called at REDUCE_GRAD. With
-    `variable_shapes`, which the communicator's variable_seq_lengths brings along, the programs' specs give number and
-    dtypes of a message's tensors, and their shapes may differ from microbatch to microbatch.
-    `timed(name)` makes a context around what waits for messages: forward-recv, forward-send, backward-recv and
-    backward-send, in Megatron's words.
-    Construction is cheap: channels and buffers belong to the communicator and outlive the engine.
-
-    Raises ScheduleError where the schedule, the communicator and the programs do not belong together, or the schedule
-    holds what cannot be executed. No two engines of one communicator may run at the same time.
+    Construction is cheap: channels and buffers belong to the communicator and outlive the engine. No two engines of one
+    communicator may run at the same time. Raises ScheduleError where the schedule, the communicator and the programs do
+    not belong together, or the schedule holds what cannot be executed.
     """
 
     def __init__(
@@ -102,7 +95,7 @@ class Engine:
         self._join_neighbours()
         self._outgoing: dict[tuple[Op, int], ChannelEnd] = {}
         self._incoming: dict[tuple[Op, int], tuple[ChannelEnd, Shelf]] = {}
-        self._batch: Batch | None = None
+        self._batch: MessageBatch | None = None
         self._batch_ends: frozenset[int] = frozenset()
         if communicator is not None:
             self._connect(schedule, communicator)
@@ -140,18 +133,17 @@ class Engine:
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]
         stage.wait_for_input(action.mb)
-        self._begin(self._index)
-        self.recorder.begin(self._index)
-        stage.forward(action.mb)
-        self.recorder.end(self._index)
-        self._end(self._index)
+        self._compute(stage.forward, action.mb)
 
     def _backward(self, action: Action) -> None:
         stage = self._stages[action.stage]
         stage.wait_for_gradient(action.mb)
+        self._compute(stage.backward, action.mb)
+
+    def _compute(self, work: Callable[[int], None], mb: int) -> None:
         self._begin(self._index)
         self.recorder.begin(self._index)
-        stage.backward(action.mb)
+        work(mb)
         self.recorder.end(self._index)
         self._end(self._index)
 
@@ -298,15 +290,17 @@ def run_schedule(
 ) -> None:
     """Execute this rank's part of one step: all microbatches through this rank's stages.
 
-    `schedule` is lowered (`ppctl.schedule.passes.lower`), the same value on every rank; without backwards in it, it
-    runs under no_grad. `programs` are this rank's stages. The loss is what the last stage's program returns, already
-    scaled; the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list.
+    `schedule` is lowered (`ppctl.schedule.passes.lower`), the same value on every rank; one without backwards runs
+    under no_grad. `programs` are this rank's stages. The loss is what the last stage's program returns, already scaled;
+    the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list.
+
     `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
-    to call. `deallocate_pipeline_outputs` frees an output once it is delivered, else it lives until its backward.
-    `variable_shapes` lets the shapes of messages differ between microbatches (a communicator with variable_seq_lengths
-    does as well). `reduce_grad(stage)` is called when a stage's gradients are complete. `recorder` stamps the actions,
-    and must have been made for this rank's list; `heartbeat` is told each action's index, and `timed(name)`
-    makes a context around what waits for messages.
+    to call. `deallocate_pipeline_outputs` frees an output once it is delivered; without it, outputs live until their
+    backward. With `variable_shapes`, or a communicator with variable_seq_lengths, a program's specs give number and
+    dtypes of a message's tensors, and shapes may differ between microbatches. `reduce_grad(stage)` is called when a
+    stage's gradients are complete. `recorder` stamps the actions, and must have been made for this rank's list;
+    `heartbeat` gets each action's index; `timed(name)` makes a context around each wait for a message: forward-recv,
+    forward-send, backward-recv and backward-send, as Megatron names them.
 
     Raises ScheduleError where the arguments do not belong together, and EngineError, naming the action, where an action
     fails. After an EngineError the communicator must not be used again: peers may be in the middle of a message.

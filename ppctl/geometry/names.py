@@ -116,10 +116,7 @@ def embedding_uses(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ..
     return tuple(name for name in EMBEDDING_USES if name in uses)
 
 
-def expert_name(name: str, expert: int) -> str | None:
-    """The canonical name of one expert's matrix in a stack: `layers.3.moe.experts.7.w1.weight` of `...experts.w1`.
-
-    None for a name that is no stack.
-    """
-    stack, _, matrix = name.rpartition(".")
-    return f"{stack}.{expert}.{matrix}.weight" if stack.endswith(".experts") else None
+def expert_name(stack: str, expert: int) -> str:
+    """The canonical name of one expert's matrix in a stack: `layers.3.moe.experts.7.w1.weight` of `...experts.w1`."""
+    experts, _, matrix = stack.rpartition(".")
+    return f"{experts}.{expert}.{matrix}.weight"

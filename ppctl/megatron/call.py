@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ppctl.comm.buffers import Message
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
+from ppctl.megatron.message_shapes import Edges, group_size
 from ppctl.megatron.microbatches import check_first_val_step
 from ppctl.megatron.models import misuse, setting
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.shapes import Edges, group_size
 from ppctl.megatron.steps import ForwardStep, check_attached, forward_step, timed
-from ppctl.megatron.sync import Synchroniser
+from ppctl.megatron.sync_functions import Synchroniser
 from ppctl.megatron.wgrad import Deferral, main_gradients
 from ppctl.schedule.action import Action, Op, Schedule, weight_gradient_of
 from ppctl.schedule.sync import SyncPlan
@@ -36,18 +36,20 @@ class Call:
     chunks: Sequence[nn.Module]
     config: Any
     num_microbatches: int
+    sizes: tuple[int, int, int | None]
+    """seq_length, micro_batch_size, decoder_seq_length."""
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
     groups: Any
     force_all_reduce: bool | None
-    numbered: bool
-    """Whether chunks have numbers (vp_stage), as they have where the schedule interleaves."""
+    interleaved: bool = False
+    """Whether the schedule interleaves: then chunks have numbers (vp_stage)."""
 
     def __post_init__(self) -> None:
         if not callable(self.forward_step_func):
-            given = type(self.forward_step_func).__name__
-            message = f"forward_step_func is a {given}, and is called as forward_step_func(data_iterator, model)"
+            found = type(self.forward_step_func).__name__
+            message = f"forward_step_func is a {found}, and is called as forward_step_func(data_iterator, model)"
             raise misuse(message, "forward_step_func=...")
 
 
@@ -155,7 +157,7 @@ class _Running:
             self._order.flags.get(Action(Op.F, stage, mb)),
             check_first_val_step(call.first_val_step, call.forward_only, mb == 0),
             mb,
-            chunk if call.numbered else None,
+            chunk if call.interleaved else None,
             stage == self._last,
         )
         if stage == 0 < self._last and not call.forward_only:

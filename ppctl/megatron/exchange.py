@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ppctl.comm.modes import Modes
-from ppctl.comm.shapes import MessageError, empty_header, header, shapes_of
+from ppctl.comm.variable_shapes import MessageError, empty_header, header, shapes_of
 from ppctl.errors import ConfigError, Problem
 from ppctl.megatron.neighbours import Handle, Neighbours
 
@@ -38,7 +38,7 @@ def shapes_in(shapes: Any) -> list[Any]:
     return [shapes] if single else list(shapes)
 
 
-class Exchange:
+class NeighbourExchange:
     """Checks, then moves. Headers of variable shapes live on `header_device`."""
 
     def __init__(self, neighbours: Neighbours, modes: Modes, device: torch.device, header_device: torch.device) -> None:

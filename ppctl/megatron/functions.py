@@ -12,7 +12,7 @@ the pipeline's; without it `pg_collection.pp`, else the world, is the pipeline. 
 to `finalize_model_grads_func` as it is, as does `force_all_reduce` where it is given.
 
 Modules that carry losses of their own (balance of experts, multi-token prediction) are told how these weigh, where they
-have `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.megatron.loss.scale_auxiliary_losses`).
+have `set_moe_loss_scale(scale)` or `set_mtp_loss_scale(scale)` (`ppctl.megatron.loss_function.scale_auxiliary_losses`).
 
 Everything else comes from `model.config`, which is only read. All return the list of what the last stage stored, one
 entry per microbatch in order; on ranks without the last stage it is empty.
@@ -23,28 +23,25 @@ rank, stage and action, for whatever fails within.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
 from ppctl.errors import ScheduleError
-from ppctl.megatron.agreement import agree
 from ppctl.megatron.call import Call, Order, execute
-from ppctl.megatron.microbatches import checkpoint_flags, forwards_in_flight
+from ppctl.megatron.communicators import agree, pipeline_of
+from ppctl.megatron.message_shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.megatron.models import all_chunks, config_of, misuse, only_chunk, setting, whole_number
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.megatron.pipeline import pipeline_of, place_in
-from ppctl.megatron.shapes import AdjustShapes, Edges, edges_of, get_tensor_shapes
 from ppctl.megatron.steps import ForwardStep
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.sync import sync_of_chunks, sync_of_one_chunk, sync_without_pipelining
 from ppctl.schedule.verify import verify
-
-_PARTIAL = "num_microbatches_with_partial_activation_checkpoints"
 
 
 def forward_backward_no_pipelining(
@@ -73,9 +70,10 @@ def forward_backward_no_pipelining(
         message = f"the communicator has {p2p_communicator.total_stages} ranks, and this function does not pipeline"
         raise misuse(message, "get_forward_backward_func()")
     chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
-    schedule = _lowered("forward_only" if forward_only else "1f1b", 1, 1, num_microbatches, None)
-    asked = (forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
-    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *asked, numbered=False)
+    sizes = (seq_length, micro_batch_size, decoder_seq_length)
+    options = (sizes, forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
+    schedule = _lowered(call, None)
     order = Order(schedule, 0, sync_without_pipelining(schedule.actions[0]), {}, lambda stage: Edges((), ()))
     return execute(call, order, None)
 
@@ -103,24 +101,10 @@ def forward_backward_pipelining_without_interleaving(
     shape per tensor; a stage then takes and returns lists of tensors. Both ends of an edge must agree.
     """
     chunks, iterators = only_chunk(model, "model"), only_chunk(data_iterator, "data_iterator")
-    config = config_of(chunks[0])
-    communicator = pipeline_of(chunks[0], p2p_communicator, pg_collection)
-    pp, pp_rank = place_in(communicator)
-    schedule = _lowered("forward_only" if forward_only else "1f1b", pp, 1, num_microbatches, None, communicator)
-    row = schedule.actions[pp_rank]
-    ahead = min(pp - pp_rank - 1, num_microbatches)
-    asked = (forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
-    call = Call(forward_step_func, iterators, chunks, config, num_microbatches, *asked, numbered=False)
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    order = Order(
-        schedule,
-        pp_rank,
-        sync_of_one_chunk(row, reduces=setting(config, "grad_sync_func") is not None),
-        checkpoint_flags(row, setting(config, _PARTIAL), ahead + 1),
-        _edges(config, sizes, pg_collection, pp, adjust_tensor_shapes_fn),
-    )
-    agree(communicator, _asked(call, sizes, varying=adjust_tensor_shapes_fn is not None))
-    return execute(call, order, communicator)
+    options = (sizes, forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options)
+    return _run_pipeline(call, p2p_communicator, adjust_tensor_shapes_fn)
 
 
 def forward_backward_pipelining_with_interleaving(
@@ -146,28 +130,10 @@ def forward_backward_pipelining_with_interleaving(
     """
     _refuse_adjusting(adjust_tensor_shapes_fn)
     chunks, iterators = all_chunks(model, data_iterator)
-    config = config_of(chunks[0])
-    communicator = pipeline_of(chunks[0], p2p_communicator, pg_collection)
-    pp, pp_rank = place_in(communicator)
-    name = "forward_only" if forward_only else "interleaved_1f1b"
-    group = setting(config, "microbatch_group_size_per_vp_stage")
-    schedule = _lowered(name, pp, len(chunks), num_microbatches, group, communicator)
-    row = schedule.actions[pp_rank]
-    asked = (forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
-    call = Call(forward_step_func, iterators, chunks, config, num_microbatches, *asked, numbered=True)
-    sync = sync_of_chunks(
-        row,
-        pp_rank,
-        stages=schedule.placement.stages_of(pp_rank),
-        num_microbatches=num_microbatches,
-        reduces=not forward_only and setting(config, "grad_sync_func") is not None,
-        gathers=not forward_only and setting(config, "param_sync_func") is not None,
-    )
-    flags = checkpoint_flags(row, setting(config, _PARTIAL), forwards_in_flight(row))
     sizes = (seq_length, micro_batch_size, decoder_seq_length)
-    edges = _edges(config, sizes, pg_collection, pp * len(chunks), None)
-    agree(communicator, _asked(call, sizes, varying=False))
-    return execute(call, Order(schedule, pp_rank, sync, flags, edges), communicator)
+    options = (sizes, forward_only, collect_non_loss_data, first_val_step, pg_collection, force_all_reduce)
+    call = Call(forward_step_func, iterators, chunks, config_of(chunks[0]), num_microbatches, *options, True)
+    return _run_pipeline(call, p2p_communicator, None)
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -208,13 +174,41 @@ def _refuse_adjusting(adjust: AdjustShapes | None) -> None:
         raise misuse(message, "forward_backward_pipelining_without_interleaving")
 
 
-def _lowered(
-    name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, communicator: P2PCommunicator | None = None
-) -> Schedule:
-    """A policy's schedule as the communicator carries it."""
-    num_microbatches = whole_number(num_microbatches, "num_microbatches")
+def _run_pipeline(call: Call, communicator: P2PCommunicator | None, adjust: AdjustShapes | None) -> list[Any]:
+    """Run a call on its pipeline, when all ranks have agreed on its sizes."""
+    communicator = pipeline_of(call.chunks[0], communicator, call.groups)
+    pp, pp_rank = (1, 0) if communicator is None else (communicator.total_stages, communicator.current_stage)
+    schedule = _lowered(call, communicator)
+    row = schedule.actions[pp_rank]
+    trains = not call.forward_only
+    reduces = setting(call.config, "grad_sync_func") is not None
+    if call.interleaved:
+        window = forwards_in_flight(row)
+        sync = sync_of_chunks(
+            row,
+            pp_rank,
+            stages=schedule.placement.stages_of(pp_rank),
+            num_microbatches=call.num_microbatches,
+            reduces=trains and reduces,
+            gathers=trains and setting(call.config, "param_sync_func") is not None,
+        )
+    else:
+        window = min(pp - pp_rank - 1, call.num_microbatches) + 1
+        sync = sync_of_one_chunk(row, reduces=reduces)
+    flags, edges = _checkpoint_flags(call.config, row, window), _edges(call, pp * len(call.chunks), adjust)
+    agree(communicator, _must_agree(call, varying=adjust is not None))
+    return execute(call, Order(schedule, pp_rank, sync, flags, edges), communicator)
+
+
+def _lowered(call: Call, communicator: P2PCommunicator | None) -> Schedule:
+    """The call's schedule as the communicator carries it."""
+    pp, group, name = 1 if communicator is None else communicator.total_stages, None, "1f1b"
+    if call.interleaved:
+        name, group = "interleaved_1f1b", setting(call.config, "microbatch_group_size_per_vp_stage")
+    name = "forward_only" if call.forward_only else name
+    num_microbatches = whole_number(call.num_microbatches, "num_microbatches")
     batched = communicator is not None and (communicator.batched or _is_first_on_device(communicator, name))
-    return _made(name, pp, vpp, num_microbatches, group, batched)
+    return _make(name, pp, len(call.chunks), num_microbatches, group, batched)
 
 
 def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
@@ -230,8 +224,8 @@ def _is_first_on_device(communicator: P2PCommunicator, name: str) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, batched: bool) -> Schedule:
-    """Schedules are values: a step's is the step before's, and is verified once."""
+def _make(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None, batched: bool) -> Schedule:
+    """A schedule, verified. It is a value: every step with the same arguments uses the same one."""
     schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, microbatch_group_size=group)
     lowered = lower(schedule, batched=batched)
     if problems := verify(lowered):
@@ -239,27 +233,35 @@ def _made(name: str, pp: int, vpp: int, num_microbatches: int, group: int | None
     return lowered
 
 
-def _asked(call: Call, sizes: tuple[int, int, int | None], *, varying: bool) -> dict[str, int | None]:
-    """What all ranks must ask for alike; sizes only where every edge carries the same shape."""
-    asked: dict[str, int | None] = {"num_microbatches": call.num_microbatches, "forward_only": bool(call.forward_only)}
-    asked["number of model chunks"] = len(call.chunks)
+def _checkpoint_flags(config: Any, row: Sequence[Action], window: int) -> dict[Action, bool]:
+    """For every forward of this rank's list whether all its layers are recomputed. Raises ConfigError below 0."""
+    name = "num_microbatches_with_partial_activation_checkpoints"
+    partial = setting(config, name)
+    if partial is not None and partial < 0:
+        raise misuse(f"{name} is {partial}: it counts microbatches", f"{name}=0")
+    return checkpoint_flags(row, partial, window)
+
+
+def _must_agree(call: Call, *, varying: bool) -> dict[str, int | None]:
+    """What all ranks must pass alike; sizes only where every edge carries the same shape."""
+    values: dict[str, int | None] = {"num_microbatches": call.num_microbatches, "forward_only": bool(call.forward_only)}
+    values["number of model chunks"] = len(call.chunks)
     if not varying and not setting(call.config, "variable_seq_lengths", False):
-        asked |= dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), sizes, strict=True))
-    return asked
+        values |= dict(zip(("seq_length", "micro_batch_size", "decoder_seq_length"), call.sizes, strict=True))
+    return values
 
 
-def _edges(
-    config: Any, sizes: tuple[int, int, int | None], groups: Any, num_stages: int, adjust: AdjustShapes | None
-) -> Callable[[int], Edges]:
+def _edges(call: Call, num_stages: int, adjust: AdjustShapes | None) -> Callable[[int], Edges]:
     """The edges of this rank's stages, by stage."""
     if num_stages == 1:
         return lambda stage: Edges((), ())
+    seq_length, micro_batch_size, decoder_seq_length = call.sizes
     shapes = get_tensor_shapes(
-        seq_length=sizes[0],
-        micro_batch_size=sizes[1],
-        decoder_seq_length=sizes[2],
-        config=config,
-        tp_group=getattr(groups, "tp", None),
-        cp_group=getattr(groups, "cp", None),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=call.config,
+        tp_group=getattr(call.groups, "tp", None),
+        cp_group=getattr(call.groups, "cp", None),
     )
-    return lambda stage: edges_of(shapes, config, first=stage == 0, last=stage == num_stages - 1, adjust=adjust)
+    return lambda stage: edges_of(shapes, call.config, first=stage == 0, last=stage == num_stages - 1, adjust=adjust)

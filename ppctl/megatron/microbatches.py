@@ -1,18 +1,16 @@
-"""Which microbatch, and how many: counts, flags and ids that the forward-backward functions share.
+"""Which microbatch, and how many: Megatron's warm-up counts, and what a model is told about its microbatch.
 
-Knows the arithmetic of warm-up and Megatron's flags for single microbatches. Must not know the engine.
+Must not know the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from ppctl.megatron.models import holder_of, misuse
+from ppctl.megatron.models import holder_of
 from ppctl.megatron.p2p_communication import P2PCommunicator
-from ppctl.schedule.action import BACKWARDS, Action, Op
 from ppctl.schedule.table import WarmupCounts, warmup_counts
 
 
@@ -57,27 +55,3 @@ def set_current_microbatch(model: Any, microbatch_id: int) -> None:
     holder = holder_of(model, "decoder")
     for layer in () if holder is None else getattr(holder.decoder, "layers", ()):
         layer.current_microbatch = microbatch_id
-
-
-def checkpoint_flags(row: Sequence[Action], partial: int | None, window: int) -> dict[Action, bool]:
-    """For every forward of a rank's list whether all its layers are to be recomputed; empty where nobody asked.
-
-    Of every `window` forwards, as many as are in flight at most, the first `partial` keep more of their activations.
-    """
-    if partial is None:
-        return {}
-    if partial < 0:
-        message = f"num_microbatches_with_partial_activation_checkpoints is {partial}: it counts microbatches"
-        raise misuse(message, "num_microbatches_with_partial_activation_checkpoints=0")
-    forwards = [action for action in row if action.op is Op.F]
-    return {action: index % window >= partial for index, action in enumerate(forwards)}
-
-
-def forwards_in_flight(row: Sequence[Action]) -> int:
-    """How many forwards stand before a rank's first backward; without one, one more than there are."""
-    forwards = 0
-    for action in row:
-        if action.op in BACKWARDS:
-            return forwards
-        forwards += action.op is Op.F
-    return forwards + 1

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.channel_ends import HEADER_TAGS, TAGS, other_end
 from ppctl.comm.channels import DirectEnd, PeerLost, Pending, wait_for
-from ppctl.comm.shapes import MessageError, VariableEnd
+from ppctl.comm.variable_shapes import MessageError, VariableEnd
 from ppctl.errors import Problem
 from ppctl.schedule.action import Channel
 

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.modes import Modes
 from ppctl.errors import ConfigError, Problem
-from ppctl.megatron.exchange import Exchange, is_single_shape, shapes_in
+from ppctl.megatron.exchange import NeighbourExchange, is_single_shape, shapes_in
 from ppctl.megatron.neighbours import Handle, Neighbours
 from ppctl.schedule.action import Channel
 
@@ -65,7 +65,7 @@ class P2PCommunicator(Communicator):
         """The functions that have run over it: on a GPU the first call of each is lowered differently."""
         neighbours = Neighbours(pp_group, self.end, fused=self.fused, sync=self.sync)
         headers = torch.device("cpu") if self.staged else self.device
-        self._exchange = Exchange(neighbours, self.modes, self.device, headers)
+        self._exchange = NeighbourExchange(neighbours, self.modes, self.device, headers)
 
     @property
     def current_stage(self) -> int:
@@ -213,18 +213,6 @@ class P2PCommunicator(Communicator):
         receives = {"recv_prev": recv_prev, "recv_next": recv_next}
         got, handles = self._exchange(sends, receives, tensor_shape, wait=wait_on_reqs)
         return got.get("recv_prev"), got.get("recv_next"), handles
-
-    def _communicate_shapes(
-        self,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-    ) -> tuple[list[int], list[int]]:
-        """Exchange the shapes of what is about to be sent: (recv_prev_shape, recv_next_shape), [0, 0, 0] where none."""
-        sends = {"send_next": tensor_send_next, "send_prev": tensor_send_prev}
-        shapes = self._exchange.shapes(sends, {"recv_prev": recv_prev, "recv_next": recv_next})
-        return shapes.get("recv_prev", [0, 0, 0]), shapes.get("recv_next", [0, 0, 0])
 
     def _receive(self, name: str, timer: str, shapes: Any, at_the_end: bool) -> Any:
         wanted: list[Any] = [shapes] if is_single_shape(shapes) else list(shapes)

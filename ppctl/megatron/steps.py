@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ppctl.comm.modes import torch_dtype
 from ppctl.errors import Problem, TrainingError
-from ppctl.megatron.loss import forward_step_calc_loss, scale_auxiliary_losses
+from ppctl.megatron.loss_function import forward_step_calc_loss, scale_auxiliary_losses
 from ppctl.megatron.microbatches import set_current_microbatch
 from ppctl.megatron.models import give_input, holder_of, setting
 

@@ -13,10 +13,10 @@ import shutil
 import torch
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.model.stage import StageModule
+from ppctl.model.stage_model import StageModel
 
 
-def compile_stage(stage: StageModule, device: torch.device, *, packed: bool = False) -> None:
+def compile_stage(stage: StageModel, device: torch.device, *, packed: bool = False) -> None:
     """Compile the stage's layers in place; of a layer with experts the attention, for its experts' shapes change.
 
     Documents that are kept apart (`packed`) have other lengths every time: attention's core is left out then.
@@ -28,7 +28,7 @@ def compile_stage(stage: StageModule, device: torch.device, *, packed: bool = Fa
     if missing:
         message = f"train.compile on {device.type} needs {missing}, which is not here"
         raise ConfigError(Problem("PP-E770", message, "train.compile=false"))
-    for layer in stage.layers.values():
+    for layer in (module for name, module in stage.decoder_layers().items() if name.kind == "decoder"):
         if packed:
             attention = layer.get_submodule("attention")
             attention.mix = torch.compiler.disable(attention.mix)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import expert_name, parameter_of
+from ppctl.geometry.names import parameter_of
+from ppctl.model.stage_model import pieces
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -35,7 +36,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 def initial_value(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int) -> Tensor:
     """What the parameter `name` starts with (float32, CPU), by its row in the table of parameters.
 
-    A tied use draws under its owner's name, so that all uses start equal.
+    A further use of a shared parameter draws under its owner's name, so that all uses start equal.
     """
     row = parameter_of(name, model)
     if row.start in ("ones", "zeros"):
@@ -47,17 +48,8 @@ def initial_value(name: str, shape: tuple[int, ...], model: ModelConfig, seed: i
 
 
 @torch.no_grad()
-def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, held: range) -> None:
-    """Fill materialised parameters, keyed by canonical name, with their initial values; `held` are the experts here."""
+def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, experts: range) -> None:
+    """Fill the parameters of a stage, by canonical name, with their initial values; it holds these `experts`."""
     for stack, parameter in parameters.items():
-        for name, tensor in pieces(stack, parameter, held):
+        for name, tensor in pieces(stack, parameter, parameter_of(stack, model), experts):
             tensor.copy_(initial_value(name, tuple(tensor.shape), model, seed))
-
-
-def pieces(name: str, tensor: Tensor, held: range) -> Iterator[tuple[str, Tensor]]:
-    """A tensor under its canonical name; a stack of experts expert by expert (views), so that no name knows ranks."""
-    if expert_name(name, 0) is None:
-        yield name, tensor
-        return
-    for expert, part in zip(held, tensor.unbind(), strict=True):
-        yield expert_name(name, expert) or name, part

@@ -10,21 +10,20 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.attention import Attention
-from ppctl.model.feed_forward import FeedForward
+from ppctl.model.feed_forward import FeedForward, MixtureOfExperts
 from ppctl.model.latent_attention import LatentAttention
-from ppctl.model.moe import WHOLE, MixtureOfExperts, Share
 from ppctl.model.packing import Documents
 
 
 class DecoderLayer(nn.Module):
     """One pre-norm transformer layer [b, s, h] -> [b, s, h], with a dense feed-forward or with experts (`moe`)."""
 
-    def __init__(self, model: ModelConfig, *, moe: bool = False, share: Share = WHOLE) -> None:
+    def __init__(self, model: ModelConfig, *, moe: bool = False) -> None:
         super().__init__()
         self.attention = LatentAttention(model) if model.multi_latent_attention else Attention(model)
         self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
         self.feed_forward = None if moe else FeedForward(model.hidden_size, model.ffn_hidden_size)
-        self.moe = MixtureOfExperts(model, share) if moe else None
+        self.moe = MixtureOfExperts(model) if moe else None
         self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:

@@ -20,7 +20,6 @@ from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import mtp_is_moe
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear
-from ppctl.model.moe import WHOLE, Share
 from ppctl.model.packing import Documents
 
 
@@ -34,13 +33,13 @@ def ahead(x: Tensor, count: int, documents: Documents | None = None) -> Tensor:
 class PredictionModule(nn.Module):
     """norm(projection of (norm(embedding), norm(hidden)), through a decoder layer): [b, s, h] -> [b, s, h]."""
 
-    def __init__(self, model: ModelConfig, share: Share) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         h, eps = model.hidden_size, model.norm_epsilon
         self.enorm = nn.RMSNorm(h, eps=eps)
         self.hnorm = nn.RMSNorm(h, eps=eps)
         self.eh_proj = Linear(2 * h, h)
-        self.layer = DecoderLayer(model, moe=mtp_is_moe(model), share=share)
+        self.layer = DecoderLayer(model, moe=mtp_is_moe(model))
         self.norm = nn.RMSNorm(h, eps=eps)
 
     def forward(
@@ -55,10 +54,10 @@ class PredictionModule(nn.Module):
 class MultiTokenPrediction(nn.ModuleDict):
     """All modules of the model, which stand on one stage, and the copy of the embedding that they share."""
 
-    def __init__(self, model: ModelConfig, ids: Iterable[str], share: Share = WHOLE) -> None:
+    def __init__(self, model: ModelConfig, ids: Iterable[str]) -> None:
         super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
-        self.update({id_: PredictionModule(model, share) for id_ in self.ids})
+        self.update({id_: PredictionModule(model) for id_ in self.ids})
 
     def forward(
         self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None

@@ -6,7 +6,7 @@ document by document: nothing of the size of a mask [s, s] is ever kept, and no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,12 +30,17 @@ class Documents:
 
 
 class Packing(NamedTuple):
-    """What a stage has to know of a microbatch's documents; where all is None, a row is one document."""
+    """What a stage has to know of the documents in a microbatch; where both are None, a row is one document."""
 
     positions: Tensor | None = None
-    """[b, s] int64; none counts a row's tokens."""
+    """[b, s] int64: of every token; None counts from the start of the row."""
     documents: Documents | None = None
     """None lets every token see all before it."""
+
+    @classmethod
+    def of(cls, positions: Tensor | None, lengths: Sequence[tuple[tuple[int, ...], ...]] | None, mb: int) -> Packing:
+        """Of microbatch `mb`: its part of `positions` [m, b, s], and its rows' `lengths`, by microbatch."""
+        return cls(None if positions is None else positions[mb], None if lengths is None else Documents(lengths[mb]))
 
 
 ROWS = Packing()

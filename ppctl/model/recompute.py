@@ -16,9 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
-from ppctl.geometry.layers import Layer
 from ppctl.geometry.recompute import recomputed_modules, recomputed_runs
-from ppctl.model.stage import StageModule
+from ppctl.model.stage_model import StageModel
 
 Function = Callable[..., Any]
 
@@ -43,16 +42,16 @@ class Switch:
     on = True
 
 
-def recompute(stage: StageModule, train: TrainConfig, number: int) -> Switch:
+def recompute(stage: StageModel, train: TrainConfig, number: int) -> Switch:
     """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`)."""
     switch = Switch()
-    layers = _decoder_layers(stage)
+    layers = stage.decoder_layers()
     runs = recomputed_runs(train, number, list(layers))
     chosen = {layer for run in runs for layer in run}
     kept = [module for layer, module in layers.items() if layer.kind == "decoder" and layer not in chosen]
     decoder = [[layers[layer] for layer in run] for run in runs if run[0].kind == "decoder"]
     if chosen:
-        stage.runs = [*(_checkpointed(_in_order(run), switch) for run in decoder), *kept]
+        stage.call_decoder_as([*(_checkpointed(_in_order(run), switch) for run in decoder), *kept])
     for layer in chosen:
         if layer.kind == "mtp":
             layers[layer].forward = _checkpointed(layers[layer].forward, switch)
@@ -61,14 +60,6 @@ def recompute(stage: StageModule, train: TrainConfig, number: int) -> Switch:
         for module in layers.values():
             _recompute_modules(module, modules)
     return switch
-
-
-def _decoder_layers(stage: StageModule) -> dict[Layer, nn.Module]:
-    """The decoder layers of a stage, those inside its MTP modules too, by the layer that each belongs to."""
-    found = {Layer("decoder", int(name)): module for name, module in stage.layers.items()}
-    if stage.mtp is not None:
-        found |= {Layer("mtp", int(name)): stage.mtp.get_submodule(f"{name}.layer") for name in stage.mtp.ids}
-    return found
 
 
 def _in_order(layers: Sequence[nn.Module]) -> Function:

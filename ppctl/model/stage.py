@@ -16,14 +16,15 @@ from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.names import stage_parameters
 from ppctl.geometry.parameters import Parameter
+from ppctl.model.feed_forward import ExchangeRows, MixtureOfExperts
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
-from ppctl.model.linear import Embedding, Linear
-from ppctl.model.moe import WHOLE, Exchange, MixtureOfExperts, Share
+from ppctl.model.linear import Embedding, Linear, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router
+from ppctl.model.stage_model import Run
 from ppctl.plan import StageSpec
 
 
@@ -31,24 +32,25 @@ class StageModule(nn.Module):
     """What one stage computes. `layers` are in model order: embedding, decoder, mtp, loss.
 
     The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm stands
-    before the output; in a model with MTP, which reads normalised states, after the last decoder layer.
+    before the output; in a model with MTP, which reads normalised states, after the last decoder layer. Of the routed
+    experts only `experts` are kept (None: all). Its methods are described where `StageModel` has them.
     """
 
-    def __init__(self, layers: Sequence[Layer], model: ModelConfig, share: Share = WHOLE) -> None:
+    def __init__(self, layers: Sequence[Layer], model: ModelConfig, experts: range | None = None) -> None:
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
-        self.held = share.experts(model)
+        self.experts = range(model.num_moe_experts or 0) if experts is None else experts
         self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
-        decoders = {id_: DecoderLayer(model, moe=moe[int(id_)], share=share) for id_ in _ids("decoder", layers)}
-        self.layers = nn.ModuleDict(decoders)
-        self.runs: list[Callable[..., Tensor]] = list(self.layers.values())
-        """What the layers are called through, in order: themselves, or runs of them that are recomputed."""
+        self.layers = nn.ModuleDict({id_: DecoderLayer(model, moe=moe[int(id_)]) for id_ in _ids("decoder", layers)})
+        self._runs: Sequence[Run] = list(self.layers.values())
         self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
-        self.mtp = MultiTokenPrediction(model, modules, share) if modules else None
+        self.mtp = MultiTokenPrediction(model, modules) if modules else None
         self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
         self.rotary = Rotary(model)
-        self._compare(stage_parameters(model, layers))
+        self._rows = stage_parameters(model, layers)
+        self._keep_own_experts()
+        self._compare()
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
@@ -63,7 +65,7 @@ class StageModule(nn.Module):
             tokens, x = x, self.tok_embeddings(x)
         if self.layers or self.mtp is not None:
             places = (*self.rotary.tables(x, packing.positions), packing.documents)
-            for run in self.runs:
+            for run in self._runs:
                 x = run(x, *places)
         if self.norm is not None:
             x = self.norm(x)
@@ -74,17 +76,49 @@ class StageModule(nn.Module):
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
-        """The stage's parameters by canonical global name, in canonical order; every use of a tied one is its own."""
+        """The module's own names are the canonical ones."""
         return dict(self.named_parameters())
 
     def canonical_buffers(self) -> dict[str, Tensor]:
-        """What is trained without a gradient (the routers' biases) by canonical global name."""
+        """The biases of the routers, which are trained without a gradient."""
         return dict(self.named_buffers())
 
-    def _compare(self, table: Mapping[str, Parameter]) -> None:
+    def parameter_rows(self) -> Mapping[str, Parameter]:
+        """The rows of `geometry/parameters.py` by canonical name."""
+        return self._rows
+
+    def routers(self) -> tuple[Router, ...]:
+        """The routers of the layers, in canonical order."""
+        return tuple(module for module in self.modules() if isinstance(module, Router))
+
+    def spread_experts(self, exchange: ExchangeRows) -> None:
+        """Reach the experts of every layer through `exchange`."""
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.exchange = exchange
+
+    def decoder_layers(self) -> dict[Layer, nn.Module]:
+        """The decoder layers, and those inside MTP modules as `mtp.N`."""
+        found = {Layer("decoder", int(name)): module for name, module in self.layers.items()}
+        if self.mtp is not None:
+            found |= {Layer("mtp", int(name)): self.mtp.get_submodule(f"{name}.layer") for name in self.mtp.ids}
+        return found
+
+    def call_decoder_as(self, runs: Sequence[Run]) -> None:
+        """Call the decoder layers through `runs` from now on."""
+        self._runs = runs
+
+    def _keep_own_experts(self) -> None:
+        """Replace every whole stack of experts for one of as many as are kept here."""
+        for name, row in self._rows.items():
+            if row.experts > len(self.experts):
+                owner, _, stack = name.rpartition(".")
+                setattr(self.get_submodule(owner), stack, make_weight(len(self.experts), *row.shape))
+
+    def _compare(self) -> None:
         """Refuse to be built of other parameters than the table has: counts, norms and checkpoints read that."""
-        count = len(self.held)
-        shapes = {name: (count, *row.shape) if row.experts else row.shape for name, row in table.items()}
+        count = len(self.experts)
+        shapes = {name: (count, *row.shape) if row.experts else row.shape for name, row in self._rows.items()}
         tensors: dict[str, Tensor] = {**self.canonical_parameters(), **self.canonical_buffers()}
         built = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wrong = [
@@ -92,26 +126,22 @@ class StageModule(nn.Module):
             for name in built | shapes
             if built.get(name) != shapes.get(name)
         ]
-        order = [name for name, row in table.items() if row.gradient != "none"]
+        order = [name for name, row in self._rows.items() if row.gradient != "none"]
         if not wrong and list(self.canonical_parameters()) != order:
             wrong = ["parameters are in another order in ppctl/model than in the table"]
         if wrong:
             raise LookupError("; ".join([*wrong, "the table is in ppctl/geometry/parameters.py"]))
 
-    def spread_experts(self, exchange: Exchange) -> None:
-        """Let the stage's experts be reached through `exchange`: it holds a share of them only."""
-        for module in self.modules():
-            if isinstance(module, MixtureOfExperts):
-                module.exchange = exchange
-
-    def routers(self) -> tuple[Router, ...]:
-        """The routers of the stage's layers, in canonical order."""
-        return tuple(module for module in self.modules() if isinstance(module, Router))
-
 
 def _ids(kind: KindName, layers: Sequence[Layer]) -> list[str]:
     """The indexes of the layers of a kind, as names of modules."""
     return [str(layer.index) for layer in layers if layer.kind == kind]
+
+
+def experts_of(model: ModelConfig, rank: int, size: int) -> range:
+    """The routed experts of one of `size` ranks that share them: equal runs of neighbours."""
+    count = (model.num_moe_experts or 0) // size
+    return range(rank * count, (rank + 1) * count)
 
 
 def build_stage(
@@ -121,23 +151,23 @@ def build_stage(
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    share: Share = WHOLE,
+    experts: range | None = None,
 ) -> StageModule:
     """Build a stage without weights, give it memory on `device` in `dtype`, and fill it by canonical name.
 
-    Of the routed experts only those of `share` are built.
+    Of the routed experts it holds `experts`, by default all.
     """
-    module = _given_memory(meta_stage(spec.layers, model, share), dtype, device)
-    initialize(module.canonical_parameters(), model, seed, module.held)
+    module = _given_memory(meta_stage(spec.layers, model, experts), dtype, device)
+    initialize(module.canonical_parameters(), model, seed, module.experts)
     for router in module.routers():
         router.reset_bias(device)
     return module
 
 
-def meta_stage(layers: Sequence[Layer], model: ModelConfig, share: Share = WHOLE) -> StageModule:
+def meta_stage(layers: Sequence[Layer], model: ModelConfig, experts: range | None = None) -> StageModule:
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
-        return StageModule(layers, model, share)
+        return StageModule(layers, model, experts)
 
 
 def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device | str) -> StageModule:

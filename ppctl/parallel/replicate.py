@@ -6,13 +6,16 @@ share of the global batch's mean, therefore gradients are summed, not averaged. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ppctl.cost.passing import BUCKET_ELEMENTS
+
+Item = TypeVar("Item")
 
 
 class GradientReducer:
@@ -51,7 +54,7 @@ class GradientReducer:
     def _start(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         if group is None:
             return
-        for bucket in buckets(parameters, BUCKET_ELEMENTS):
+        for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
             for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
@@ -71,14 +74,18 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype, as many as fit into `limit` elements; a larger one is a bucket of its own."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        full = sum(p.numel() for p in bucket) + parameter.numel() > limit
-        if bucket and (full or parameter.dtype != bucket[0].dtype):
+def buckets(
+    items: Iterable[Item], elements: Callable[[Item], int], kind: Callable[[Item], Hashable], limit: int
+) -> Iterator[list[Item]]:
+    """Neighbours of one kind, as many as fit into `limit` elements; a larger item is a bucket of its own."""
+    bucket: list[Item] = []
+    total = 0
+    for item in items:
+        size = elements(item)
+        if bucket and (total + size > limit or kind(item) != kind(bucket[0])):
             yield bucket
-            bucket = []
-        bucket.append(parameter)
+            bucket, total = [], 0
+        bucket.append(item)
+        total += size
     if bucket:
         yield bucket

@@ -18,7 +18,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Arriving(NamedTuple):
+class ScatteredSums(NamedTuple):
     """Sums on their way."""
 
     work: dist.Work | None
@@ -51,7 +51,7 @@ def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def scatter_sums(
     tensors: Iterable[Tensor], widths: Sequence[int], group: dist.ProcessGroup, device: torch.device | None = None
-) -> Arriving:
+) -> ScatteredSums:
     """Start summing float32 tensors, whose parts have these `widths`, over the group.
 
     They are asked for one by one, and may be freed or overwritten as soon as the next one is.
@@ -62,9 +62,9 @@ def scatter_sums(
     own = flat.new_empty(flat.shape[1])
     if flat.device.type == "cpu":  # gloo would sum all of it in any case, in a copy of its own
         work = dist.all_reduce(flat, group=group, async_op=True)
-        return Arriving(work, flat, own, group.rank(), list(widths))
+        return ScatteredSums(work, flat, own, group.rank(), list(widths))
     work = _reduce_scatter(own, flat.view(-1), group=group, async_op=True)
-    return Arriving(work, flat, own, None, list(widths))
+    return ScatteredSums(work, flat, own, None, list(widths))
 
 
 class Coming(NamedTuple):

@@ -1,12 +1,12 @@
-"""Tied parameters: one accumulator per use, summed once after the last microbatch in canonical order of uses.
+"""Parameters that several stages share: every use accumulates its own gradient; their sum is made once a step.
 
-Knows which rank holds each use and a small process group. Must not know what is tied or why. All uses start equal, get
-the same sum and take the same optimizer step, so they stay bit-equal without ever being copied.
+Knows which rank holds each use, and a small process group. All uses start equal, get the same sum and take the same
+optimizer step, so they stay bit-equal without ever being copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ppctl.comm.groups import make_group
+from ppctl.config.schema import ModelConfig
+from ppctl.geometry.names import EMBEDDING_USES, embedding_uses
+from ppctl.plan import StageSpec
 
 
 class TiedUse(NamedTuple):
@@ -23,20 +26,28 @@ class TiedUse(NamedTuple):
     name: str
 
 
+def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequence[int]) -> tuple[TiedUse, ...]:
+    """The uses of the token embedding in canonical order (embedding, output, MTP); () where there is only one.
+
+    `pipeline` are the global ranks of the stages' pipeline, by pp_rank.
+    """
+    found = {name: spec for spec in stages for name in embedding_uses(model, spec.layers)}
+    uses = tuple(TiedUse(pipeline[found[name].pp_rank], name) for name in EMBEDDING_USES if name in found)
+    return uses if len(uses) > 1 else ()
+
+
 class TiedGradients:
     """Gives every use of a shared parameter the sum over all its uses.
 
     `uses` are in canonical order and the same on every rank; `rank` is this one. A rank that holds none takes no part.
-    The sum is ((first + second) + third), wherever the uses live, so its bits do not depend on the cut.
+    The sum is ((first + second) + third), wherever the uses are, so its bits do not depend on the cut.
     """
 
     def __init__(self, uses: Sequence[TiedUse], masters: Mapping[str, nn.Parameter], rank: int) -> None:
         self.uses = tuple(uses)
         self.own = {use.name: masters[use.name] for use in uses if use.rank == rank}
         ranks = sorted({use.rank for use in uses})
-        self.group: dist.ProcessGroup | None = None
-        if self.own and len(ranks) > 1:
-            self.group = make_group([tuple(ranks)])
+        self.group = make_group([tuple(ranks)]) if self.own and len(ranks) > 1 else None
 
     @torch.no_grad()
     def sum(self) -> None:

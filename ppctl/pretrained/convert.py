@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
-from ppctl.checkpoint.names import ranges
+from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
 from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
@@ -26,10 +25,9 @@ from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, mtp_tables, open_directory, stored_names
 from ppctl.families.tensors import model_tensors
-from ppctl.pretrained.reading import Reader
-from ppctl.pretrained.source_files import keep_settings
-from ppctl.pretrained.tokenizer_files import copy_tokenizer, tokenizer_path
-from ppctl.pretrained.writing import DTYPES, SHARD, Spec, write_shards
+from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
+from ppctl.pretrained.safetensors_reader import Reader
+from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards
 
 Progress = Callable[[str, int, int], None]
 """`progress(canonical name, tensors done, tensors in all)`."""

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ppctl.comm.sockets import connecting_on_first_use
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.heartbeat import host_name
 from ppctl.plan import Plan
+from ppctl.rank.sockets import connecting_on_first_use
 from ppctl.reach.hosts import connecting
 from ppctl.rundir import RunDir
 

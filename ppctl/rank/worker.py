@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from ppctl import checkpoint_folder
 from ppctl.comm.channels import PeerLost
-from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.durations import seconds
 from ppctl.config.gpu_environment import gpu_environment
 from ppctl.config.mapping import to_mapping
@@ -57,6 +56,7 @@ from ppctl.rank.rendezvous import (
     refuse_job,
 )
 from ppctl.rank.signals import Listener, StopRequest, end_after
+from ppctl.rank.sockets import raise_file_limit
 from ppctl.rank.time_left import TimeLeft, job_end
 from ppctl.rank.watchdog import Alarm, NodeWatch, write_stacks_on_request
 from ppctl.reach.roll_call import call_roll
@@ -65,9 +65,9 @@ from ppctl.rundir import RunDir
 from ppctl.topology import RankGrid
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import Outcome, train
-from ppctl.train.measured import gather_costs
+from ppctl.train.measured_costs import gather_costs
 from ppctl.train.metrics import Writer, tensorboard_writer, wandb_writer, writers
-from ppctl.train.report import TIME_IS_OVER
+from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ppctl.comm.words import in_words
 from ppctl.errors import Problem, TrainingError
+from ppctl.reach.gloo_failures import in_words
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

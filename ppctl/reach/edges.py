@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ppctl.comm.channel_ends import other_end
 from ppctl.comm.channels import DirectEnd, Pending, Transport
-from ppctl.comm.shapes import VariableEnd
+from ppctl.comm.variable_shapes import VariableEnd
 from ppctl.reach.contact import Contact
 from ppctl.schedule.action import Channel
 

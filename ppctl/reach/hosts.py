@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from ppctl.comm.words import in_words
 from ppctl.errors import Problem
 from ppctl.reach.contact import DeadEdge
+from ppctl.reach.gloo_failures import in_words
 
 Address = tuple[str, int]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ppctl.comm.gather import gather_rows
+from ppctl.comm.groups import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.train.step import Trainer
 

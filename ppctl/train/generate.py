@@ -20,10 +20,9 @@ from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing
-from ppctl.model.stage import StageModule
+from ppctl.model.stage_model import StageModel
 from ppctl.plan import StageSpec
 from ppctl.topology import RankGrid
-from ppctl.train.packing import packing_of
 from ppctl.train.session import Session
 
 
@@ -63,18 +62,15 @@ class Generator:
 
     def _packing(self) -> Packing:
         """Where documents lie in the window: as in training, every rank finds them for itself."""
-        end = self.session.document_end
-        if end is None:
-            return ROWS
-        positions, documents = find_documents(self.window[None].cpu(), end)
-        return packing_of(None if positions is None else positions.to(self.window.device), documents, 0)
+        positions, documents = find_documents(self.window[None].cpu(), self.session.document_end)
+        return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0)
 
-    def _program(self, spec: StageSpec, module: StageModule) -> StageProgram:
+    def _program(self, spec: StageSpec, module: StageModel) -> StageProgram:
         embeds, ends = Layer("embedding") in spec.layers, Layer("loss") in spec.layers
 
         def forward(mb: int, inputs: Message) -> Message:
             given = (self.window,) if embeds else inputs
-            outputs: Message = module(*given, tokens=self.window, packing=self.packing)
+            outputs = module(*given, tokens=self.window, packing=self.packing)
             if ends:
                 self.next_token[0] = drawn(outputs[0][0, self.position], self.dice)
             return outputs

@@ -1,13 +1,13 @@
 """The global gradient norm and clipping, bitwise as `torch.nn.utils.clip_grad_norm_` has them on one process.
 
-Knows the canonical order of the whole model's parameters and which pp_rank holds each. Must not know the schedule, nor
+Knows the canonical order of the model's parameters and the pp_rank of each. Must not know the schedule, nor
 data-parallel replicas: their gradients are equal by now.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,16 +16,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.names import canonical_names, owner_of, parameter_of
+from ppctl.geometry.names import canonical_names, owner_of
 from ppctl.plan import StageSpec
 
 
-class Held(NamedTuple):
-    """A parameter of the model and where it lives."""
+class Location(NamedTuple):
+    """A parameter of the model and where it is trained."""
 
     name: str
     stage: int
     pp_rank: int
+
+
+def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[Location]:
+    """All parameters of ppctl's own decoder in canonical order, shared ones once, under the name of their owner."""
+    return [
+        Location(name, spec.stage, spec.pp_rank)
+        for spec in stages
+        for name in canonical_names(model, spec.layers)
+        if owner_of(name, model) == name
+    ]
 
 
 @dataclass(frozen=True)
@@ -36,58 +46,52 @@ class GradNorm:
     """The global norm (float32 scalar)."""
     norms: Tensor
     """Norm of each of `parameters` (float32 [n])."""
-    parameters: tuple[Held, ...]
-    """The whole model's parameters in canonical order, tied ones once."""
+    parameters: tuple[Location, ...]
+    """The parameters of the model in canonical order, shared ones once."""
 
     def item(self) -> float:
         """The global norm as a number."""
         return float(self.total)
 
-    def culprits(self) -> tuple[Held, ...]:
+    def culprits(self) -> tuple[Location, ...]:
         """The parameters whose own norm is not finite, earliest first; none if only the total overflows."""
         finite = [math.isfinite(norm) for norm in self.norms.tolist()]
-        return tuple(held for held, fine in zip(self.parameters, finite, strict=True) if not fine)
+        return tuple(each for each, fine in zip(self.parameters, finite, strict=True) if not fine)
 
 
 class GradientNorm:
     """Takes the norm over the parameters of all pp_ranks, in one `all_gather` of a flat vector.
 
-    `group` holds one rank per pp_rank, in order (None: one rank has all the stages). Every rank of it must call, also
-    one without parameters. A tied parameter counts once, as its owner: all uses hold the summed gradient by then. Of a
-    layer's experts each rank of `expert_group` holds a part (None: all of them); where all gradients are held in parts,
-    the ranks of `part_group` have them.
+    `parameters` are those of the whole model, the same on every rank. `group` holds one rank per pp_rank, in order
+    (None: one rank has all the stages). Every rank of it must call, also one without parameters. A shared parameter
+    counts once, as its owner: all uses hold the summed gradient by then. Each rank of `expert_group` has a part of the
+    experts in the stacks called `experts` (None: all of them); each rank of `part_group` has a part of every gradient.
     """
 
     def __init__(
         self,
-        stages: Iterable[StageSpec],
-        model: ModelConfig,
+        parameters: Iterable[Location],
         *,
         device: torch.device | str,
         group: dist.ProcessGroup | None = None,
+        experts: Container[str] = (),
         expert_group: dist.ProcessGroup | None = None,
         part_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.parameters = tuple(
-            Held(name, spec.stage, spec.pp_rank)
-            for spec in stages
-            for name in canonical_names(model, spec.layers)
-            if owner_of(name, model) == name
-        )
+        self.parameters = tuple(parameters)
         self.device = torch.device(device)
         self.group = group
         self.expert_group = expert_group
         self.part_group = part_group
-        own = group.rank() if group is not None else None
         by_rank: dict[int, list[str]] = {}
-        for held in self.parameters:
-            by_rank.setdefault(held.pp_rank if group is not None else 0, []).append(held.name)
-        self.own_names = tuple(by_rank.get(own or 0, ()))
-        self.own_experts = [i for i, name in enumerate(self.own_names) if parameter_of(name, model).experts]
+        for each in self.parameters:
+            by_rank.setdefault(each.pp_rank if group is not None else 0, []).append(each.name)
+        self.own_names = tuple(by_rank.get(0 if group is None else group.rank(), ()))
+        self.own_experts = [i for i, name in enumerate(self.own_names) if name in experts]
         self.width = max(len(names) for names in by_rank.values())
         position = {name: rank * self.width + i for rank, names in by_rank.items() for i, name in enumerate(names)}
-        # Where each parameter, in canonical order, stands in the gathered ranks' vectors.
-        self.places = torch.tensor([position[held.name] for held in self.parameters], device=self.device)
+        # Where each parameter, in canonical order, is in the gathered vectors of the ranks.
+        self.places = torch.tensor([position[each.name] for each in self.parameters], device=self.device)
 
     @torch.no_grad()
     def measure(self, masters: Mapping[str, nn.Parameter]) -> GradNorm:
@@ -97,9 +101,9 @@ class GradientNorm:
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]
         flat = torch.stack(own + [zero] * (self.width - len(own)))
         if self.part_group is not None:
-            flat = _together(flat, self.part_group)
+            flat = _norms_of_parts(flat, self.part_group)
         elif self.expert_group is not None and self.own_experts:
-            flat[self.own_experts] = _together(flat[self.own_experts], self.expert_group)
+            flat[self.own_experts] = _norms_of_parts(flat[self.own_experts], self.expert_group)
         if self.group is not None:
             rows = [torch.empty_like(flat) for _ in range(self.group.size())]
             dist.all_gather(rows, flat, group=self.group)
@@ -108,8 +112,8 @@ class GradientNorm:
         return GradNorm(torch.linalg.vector_norm(norms), norms, self.parameters)
 
 
-def _together(norms: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The norms of what the ranks of a group hold parts of."""
+def _norms_of_parts(norms: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The norms of tensors of which each rank of the group has a part, from the norms of the parts."""
     squares = norms.square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()

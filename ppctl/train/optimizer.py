@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from ppctl.config.schema import ModelConfig, OptimConfig
-from ppctl.geometry.names import parameter_of
+from ppctl.config.schema import OptimConfig
+from ppctl.geometry.parameters import Parameter
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar), "exp_avg", "exp_avg_sq" (the parameter's shape)}, float32."""
@@ -37,7 +37,7 @@ def lr_at(updates: int, optim: OptimConfig, steps: int) -> float:
 
 @dataclass(slots=True)
 class Group:
-    """Parameters with one decay; `lr` is set anew for every step."""
+    """Parameters with one weight decay; `lr` is set before every step."""
 
     parameters: list[nn.Parameter]
     weight_decay: float
@@ -69,8 +69,8 @@ class AdamW:
     def updates(self) -> int:
         """How many updates were made, those before a checkpoint included; 0 for a rank without parameters.
 
-        It is what every parameter's own count says, which AdamW's bias correction needs: a step that is left out does
-        not count. So it comes back with any checkpoint, in any cut.
+        Every parameter keeps the count, which AdamW's bias correction needs: a step that is left out does not count.
+        So it comes back with any checkpoint, in any cut.
         """
         return max((int(entry["step"]) for entry in self.state.values()), default=0)
 
@@ -97,17 +97,13 @@ class AdamW:
             )
 
 
-def build_optimizer(
-    masters: Mapping[str, nn.Parameter],
-    optim: OptimConfig,
-    model: ModelConfig,
-) -> AdamW:
-    """AdamW with two groups: matrices decay, norms, biases and embeddings (tied uses included) do not.
+def build_optimizer(masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]) -> AdamW:
+    """AdamW with two groups: parameters whose row says that they decay (matrices), and all others.
 
     A rank without parameters gets an optimizer whose step does nothing.
     """
-    decayed = [p for name, p in masters.items() if parameter_of(name, model).decayed]
-    spared = [p for name, p in masters.items() if not parameter_of(name, model).decayed]
+    decayed = [p for name, p in masters.items() if rows[name].decayed]
+    spared = [p for name, p in masters.items() if not rows[name].decayed]
     groups = [Group(decayed, optim.weight_decay, optim.lr), Group(spared, 0.0, optim.lr)]
     return AdamW(groups, (optim.beta1, optim.beta2), optim.eps)
 

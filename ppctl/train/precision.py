@@ -1,8 +1,8 @@
 """The weights of one rank twice: as the model computes with them, and as the optimizer steps them (float32).
 
 Knows dtypes and accumulation of gradients. Must not know stages, the schedule or the optimizer's rule. In float32 both
-are the same objects and nothing is done twice; else the master's `.grad` is the float32 accumulator (Megatron's
-main_grad), so that all that follows - replication, ties, norm, clipping, AdamW, checkpoints - reads masters only.
+are the same objects and nothing is done twice; otherwise the master's `.grad` is the float32 accumulator (Megatron's
+main_grad). Replication, ties, norm, clipping, AdamW and checkpoints read masters only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Weights:
     Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype.
     """
 
+    model: dict[str, nn.Parameter]
+    master: dict[str, nn.Parameter]
+
     def __init__(self, model: Mapping[str, nn.Parameter]) -> None:
         self.model = dict(model)
         self.master = {name: _master(parameter) for name, parameter in model.items()}
@@ -42,11 +45,11 @@ class Weights:
             parameter.grad = None
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A master, or a moment of one, as it is: nothing here is a part."""
+        """The whole of `tensor`, a master or a moment of one: the tensor itself."""
         return tensor
 
     def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:
-        """The counterpart of `whole` after loading."""
+        """Take from `whole` what `tensor` holds of it, after loading: nothing, they are one tensor."""
 
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated float32 gradients by canonical name, without the parameters that received none."""
@@ -88,12 +91,11 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
-    """Move one microbatch's gradient into the float32 accumulator, which keeps what bfloat16 would round away."""
-    gradient = parameter.grad
-    if gradient is None:
-        return
-    parameter.grad = None
-    if master.grad is None:
-        master.grad = gradient.float()
-    else:
-        master.grad.add_(gradient)
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        master.grad = add_in_float32(master.grad, gradient)
+
+
+def add_in_float32(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """`total` with one microbatch's gradient added in place, in float32, which keeps what bfloat16 would round away."""
+    return gradient.float() if total is None else total.add_(gradient)

@@ -12,37 +12,33 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from ppctl.comm.clock import clock_offset
 from ppctl.comm.communicator import Communicator
-from ppctl.comm.groups import make_group
+from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
-from ppctl.data.documents import DocumentEnd
-from ppctl.data.load import Samples, load_data
+from ppctl.data.load import NO_END, DocumentEnd, Samples, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.pace import Heartbeat as EngineHeartbeat
 from ppctl.engine.recorder import Recorder, make_recorder
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.names import parameter_of
+from ppctl.geometry.parameters import Parameter
 from ppctl.model.compile import compile_stage
-from ppctl.model.moe import Share
-from ppctl.model.names import tied_uses
 from ppctl.model.recompute import Switch, recompute
-from ppctl.model.stage import StageModule, build_stage
+from ppctl.model.stage import build_stage, experts_of
+from ppctl.model.stage_model import StageModel
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
-from ppctl.parallel.ties import TiedGradients, TiedUse
+from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.topology import RankGrid
-from ppctl.train.gathered import GatheredWeights
-from ppctl.train.grad_norm import GradientNorm
+from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
-from ppctl.train.measured import RecentSteps
+from ppctl.train.measured_costs import RecentSteps
 from ppctl.train.optimizer import AdamW, build_optimizer
 from ppctl.train.precision import Weights
-from ppctl.train.sharded import GradientScatter, ShardedWeights
+from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
 
 
 class Heartbeat(EngineHeartbeat, Protocol):
@@ -66,9 +62,11 @@ class Session:
     """Every group of this rank by its axis, these two among them."""
     communicator: Communicator | None
     """None where the pipeline has one rank."""
-    stages: dict[int, StageModule]
-    recompute: dict[int, Switch]
-    weights: Weights | ShardedWeights
+    stages: Mapping[int, StageModel]
+    recompute: Mapping[int, Switch]
+    rows: Mapping[str, Parameter]
+    """What each parameter and buffer of these stages is, by canonical name."""
+    weights: Weights
     optimizer: AdamW
     loss_scale: LossScale | None
     """In float16 only."""
@@ -79,8 +77,8 @@ class Session:
     """What is trained on, on ranks that read data (`reads_data`)."""
     held_out: Samples | None
     """What is evaluated on, where the config names any; on the same ranks."""
-    document_end: DocumentEnd | None
-    """What ends a document, where the config lets anything follow from it; on the same ranks."""
+    document_end: DocumentEnd
+    """What ends a document, and what follows from it; on the same ranks."""
     recorder: Recorder
     steps: RecentSteps
     heartbeat: Heartbeat | None
@@ -89,6 +87,11 @@ class Session:
     def gathered(self) -> GatheredWeights | None:
         """The weights, where they are whole only while a stage computes."""
         return self.weights if isinstance(self.weights, GatheredWeights) else None
+
+    @property
+    def microbatches_of_all(self) -> int:
+        """Microbatches of the global batch: of all schedule calls of a step, on all data-parallel ranks."""
+        return self.plan.gradient_accumulation_steps * self.plan.num_microbatches * self.plan.sizes.dp
 
     def close(self) -> None:
         """End the connections of the pipeline's messages; every rank calls it, before the process groups go."""
@@ -153,23 +156,22 @@ def build_session(
     data = load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(
-            config.parallel.deterministic_mode
-        )  # imports torch's compiler, whatever is asked
-    share = Share(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
-    stages = {
-        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, share=share)
+        # Only where it changes something: the call imports torch's compiler.
+        torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
+    experts = experts_of(config.model, grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
+    stages: dict[int, StageModel] = {
+        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, experts=experts)
         for spec in own.stages
     }
+    rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     if ep_group is not None:
         for stage in stages.values():
             stage.spread_experts(ExpertExchange(ep_group))
     if config.train.compile:
         for stage in stages.values():
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
-    weights, reducer = _weights(config, plan, stages, groups)
-    pipeline = grid.group_of("pp", rank)
-    uses = [TiedUse(pipeline[use.pp_rank], use.name) for use in tied_uses(plan.stages, config.model)]
+    weights, reducer = _weights(config, plan, stages, rows, groups)
+    uses = tied_uses(plan.stages, config.model, grid.group_of("pp", rank))
     return Session(
         config=config,
         plan=plan,
@@ -181,22 +183,23 @@ def build_session(
         communicator=communicator,
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
+        rows=rows,
         weights=weights,
-        optimizer=build_optimizer(weights.master, config.optim, config.model),
+        optimizer=build_optimizer(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(
-            plan.stages,
-            config.model,
+            locate_parameters(plan.stages, config.model),
             device=device,
             group=pp_group if plan.sizes.pp > 1 else None,
+            experts=_expert_stacks(rows),
             expert_group=ep_group,
             part_group=dp_group if isinstance(weights, ShardedWeights) else None,
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
-        document_end=None if data is None else data.end,
+        document_end=NO_END if data is None else data.end,
         recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
         steps=RecentSteps(),
         heartbeat=heartbeat,
@@ -208,9 +211,18 @@ def _axes(plan: Plan) -> list[str]:
     return ["pp", "dp", *(["ep", "edp"] if plan.sizes.ep > 1 else [])]
 
 
+def _expert_stacks(rows: Mapping[str, Parameter]) -> set[str]:
+    """The names of the parameters that hold one matrix for each expert."""
+    return {name for name, row in rows.items() if row.experts}
+
+
 def _weights(
-    config: RunConfig, plan: Plan, stages: Mapping[int, StageModule], groups: Mapping[str, ProcessGroup]
-) -> tuple[Weights | ShardedWeights, GradientReducer | GradientScatter]:
+    config: RunConfig,
+    plan: Plan,
+    stages: Mapping[int, StageModel],
+    rows: Mapping[str, Parameter],
+    groups: Mapping[str, ProcessGroup],
+) -> tuple[Weights, GradientReducer | GradientScatter]:
     """This rank's parameters, and what sums their gradients, whole or in parts.
 
     Sums go over dp; of experts that are spread over ranks, over those that hold the same ones.
@@ -218,7 +230,7 @@ def _weights(
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
-    spread = {name for name in model if parameter_of(name, config.model).experts} if sizes.ep > 1 else set()
+    spread = _expert_stacks(rows) if sizes.ep > 1 else set()
     dp_group = groups["dp"]
     edp_group = groups.get("edp", dp_group)
     if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":

@@ -1,26 +1,30 @@
-"""The weights of one rank where data-parallel ranks share what the optimizer needs (decision 11).
+"""The weights of one rank where data-parallel ranks share what the optimizer needs (decisions 11 and 21).
 
 Knows which part of every parameter this rank steps. Must not know stages' modules, the schedule or the optimizer's
-rule. Model weights are whole. Gradients add up whole, in float32, until a stage's last backward; then every rank gets
-its part of the sum, and the rest is freed. Masters and moments exist in parts alone. All by canonical name.
+rule. Gradients add up whole, in float32, until a stage's last backward; then every rank gets its part of the sum, and
+the rest is freed. Masters and moments exist in parts alone. The model's weights are whole, or (`GatheredWeights`) whole
+only while a stage computes. All by canonical name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.cost.passing import BUCKET_ELEMENTS
-from ppctl.parallel.shard import Arriving, gather_into, part_of, scatter_sums
+from ppctl.parallel.replicate import buckets
+from ppctl.parallel.shard import Coming, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
+from ppctl.train.precision import Weights, add_in_float32
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""
 
 
-class ShardedWeights:
+class ShardedWeights(Weights):
     """As `Weights`, with `master[name]` this rank's part [elements / n] of the float32 parameter."""
 
     def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
@@ -36,34 +40,29 @@ class ShardedWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Make the model's weights from the ranks' masters. A collective of the groups."""
-        for names in self._buckets(self.model):
+        for names in self.buckets(self.model):
             wholes = [self.model[name].data for name in names]
             gather_into(wholes, [self.master[name].data for name in names], self.group_of(names[0]))
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
         self.sums.clear()
-        for parameter in (*self.model.values(), *self.master.values()):
-            parameter.grad = None
-
-    def gradients(self) -> dict[str, Tensor]:
-        """This rank's parts of the summed gradients by name, without the parameters that received none."""
-        return {name: master.grad for name, master in self.master.items() if master.grad is not None}
+        super().clear_gradients()
 
     @torch.no_grad()
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """What `part` (of the parameter `name`, its master or a moment) is a part of, on the CPU. A collective."""
-        if not part.dim():
-            return part
-        made = torch.empty(self.model[name].shape, dtype=part.dtype, device=part.device)
-        gather_into([made], [part.detach()], self.group_of(name))
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole, on the CPU, of which `tensor` (the master of `name`, or a moment) is a part. A collective."""
+        if not tensor.dim():
+            return tensor
+        made = torch.empty(self.model[name].shape, dtype=tensor.dtype, device=tensor.device)
+        gather_into([made], [tensor.detach()], self.group_of(name))
         return made.cpu()
 
     @torch.no_grad()
-    def keep(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of `whole` into `part`."""
-        if part is not whole:
-            part.copy_(part_of(whole, self.group_of(name)))
+    def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:
+        """Take this rank's part of `whole` into `tensor`."""
+        if tensor is not whole:
+            tensor.copy_(part_of(whole, self.group_of(name)))
 
     def take_sum(self, name: str) -> Tensor:
         """The gradient summed so far, zeros where there is none, which is forgotten here."""
@@ -75,35 +74,95 @@ class ShardedWeights:
         return gradient
 
     def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Neighbours that one group shares, up to the bucket's size."""
-        yield from self._buckets(names)
-
-    def _buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """The names by the group that shares them, in buckets."""
         by_group: dict[dist.ProcessGroup, list[str]] = {}
         for name in names:
             by_group.setdefault(self.group_of(name), []).append(name)
         for shared in by_group.values():
-            bucket: list[str] = []
-            elements = 0
-            for name in shared:
-                elements += self.model[name].numel()
-                if bucket and elements > BUCKET_ELEMENTS:
-                    yield bucket
-                    bucket, elements = [], self.model[name].numel()
-                bucket.append(name)
-            yield bucket
+            yield from buckets(shared, lambda name: self.model[name].numel(), self.group_of, BUCKET_ELEMENTS)
 
     def _accumulator(self, name: str) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                return
-            if name in self.sums:
-                self.sums[name].add_(gradient)
-            else:
-                self.sums[name] = gradient.float()
+            if gradient is not None:
+                self.sums[name] = add_in_float32(self.sums.get(name), gradient)
 
         return accumulate
+
+
+class GatheredWeights(ShardedWeights):
+    """As `ShardedWeights`, whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
+
+    Between steps a rank has its parts of the float32 masters and moments, and nothing else of a weight. `begin` and
+    `hold` are collectives of the groups that share the stage's parameters: all ranks call in one order.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Iterable[str]], model: Mapping[str, nn.Parameter], group_of: GroupOf
+    ) -> None:
+        super().__init__(model, group_of)
+        self.stages = {stage: list(names) for stage, names in stages.items()}
+        self._coming: dict[int, list[tuple[list[str], Coming]]] = {}
+        self._held: set[int] = set()
+        self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
+        self.release_all()
+
+    def publish(self) -> None:
+        """Do nothing: the next step gathers what the masters are by then."""
+
+    @torch.no_grad()
+    def begin(self, stage: int) -> None:
+        """Start gathering the stage's weights, and return; nothing where they are here or on their way."""
+        if stage in self._held or stage in self._coming:
+            return
+        self._coming[stage] = [(names, self._start(names)) for names in self.buckets(self.stages[stage])]
+
+    @torch.no_grad()
+    def hold(self, stage: int) -> None:
+        """Return once the stage's weights are whole."""
+        if stage in self._held:
+            return
+        self.begin(stage)
+        coming = self._coming.pop(stage)
+        self._held.add(stage)
+        while coming:  # what was gathered is freed bucket by bucket
+            names, bucket = coming.pop(0)
+            bucket.into(self._made(name) for name in names)
+            del bucket
+
+    def release(self, stage: int) -> None:
+        """Forget the stage's weights, after its last backward."""
+        self._held.discard(stage)
+        for name in self.stages[stage]:
+            self.model[name].data = self._nothing[name]
+
+    @contextmanager
+    def all_held(self) -> Iterator[None]:
+        """All stages' weights are whole inside."""
+        for stage in self.stages:
+            self.hold(stage)
+        yield
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Forget all weights, where no backward follows."""
+        for stage in self.stages:
+            self.release(stage)
+
+    def _start(self, names: Sequence[str]) -> Coming:
+        parts = [self.master[name].data for name in names]
+        return start_gather(parts, self.model[names[0]].dtype, self.group_of(names[0]))
+
+    def _made(self, name: str) -> Tensor:
+        """Memory for a weight, which is the model's from now on."""
+        parameter = self.model[name]
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        return parameter.data
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    """A tensor of the same shape that takes no memory, and whose values (NaN) show where somebody computes with it."""
+    return torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 class GradientScatter:
@@ -112,8 +171,7 @@ class GradientScatter:
     def __init__(self, stages: Mapping[int, Iterable[str]], weights: ShardedWeights) -> None:
         self.stages = {stage: list(names) for stage, names in stages.items()}
         self.weights = weights
-        self._divisor = 1.0
-        self._running: list[tuple[list[str], Arriving]] = []
+        self._running: list[tuple[list[str], ScatteredSums]] = []
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
@@ -135,7 +193,7 @@ class GradientScatter:
 
     def finish(self) -> None:
         """Wait for every sum started since the last call: the masters' gradients are there."""
-        for names, arriving in self._running:
-            for name, part in zip(names, arriving.wait(), strict=True):
+        for names, sums in self._running:
+            for name, part in zip(names, sums.wait(), strict=True):
                 self.weights.master[name].grad = part
         self._running.clear()

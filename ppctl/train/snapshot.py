@@ -1,62 +1,68 @@
 """A session as a checkpoint sees it: every tensor under its canonical global name, and the position in the data.
 
-Knows which tensors make up the training state. Must not know files: `ppctl.checkpoint` writes and reads them.
+Knows which tensors make up the training state, and that first weights may come from a model directory or another
+checkpoint. Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ppctl import checkpoint
 from ppctl.checkpoint import read_state
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.replicas import copies
 from ppctl.config.keys import as_typed
+from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
-from ppctl.geometry.names import owner_of
-from ppctl.model.initialize import pieces
-from ppctl.pretrained.tokenizer_files import tokenizer_path
+from ppctl.families.directory import CONFIG, open_directory
+from ppctl.model.stage_model import pieces
+from ppctl.pretrained.companion_files import tokenizer_path
+from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.topology import RankGrid
 from ppctl.train.optimizer import state_by_name
 from ppctl.train.session import Session
-from ppctl.train.start import fill
 
 
-class Part(NamedTuple):
-    """A tensor of which this rank holds a part, made whole for a checkpoint."""
+class Shard(NamedTuple):
+    """A tensor as this rank holds it, and the whole that stands for it in a checkpoint."""
 
     name: str
-    part: Tensor
+    own: Tensor
     whole: Tensor
 
 
-def named_tensors(session: Session, parts: list[Part] | None = None) -> dict[str, Sequence[Tensor]]:
-    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds; a tied one's uses together.
+def named_tensors(session: Session, shards: list[Shard] | None = None) -> dict[str, Sequence[Tensor]]:
+    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds, all uses of a shared one.
 
-    Experts go one by one, whoever holds them together here; a stack's count of optimizer steps is one number. What this
-    rank holds a part of is whole, and a copy: `parts` tells which. A collective where there are such parts.
+    A stack of experts is taken apart into single ones; its count of optimizer steps is one number for the stack. What
+    this rank holds a part of is made whole, in a copy: `shards` takes both. A collective where there are such parts.
     """
     tensors: dict[str, list[Tensor]] = {}
+    experts = next((stage.experts for stage in session.stages.values()), range(0))
 
     def add(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> None:
-        owner = owner_of(name, session.config.model)
-        for piece, part in pieces(owner, tensor, held) if tensor.dim() else [(owner, tensor)]:
+        row = session.rows[name]
+        named = pieces(name, tensor, row, experts) if tensor.dim() else [(row.copy_of or name, tensor)]
+        for piece, part in named:
             tensors.setdefault(f"{prefix}.{piece}{suffix}", []).append(part)
 
-    held = next((stage.held for stage in session.stages.values()), range(0))
     moments = state_by_name(session.optimizer, session.weights.master)
     for name, parameter in session.weights.master.items():
         held_here = {"": parameter.detach()} | {f".{key}": tensor for key, tensor in moments[name].items()}
-        for suffix, part in held_here.items():
-            whole = session.weights.whole(name, part)
+        for suffix, own in held_here.items():
+            whole = session.weights.whole(name, own)
             add("optim" if suffix else "model", name, whole, suffix)
-            if parts is not None:
-                parts.append(Part(name, part, whole))
+            if shards is not None:
+                shards.append(Shard(name, own, whole))
     for stage in session.stages.values():
         for name, buffer in stage.canonical_buffers().items():
             add("model", name, buffer)
@@ -96,18 +102,38 @@ def save_checkpoint(
 
 
 def start_from(session: Session, path: Path) -> None:
-    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed."""
-    with _filling(session) as tensors:
-        fill(tensors, path, session.config.model)
+    """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
+
+    Values are cast to float32; the optimizer's state stays. Raises CheckpointError as the sources do. Whether they fit
+    the model was looked at before the first rank started.
+    """
+    with torch.no_grad(), _filling(session) as tensors:
+        read = _source(path, session.config.model)
+        for name, value in tensors.items():
+            if name.startswith("model."):
+                tensor = read(name)
+                for each in copies(value):
+                    each.copy_(tensor)
+
+
+def _source(path: Path, model: ModelConfig) -> Callable[[str], Tensor]:
+    """What reads a tensor by its name in checkpoints, `model.<canonical name>`."""
+    if not (path / CONFIG).is_file():
+        from ppctl.checkpoint.streaming import CheckpointReader  # it loads torch's checkpoint library
+
+        return CheckpointReader(path, read_manifest(path)).tensor
+    reader = Reader(open_directory(path, model=model))
+    reader.check_copies()
+    return lambda name: reader.tensor(name.removeprefix("model."))
 
 
 @contextmanager
 def _filling(session: Session) -> Iterator[dict[str, Sequence[Tensor]]]:
     """The session's tensors, to be filled; afterwards every rank has its part, and the model its weights."""
-    parts: list[Part] = []
-    yield named_tensors(session, parts)
-    for name, part, whole in parts:
-        session.weights.keep(name, part, whole)
+    shards: list[Shard] = []
+    yield named_tensors(session, shards)
+    for name, own, whole in shards:
+        session.weights.keep(name, own, whole)
     session.weights.publish()
 
 
@@ -134,7 +160,7 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         Problem(
             "PP-E741",
             f"the checkpoint's position in the data means nothing here: {key} was {state[key]} and is {value}",
-            _back(key, state, session),
+            _restoring(key, state, session),
             place=str(path),
         )
         for key, value in now.items()
@@ -149,14 +175,14 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     return state
 
 
-def _back(key: str, state: Mapping[str, Any], session: Session) -> str:
-    """What goes back to the position in the data that the checkpoint has."""
+def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
+    """The remedy that gives the run the data of the checkpoint again."""
     if key != "data_digest":
         return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
     data = session.config.data
-    said = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in said.items()}
-    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != said[key]]
+    here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
+    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
+    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
     if changed:
         return " ".join(changed)
     return "put back the files that the checkpoint was trained on: they have changed"

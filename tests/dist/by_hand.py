@@ -8,11 +8,10 @@ import torch.distributed as dist
 from cuts import cut
 
 from ppctl.model.loss import microbatch_loss
-from ppctl.model.names import tied_uses
 from ppctl.model.stage import build_stage
 from ppctl.parallel.replicate import GradientReducer
-from ppctl.parallel.ties import TiedGradients, TiedUse
-from ppctl.train.grad_norm import GradientNorm, clip_gradients
+from ppctl.parallel.ties import TiedGradients, tied_uses
+from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
 from ppctl.train.optimizer import build_optimizer, lr_at, set_lr
 from ppctl.train.precision import Weights
 
@@ -30,14 +29,14 @@ class HandPipeline:
         self.stages = {s.stage: build_stage(s, model, seed=seed, dtype=dtype, device="cpu") for s in own}
         self.weights = Weights({n: p for s in self.stages.values() for n, p in s.canonical_parameters().items()})
         master = self.weights.master
-        self.optimizer = build_optimizer(master, optim, model)
-        uses = [TiedUse(self.pp_ranks[use.pp_rank], use.name) for use in tied_uses(self.specs, model)]
-        self.ties = TiedGradients(uses, master, self.rank)
+        rows = {name: row for stage in self.stages.values() for name, row in stage.parameter_rows().items()}
+        self.optimizer = build_optimizer(master, optim, rows)
+        self.ties = TiedGradients(tied_uses(self.specs, model, self.pp_ranks), master, self.rank)
         pp_groups = [dist.new_group([d * pp + i for i in range(pp)]) for d in range(self.dp)]
         dp_groups = [dist.new_group([d * pp + i for d in range(self.dp)]) for i in range(pp)]
         self.pp_group = pp_groups[self.dp_rank] if pp > 1 else None
         self.dp_group = dp_groups[self.pp_rank] if self.dp > 1 else None
-        self.norm = GradientNorm(self.specs, model, device="cpu", group=self.pp_group)
+        self.norm = GradientNorm(locate_parameters(self.specs, model), device="cpu", group=self.pp_group)
         by_stage = {s: [master[n] for n in m.canonical_parameters()] for s, m in self.stages.items()}
         self.reducer = GradientReducer(by_stage, self.dp_group)
 

@@ -31,7 +31,7 @@ def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
     assert isinstance(stage, FSDPModule)
     parameters = dict(stage.named_parameters())
-    optimizer = build_optimizer(parameters, config.optim, config.model)
+    optimizer = build_optimizer(parameters, config.optim, stage.parameter_rows())
     losses, norms = [], []
     for step in range(STEPS):
         batch = batches.step(step)

@@ -15,12 +15,11 @@ from ranks import run_ranks
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.families.directory import open_directory
-from ppctl.geometry.names import owner_of
 from ppctl.launch.weights import check_weights, model_values
-from ppctl.model.initialize import pieces
 from ppctl.model.loss import token_losses
+from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
-from ppctl.pretrained.reading import Reader
+from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import build_session
 from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
@@ -68,11 +67,11 @@ def loss_and_gradients(mapping: dict) -> tuple[float, dict[str, torch.Tensor]]:
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
     start_from(session, Path(str(config.model.from_)))
     loss = Trainer(session, session.batches(), lambda: False).step(0).record["loss"]
-    held = next(stage.held for stage in session.stages.values())
+    experts = next(stage.experts for stage in session.stages.values())
     gradients = {
         piece: part.clone()
         for name, master in session.weights.master.items()
-        for piece, part in pieces(owner_of(name, config.model), master.grad, held)
+        for piece, part in pieces(name, master.grad, session.rows[name], experts)
     }
     return loss, gradients
 

@@ -7,7 +7,7 @@ from cuts import cut, tiny
 from ranks import run_ranks
 
 from ppctl.model.stage import build_stage
-from ppctl.train.grad_norm import GradientNorm, clip_gradients
+from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
 
 
 def gradients(specs, model):
@@ -29,7 +29,7 @@ def measure(layout, model, bad):
     own = gradients([spec for spec in specs if spec.pp_rank == dist.get_rank()], model)
     if bad in own:
         own[bad].grad.view(-1)[0] = float("nan")
-    norm = GradientNorm(specs, model, device="cpu", group=dist.group.WORLD).measure(own)
+    norm = GradientNorm(locate_parameters(specs, model), device="cpu", group=dist.group.WORLD).measure(own)
     clip_gradients(own, norm, 1.0)
     return norm.item(), {name: p.grad for name, p in own.items()}, norm.culprits()
 

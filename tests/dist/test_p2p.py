@@ -10,10 +10,10 @@ from ranks import RanksFailed, run_ranks
 from ppctl.comm.channel_ends import loop_channels
 from ppctl.comm.groups import make_group
 from ppctl.comm.modes import Modes, pipeline_backend
-from ppctl.comm.shapes import MessageError
+from ppctl.comm.variable_shapes import MessageError
 from ppctl.errors import ConfigError
+from ppctl.megatron.message_shapes import message_dtype
 from ppctl.megatron.p2p_communication import P2PCommunicator, is_single_shape
-from ppctl.megatron.shapes import message_dtype
 from ppctl.schedule.action import Channel
 
 SHAPE = (2, 3)

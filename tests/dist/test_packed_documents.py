@@ -16,10 +16,10 @@ from test_bitwise_models import STEPS, config_of, hold, train_cut
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
+from ppctl.model.packing import Packing
 from ppctl.plan.build import build_plan
 from ppctl.train.generate import write_sample
 from ppctl.train.loop import train
-from ppctl.train.packing import packing_of
 from ppctl.train.session import build_session
 
 MLA = dict(multi_latent_attention=True, q_lora_rank=10, kv_lora_rank=14, qk_head_dim=6, qk_pos_emb_head_dim=8)
@@ -50,7 +50,7 @@ def reference_of(config: RunConfig):
     assert sum(len(row) for b in read for rows in b.documents for row in rows) > 2 * STEPS * train.global_batch_size
     given = [
         [
-            (b.tokens[i], b.labels[i], b.loss_mask[i], packing_of(b.positions, b.documents, i))
+            (b.tokens[i], b.labels[i], b.loss_mask[i], Packing.of(b.positions, b.documents, i))
             for i in range(len(b.tokens))
         ]
         for b in read

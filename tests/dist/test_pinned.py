@@ -13,7 +13,7 @@ from pipeline import join, make_communicator, plain_loop, run_case
 from ranks import run_ranks
 
 from ppctl.comm import pinned
-from ppctl.comm.pinned import PinnedEnd
+from ppctl.comm.channels import PinnedEnd
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 

@@ -72,7 +72,7 @@ def peak_bytes(mapping):
     trainer.step(0)
     with LiveBytes() as live:
         trainer.step(1)
-    batch = trainer.batch
+    batch = trainer.stages.batch
     return live.peak, 0 if batch is None else sum(t.nbytes for t in (batch.tokens, batch.labels, batch.loss_mask))
 
 

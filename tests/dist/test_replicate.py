@@ -104,5 +104,6 @@ def test_without_a_group_nothing_happens():
 def test_buckets_hold_neighbours_of_one_dtype_up_to_the_limit():
     sizes = [(2, torch.float32), (3, torch.float32), (9, torch.float32), (1, torch.float32), (1, torch.bfloat16)]
     parameters = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
-    assert [[p.numel() for p in bucket] for bucket in buckets(parameters, 5)] == [[2, 3], [9], [1], [1]]
-    assert list(buckets([], 5)) == []
+    made = buckets(parameters, torch.numel, lambda p: p.dtype, 5)
+    assert [[p.numel() for p in bucket] for bucket in made] == [[2, 3], [9], [1], [1]]
+    assert list(buckets([], torch.numel, lambda p: p.dtype, 5)) == []

@@ -18,10 +18,10 @@ from test_bitwise_law import config_of
 from test_faults import alive
 
 from ppctl.comm.groups import make_group
-from ppctl.comm.sockets import raise_file_limit
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.rank.rendezvous import Ranks, join_world
+from ppctl.rank.sockets import raise_file_limit
 from ppctl.reach.warm_up import warm_up
 from ppctl.train.session import build_session
 

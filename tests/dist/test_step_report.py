@@ -25,14 +25,13 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import TrainingError
 from ppctl.plan.build import build_plan
 from ppctl.topology import ParallelSizes, RankGrid
-from ppctl.train.report import (
+from ppctl.train.figures import bubble_fraction, slowest_stage
+from ppctl.train.rank_reports import (
     NOTHING,
     RankReport,
     Reports,
-    bubble_fraction,
     check_reports,
     gather_reports,
-    slowest_stage,
     stop_reason,
 )
 from ppctl.train.session import build_session

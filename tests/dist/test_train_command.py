@@ -73,7 +73,9 @@ def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
     log = (whole_run[1] / "logs" / "rank-0001.log").read_text()
     imported = re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE)
     assert "torch._dynamo" not in imported
-    assert imported.index("ppctl.rank.watchdog") < imported.index("sympy") < imported.index("ppctl.checkpoint.ranks")
+    assert (
+        imported.index("ppctl.rank.watchdog") < imported.index("sympy") < imported.index("ppctl.checkpoint.agreement")
+    )
 
 
 def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(whole_run, tmp_path):

@@ -17,8 +17,8 @@ from ppctl.cost.parameters import (
 from ppctl.families.tensors import model_tensors
 from ppctl.geometry.layers import parse_layers
 from ppctl.geometry.parameters import MTP_EMBEDDING
-from ppctl.model.initialize import pieces
 from ppctl.model.stage import meta_stage
+from ppctl.model.stage_model import pieces
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 NAMES = sorted({path.stem for path in CONF.glob("*.yaml")} - {"gpt3_175b"})
@@ -42,7 +42,7 @@ def test_what_is_built_is_what_is_planned(name: str) -> None:
         built |= {
             piece: tuple(part.shape)
             for stack, tensor in tensors.items()
-            for piece, part in pieces(stack, tensor, stage.held)
+            for piece, part in pieces(stack, tensor, stage.parameter_rows()[stack], stage.experts)
         }
         copies = replicated_parameters(model, layers)
         assert count - copies == sum(tensor.numel() for tensor in tensors.values())

@@ -5,7 +5,7 @@ import torch
 from cuts import cut, tiny
 
 from ppctl.model.stage import build_stage
-from ppctl.train.grad_norm import GradientNorm, clip_gradients
+from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
 
 CUTS = ["EttttL", "Ett|ttL", "E|t|tt||t|L"]
 
@@ -23,7 +23,7 @@ def parameters(layout, model):
 def test_norm_and_clipped_gradients_are_bitwise_those_of_clip_grad_norm(layout, max_norm):
     model = tiny()
     ours, theirs = parameters(layout, model), parameters("EttttL", model)
-    norm = GradientNorm(cut(layout, 1), model, device="cpu").measure(ours)
+    norm = GradientNorm(locate_parameters(cut(layout, 1), model), device="cpu").measure(ours)
     clip_gradients(ours, norm, max_norm)
     expected = torch.nn.utils.clip_grad_norm_(theirs.values(), max_norm)
     assert norm.item() == expected.item() > 0.5
@@ -38,7 +38,7 @@ def test_a_tied_parameter_counts_once_and_all_its_uses_are_clipped():
     own["output.weight"].grad = own["tok_embeddings.weight"].grad.clone()
     once = [p.grad for name, p in own.items() if name != "output.weight"]
     expected = torch.nn.utils.get_total_norm(once)
-    norm = GradientNorm(cut("EttttL", 1), model, device="cpu").measure(own)
+    norm = GradientNorm(locate_parameters(cut("EttttL", 1), model), device="cpu").measure(own)
     assert torch.equal(norm.total, expected)
     clip_gradients(own, norm, 0.5)
     assert torch.equal(own["output.weight"].grad, own["tok_embeddings.weight"].grad)
@@ -49,7 +49,7 @@ def test_clip_0_leaves_gradients_alone():
     model = tiny()
     own = parameters("EttttL", model)
     before = {name: p.grad.clone() for name, p in own.items()}
-    clip_gradients(own, GradientNorm(cut("EttttL", 1), model, device="cpu").measure(own), 0.0)
+    clip_gradients(own, GradientNorm(locate_parameters(cut("EttttL", 1), model), device="cpu").measure(own), 0.0)
     assert all(torch.equal(own[name].grad, before[name]) for name in own)
 
 
@@ -57,7 +57,7 @@ def test_clip_0_leaves_gradients_alone():
 def test_the_parameters_that_are_not_finite_are_named_with_their_stage_and_pp_rank(bad):
     model = tiny()
     own = parameters("Et|t|t|tL", model)
-    norms = GradientNorm(cut("Et|t|t|tL", 2), model, device="cpu")
+    norms = GradientNorm(locate_parameters(cut("Et|t|t|tL", 2), model), device="cpu")
     assert norms.measure(own).culprits() == ()
     own["layers.2.feed_forward.w3.weight"].grad[3, 1] = bad
     own["norm.weight"].grad[0] = bad
@@ -70,7 +70,7 @@ def test_a_parameter_without_a_gradient_counts_as_nothing():
     model = tiny()
     own = parameters("EttttL", model)
     own["layers.1.attention.wo.weight"].grad = None
-    norm = GradientNorm(cut("EttttL", 1), model, device="cpu").measure(own)
+    norm = GradientNorm(locate_parameters(cut("EttttL", 1), model), device="cpu").measure(own)
     assert norm.item() == pytest.approx(
         torch.nn.utils.get_total_norm([p.grad for p in own.values() if p.grad is not None]).item(), rel=1e-6
     )

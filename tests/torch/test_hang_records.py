@@ -13,7 +13,7 @@ import pytest
 from ppctl.rank import flight_record
 from ppctl.rank.signals import Listener
 from ppctl.rundir import RunDir
-from ppctl.train.report import TIME_IS_OVER, RankReport, Reports, stop_reason
+from ppctl.train.rank_reports import TIME_IS_OVER, RankReport, Reports, stop_reason
 
 
 @pytest.fixture

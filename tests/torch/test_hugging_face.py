@@ -22,8 +22,8 @@ from ppctl.families.tensors import model_tensors
 from ppctl.pretrained import convert
 from ppctl.pretrained.__main__ import main as convert_command
 from ppctl.pretrained.convert import export_checkpoint, import_directory
-from ppctl.pretrained.reading import Reader, dequantised
-from ppctl.pretrained.writing import write_shards
+from ppctl.pretrained.safetensors_reader import Reader, dequantised
+from ppctl.pretrained.safetensors_writer import write_shards
 
 
 def silent(*_):

@@ -8,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from ppctl.geometry.layers import parse_layers
 from ppctl.geometry.names import canonical_names
 from ppctl.model.loss import microbatch_loss, token_losses
-from ppctl.model.names import tied_uses
 from ppctl.model.stage import build_stage, meta_stage
+from ppctl.parallel.ties import tied_uses
 
 HF_NAMES = {
     "attention.wq": "self_attn.q_proj",
@@ -205,8 +205,9 @@ def test_canonical_names_of_the_stages_follow_each_other_in_the_models_order():
 
 def test_uses_of_a_tied_embedding_are_embedding_then_output():
     stages = cut("Et|t|t|tL", 2)
-    assert tied_uses(stages, tiny()) == ()
-    assert tied_uses(stages, tiny(share_embeddings_and_output_weights=True)) == (
-        (0, 0, "tok_embeddings.weight"),
-        (3, 1, "output.weight"),
+    pipeline = (6, 7)
+    assert tied_uses(stages, tiny(), pipeline) == ()
+    assert tied_uses(stages, tiny(share_embeddings_and_output_weights=True), pipeline) == (
+        (6, "tok_embeddings.weight"),
+        (7, "output.weight"),
     )

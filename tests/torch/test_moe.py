@@ -8,11 +8,11 @@ from cuts import tiny
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.geometry.layers import parse_layers
+from ppctl.model.feed_forward import Experts, MixtureOfExperts
 from ppctl.model.initialize import initial_value
 from ppctl.model.linear import grouped_product
-from ppctl.model.moe import Experts, MixtureOfExperts, Share
 from ppctl.model.router import balance_loss, within_best_groups
-from ppctl.model.stage import build_stage, meta_stage
+from ppctl.model.stage import build_stage, experts_of, meta_stage
 from ppctl.plan import StageSpec
 
 SOFTMAX = dict(num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=10)
@@ -158,7 +158,7 @@ def test_the_ledger_counts_every_token_once_in_training_and_never_elsewhere():
 
 
 def test_grouped_products_are_those_of_the_loop():
-    experts = Experts(tiny(**SOFTMAX | dict(hidden_size=16, moe_ffn_hidden_size=32)), Share()).bfloat16()
+    experts = Experts(tiny(**SOFTMAX | dict(hidden_size=16, moe_ffn_hidden_size=32))).bfloat16()
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     counts = torch.tensor([3, 0, 5, 1, 0, 2])
@@ -174,7 +174,8 @@ def test_experts_start_as_their_own_names_say_whoever_holds_them():
     whole = build_stage(spec, model, **options).canonical_parameters()
     for name in ("w1", "w2", "w3"):
         stack = f"layers.1.moe.experts.{name}"
-        parts = [build_stage(spec, model, **options, share=Share(r, 4)).canonical_parameters()[stack] for r in range(4)]
+        shares = [build_stage(spec, model, **options, experts=experts_of(model, rank, 4)) for rank in range(4)]
+        parts = [share.canonical_parameters()[stack] for share in shares]
         assert torch.equal(torch.cat(parts), whole[stack])
         alone = f"layers.1.moe.experts.5.{name}.weight"
         assert torch.equal(whole[stack][5], initial_value(alone, tuple(whole[stack].shape[1:]), model, 3))

@@ -8,6 +8,7 @@ from cuts import cut, tiny
 from torch import nn
 
 from ppctl.config.schema import OptimConfig
+from ppctl.geometry.names import stage_parameters
 from ppctl.model.stage import build_stage
 from ppctl.train.optimizer import build_optimizer, lr_at, set_lr, state_by_name
 
@@ -16,6 +17,10 @@ def masters(layout="EttttL", stage=0, **changes):
     model = tiny(**changes)
     spec = cut(layout, 1)[stage]
     return build_stage(spec, model, seed=5, dtype=torch.float32, device="cpu").canonical_parameters(), model
+
+
+def rows(model):
+    return stage_parameters(model, cut("EttttL", 1)[0].layers)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +33,7 @@ def masters(layout="EttttL", stage=0, **changes):
 )
 def test_matrices_decay_and_norms_biases_and_embeddings_do_not(changes, spared):
     own, model = masters(**changes)
-    optimizer = build_optimizer(own, OptimConfig(weight_decay=0.3), model)
+    optimizer = build_optimizer(own, OptimConfig(weight_decay=0.3), rows(model))
     decay = {id(p): group.weight_decay for group in optimizer.groups for p in group.parameters}
     assert len(decay) == len(own)
     for name, parameter in own.items():
@@ -74,7 +79,7 @@ def test_steps_equal_those_of_torchs_own_optimizer_made_from_scratch():
     own, model = masters()
     twin, _ = masters()
     optim = OptimConfig(lr=1e-2, weight_decay=0.1)
-    ours = build_optimizer(own, optim, model)
+    ours = build_optimizer(own, optim, rows(model))
     decayed = [p for n, p in twin.items() if p.dim() > 1 and n != "tok_embeddings.weight"]
     rest = [p for n, p in twin.items() if not (p.dim() > 1 and n != "tok_embeddings.weight")]
     theirs = torch.optim.AdamW(
@@ -94,14 +99,14 @@ def test_steps_equal_those_of_torchs_own_optimizer_made_from_scratch():
 def test_state_moves_by_name_into_another_cut_and_training_continues_bitwise():
     whole, model = masters()
     optim = OptimConfig(lr=1e-2)
-    optimizer = build_optimizer(whole, optim, model)
+    optimizer = build_optimizer(whole, optim, rows(model))
     for seed in range(2):
         step_once(whole, optimizer, seed)
     saved = {n: {k: t.clone() for k, t in s.items()} for n, s in state_by_name(optimizer, whole).items()}
     assert {key for state in saved.values() for key in state} == {"step", "exp_avg", "exp_avg_sq"}
 
     part, _ = masters("Ett|ttL", stage=1)
-    resumed = build_optimizer(part, optim, model)
+    resumed = build_optimizer(part, optim, rows(model))
     with torch.no_grad():
         for name, parameter in part.items():
             parameter.copy_(whole[name])
@@ -119,7 +124,7 @@ def test_state_moves_by_name_into_another_cut_and_training_continues_bitwise():
 
 def test_a_checkpoint_can_be_read_into_the_state_in_place_before_the_first_step():
     own, model = masters()
-    optimizer = build_optimizer(own, OptimConfig(), model)
+    optimizer = build_optimizer(own, OptimConfig(), rows(model))
     state_by_name(optimizer, own)["norm.weight"]["exp_avg"].fill_(7)
     assert optimizer.state[own["norm.weight"]]["exp_avg"].eq(7).all()
     step_once(own, optimizer, 0)
@@ -127,7 +132,7 @@ def test_a_checkpoint_can_be_read_into_the_state_in_place_before_the_first_step(
 
 
 def test_a_rank_without_parameters_has_an_optimizer_whose_step_does_nothing():
-    optimizer = build_optimizer({}, OptimConfig(), tiny())
+    optimizer = build_optimizer({}, OptimConfig(), rows(tiny()))
     set_lr(optimizer, 0.5)
     optimizer.step()
     assert state_by_name(optimizer, {}) == {}
@@ -135,7 +140,7 @@ def test_a_rank_without_parameters_has_an_optimizer_whose_step_does_nothing():
 
 def test_a_lone_vector_is_spared():
     own = {"norm.weight": nn.Parameter(torch.ones(3))}
-    optimizer = build_optimizer(own, OptimConfig(lr=1.0, weight_decay=0.5), tiny())
+    optimizer = build_optimizer(own, OptimConfig(lr=1.0, weight_decay=0.5), rows(tiny()))
     own["norm.weight"].grad = torch.zeros(3)
     optimizer.step()
     assert torch.equal(own["norm.weight"], torch.ones(3))

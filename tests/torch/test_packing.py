@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.cost.activations import Setting, Shares, attention_parts
-from ppctl.data.batches import find_documents
-from ppctl.data.documents import DocumentEnd, lengths, positions
+from ppctl.data.batches import find_documents, lengths, positions
+from ppctl.data.load import DocumentEnd
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.loss import mtp_targets, token_losses
 from ppctl.model.packing import ROWS, Documents, Packing

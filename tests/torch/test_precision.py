@@ -78,7 +78,7 @@ def test_a_step_moves_every_parameter_and_clearing_forgets_every_gradient(dtype)
     stage = stage_of(dtype)
     weights = Weights(stage.canonical_parameters())
     before = {name: p.detach().clone() for name, p in weights.model.items()}
-    optimizer = build_optimizer(weights.master, OptimConfig(lr=1e-2), tiny())
+    optimizer = build_optimizer(weights.master, OptimConfig(lr=1e-2), stage.parameter_rows())
     backward(stage, 1)
     optimizer.step()
     weights.publish()
@@ -95,7 +95,7 @@ def test_bfloat16_training_follows_float32_training():
     for dtype in (torch.float32, torch.bfloat16):
         stage = stage_of(dtype)
         weights = Weights(stage.canonical_parameters())
-        optimizer = build_optimizer(weights.master, OptimConfig(lr=3e-3), tiny())
+        optimizer = build_optimizer(weights.master, OptimConfig(lr=3e-3), stage.parameter_rows())
         losses = []
         for _ in range(30):
             weights.clear_gradients()

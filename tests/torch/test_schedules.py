@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppctl.megatron import get_pp_rank_microbatches
-from ppctl.megatron.microbatches import forwards_in_flight
+from ppctl.schedule.partial_recompute import forwards_in_flight
 from ppctl.schedule.policies import make_schedule
 
 RECORDS = json.loads((Path(__file__).parents[1] / "golden" / "schedule.json").read_text())["records"]

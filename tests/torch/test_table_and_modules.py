@@ -12,9 +12,8 @@ from ppctl.geometry.names import stage_parameters
 from ppctl.model.feed_forward import FeedForward
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
-from ppctl.model.moe import Share
 from ppctl.model.recompute import CHECKPOINTED, MADE_AGAIN
-from ppctl.model.stage import build_stage, meta_stage
+from ppctl.model.stage import build_stage, experts_of, meta_stage
 from ppctl.plan import StageSpec
 
 LATENT = dict(multi_latent_attention=True, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=6, v_head_dim=7)
@@ -46,11 +45,11 @@ def of(stage: nn.Module) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_modules_have_the_parameters_of_the_table(sizes, tied):
     model = tiny(**sizes, mtp_num_layers=2, share_embeddings_and_output_weights=tied)
-    share = Share(1, 2) if model.num_moe_experts else Share()
+    size = 2 if model.num_moe_experts else 1
     for layers in map(parse_layers, STAGES):
         table = stage_parameters(model, layers)
-        stage = meta_stage(layers, model, share)
-        shapes = {n: ((r.experts // share.size,) if r.experts else ()) + r.shape for n, r in table.items()}
+        stage = meta_stage(layers, model, experts_of(model, size - 1, size))
+        shapes = {n: ((r.experts // size,) if r.experts else ()) + r.shape for n, r in table.items()}
         assert of(stage) == shapes
         assert [n for n, r in table.items() if r.gradient != "none"] == [n for n, _ in stage.named_parameters()]
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from ppctl.comm.words import in_words
+from ppctl.reach.gloo_failures import in_words
 from ppctl.reach.hosts import listen, own_address, unreached
 
 BY_GLOO = "[/build/gloo/transport/tcp/pair.cc:"

@@ -80,7 +80,7 @@ def rows(model: ModelConfig) -> dict[str, Parameter]:
 def test_every_row_is_found_by_its_names(model: ModelConfig) -> None:
     for name, row in rows(model).items():
         assert parameter_of(name, model) == row
-        assert not row.experts or parameter_of(expert_name(name, 3) or "", model) == row
+        assert not row.experts or parameter_of(expert_name(name, 3), model) == row
         assert row.recomputed in (None, *MODULES)
 
 

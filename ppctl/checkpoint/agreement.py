@@ -29,7 +29,7 @@ class _Outcome(Generic[T]):
         return cast(T, self.value)
 
 
-class Ranks:
+class AgreeingRanks:
     """The ranks of a process group (None: the default one), or this process alone where none is initialised.
 
     The group must carry Python objects: gloo, or NCCL with the current device set.

@@ -1,7 +1,4 @@
-"""gloo's words read: what its failures mean to a person.
-
-Knows the texts of its exceptions. Must not know who asks.
-"""
+"""What gloo's failures mean: its exceptions in words for people."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ ranks nothing here may take a Python statement for each of them.
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from ppctl.comm.gather import gather_rows
+from ppctl.comm.groups import gather_rows
 from ppctl.data.batches import check_same_samples
 from ppctl.errors import Problem, TrainingError
 
@@ -134,22 +133,3 @@ def stop_reason(reports: Reports) -> str | None:
     several = f"{len(asked)} ranks" if len(asked) < len(reports.table) else "every rank"
     ranks = f"rank {first}" if len(asked) == 1 else several
     return f"{signal.Signals(number).name.removeprefix('SIG')} on {ranks}"
-
-
-def bubble_fraction(reports: Reports, pipeline: Sequence[int]) -> float:
-    """1 - busy time / (ranks x time from the first action's start to the last one's end), over one pipeline's ranks."""
-    start, end, busy = (reports.column(name)[list(pipeline)] for name in ("start", "end", "busy"))
-    span = float(end.max() - start.min())
-    return 1.0 - sum(busy.tolist()) / (len(pipeline) * span) if span > 0 else math.nan
-
-
-def slowest_stage(reports: Reports, stages: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """(stage, rank) with the most busy seconds, the first of equals; `stages` is [ranks, chunks], as the seconds are.
-
-    Raises ValueError where it is not: a rank's report is missing.
-    """
-    seconds = reports.stage_seconds
-    if seconds.shape != stages.shape:
-        raise ValueError(f"reports of [ranks, chunks] {seconds.shape} where stages are {stages.shape}")
-    rank, chunk = divmod(int(seconds.argmax()), seconds.shape[1])
-    return int(stages[rank, chunk]), rank

@@ -1,10 +1,11 @@
-"""What an export keeps of the model directory that training began with: settings that ppctl neither reads nor changes.
+"""What an export writes beside the weights: settings of the directory that training began with, and the tokenizer.
 
-Knows where a checkpoint's state names that directory. Must not know weights or what trained them.
+Knows where a checkpoint's state names both. Must not know weights or what trained them.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,15 @@ from ppctl.checkpoint.manifest import read_state
 from ppctl.checkpoint_folder import STATE
 from ppctl.errors import PpctlError
 from ppctl.families.config_json import foreign_keys
-from ppctl.families.directory import CONFIG, read_config_file
+from ppctl.families.directory import CONFIG, TOKENIZER, read_config_file
 from ppctl.families.table import Family
 
 GENERATION = "generation_config.json"
+_BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+"""The files of a tokenizer's directory that are copied with its tokenizer.json."""
 
 
 class Kept(NamedTuple):
@@ -73,3 +79,37 @@ def _source(state: Mapping[str, Any]) -> Path | None:
 def _takes_its_tokens(state: Mapping[str, Any], source: Path) -> bool:
     named = state.get("tokenizer_path")
     return named is None or source in (Path(named), Path(named).parent)
+
+
+def tokenizer_path(name: str) -> str | None:
+    """What a checkpoint remembers of `data.tokenizer`: where its files are, from anywhere; None for `byte`."""
+    return None if name == "byte" else str(Path(name).expanduser().absolute())
+
+
+def copy_tokenizer(state: Mapping[str, Any], out: Path) -> str:
+    """Copy the files of the tokenizer that a checkpoint's state names into `out`; returns a line for people.
+
+    A tokenizer.json alone gets a tokenizer_config.json that makes it be read as it is, with the mark that training took
+    for a document's end: without one, a reader goes by the model's kind.
+    """
+    named = state.get("tokenizer_path")
+    if named is None:
+        return "no tokenizer, because training knew none that has files"
+    path = Path(named)
+    file = path / TOKENIZER if path.is_dir() else path
+    if not file.is_file():
+        return f"no tokenizer, because {file} is not there any more"
+    shutil.copyfile(file, out / TOKENIZER)
+    for other in _BESIDE:
+        if (file.parent / other).is_file():
+            shutil.copyfile(file.parent / other, out / other)
+    if not (out / "tokenizer_config.json").exists():
+        (out / "tokenizer_config.json").write_text(json.dumps(_config(file), indent=2) + "\n")
+    return f"the tokenizer of {file.parent}"
+
+
+def _config(file: Path) -> dict[str, str]:
+    from ppctl.data.huggingface import HuggingFaceTokenizer
+
+    end = HuggingFaceTokenizer.open(file).end_token
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **({} if end is None else {"eos_token": end})}

@@ -17,7 +17,7 @@ from ppctl.model.router import Router
 from ppctl.plan import StageSpec
 
 
-class Balance:
+class RouterBalance:
     """Keeps the experts of this rank's layers busy alike.
 
     `group` are the ranks that route other tokens through the same layers (None: there are none), `weight` what an

@@ -1,4 +1,4 @@
-"""Which pipeline a call runs on: the communicator that it was given, or one over the process groups that there are.
+"""Which communicator a call uses, and whether all ranks of its pipeline make the same call.
 
 Knows process groups and P2PCommunicator. Must not know schedules.
 """
@@ -6,12 +6,14 @@ Knows process groups and P2PCommunicator. Must not know schedules.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ppctl.comm.connections import moves_on_device
 from ppctl.megatron.models import config_of, misuse, setting
 from ppctl.megatron.p2p_communication import P2PCommunicator
 
@@ -68,6 +70,32 @@ def _kept(model: nn.Module, group: ProcessGroup) -> P2PCommunicator:
     return kept[1]
 
 
-def place_in(communicator: P2PCommunicator | None) -> tuple[int, int]:
-    """(pp, pp_rank)."""
-    return (1, 0) if communicator is None else (communicator.total_stages, communicator.current_stage)
+_agreed: WeakSet[P2PCommunicator] = WeakSet()
+
+
+def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None]) -> None:
+    """Compare what this rank asks for, by name, with all others, at the first call over a communicator.
+
+    Ranks that differ in chunks, microbatches or shapes would wait for each other for ever, or fail in the transport.
+    Later calls are not compared: an exchange at every step would cost as much as a message. A collective of the
+    communicator's group. Raises ConfigError on every rank, naming what differs and on which pp_ranks.
+    """
+    if communicator is None or communicator in _agreed:
+        return
+    group = communicator.pp_group
+    device = communicator.device if moves_on_device(group) else torch.device("cpu")
+    own = torch.tensor([-1 if value is None else value for value in asked.values()], device=device)
+    table = torch.empty(group.size(), len(own), dtype=own.dtype, device=device)
+    dist.all_gather(list(table.unbind()), own, group=group)
+    columns = dict(zip(asked, table.T.tolist(), strict=True))
+    differences = [_difference(name, values) for name, values in columns.items() if len(set(values)) > 1]
+    if differences:
+        raise misuse(f"the ranks of a pipeline do not call for the same: {'; '.join(differences)}")
+    _agreed.add(communicator)
+
+
+def _difference(name: str, values: list[int]) -> str:
+    """`num_microbatches is 4 on pp_rank 0 and 5 on pp_rank 1`."""
+    first = values[0]
+    rank = next(rank for rank, value in enumerate(values) if value != first)
+    return f"{name} is {first} on pp_rank 0 and {values[rank]} on pp_rank {rank}"

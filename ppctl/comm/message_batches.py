@@ -1,7 +1,7 @@
-"""Batches: messages of one rank that start together and are waited for together.
+"""Messages of one rank that start together and are waited for together.
 
-Knows two ways to start them, fused by batch_isend_irecv or one by one on their channels. Must not know which
-messages are neighbours in a schedule: whoever adds them says when the batch is complete.
+Knows two ways to start them: fused by batch_isend_irecv, or one by one on their channels. Must not know which messages
+are neighbours in a schedule: the caller says when the batch is complete.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
 from ppctl.schedule.action import Channel
 
 
-class Batch(Protocol):
-    """What is started until `settle`, which returns when all of it is over."""
+class MessageBatch(Protocol):
+    """Messages that are added one by one, until `settle` waits for all of them."""
 
     def send(self, channel: Channel, message: Message) -> None:
         """Add a message to send."""
@@ -104,7 +104,7 @@ class BatchedEnd:
 
     __slots__ = ("_batch", "channel")
 
-    def __init__(self, channel: Channel, batch: Batch) -> None:
+    def __init__(self, channel: Channel, batch: MessageBatch) -> None:
         self.channel = channel
         self._batch = batch
 

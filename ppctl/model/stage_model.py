@@ -1,0 +1,84 @@
+"""The protocol of a stage's module: all that training, checkpoints, recompute and the compiler ask of it.
+
+ppctl's own decoder meets it (`ppctl.model.stage`). A model of another origin meets it by inheriting from `StageModel`
+beside `nn.Module`: only the abstract methods have to be written, the others say that the model has nothing of the kind.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ppctl.geometry.layers import Layer
+from ppctl.geometry.names import expert_name
+from ppctl.geometry.parameters import Parameter
+from ppctl.model.feed_forward import ExchangeRows
+from ppctl.model.packing import ROWS, Packing
+from ppctl.model.router import Router
+
+Run = Callable[..., Tensor]
+"""One layer, or several neighbours called as one: (x, *what every layer takes) -> x."""
+
+
+class StageModel(Protocol):
+    """The module of one stage. Names are canonical: global, and the same in every cut."""
+
+    @abstractmethod
+    def __call__(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
+        """The stage's outputs for one microbatch: new tensors, also where the stage changes nothing.
+
+        The first stage gets token ids [b, s] (int64), every other one the tensors of its edge. `tokens` are the token
+        ids again, for stages with an embedding or MTP modules; `packing` says where documents end. The last stage
+        returns logits [b, s, vocab_size], and further ones for each MTP module; training makes the loss of them.
+        """
+
+    @abstractmethod
+    def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters by name, in canonical order; each use of a shared parameter under a name of its own."""
+
+    @abstractmethod
+    def parameter_rows(self) -> Mapping[str, Parameter]:
+        """What each parameter and each buffer is, by name: role, weight decay, experts, whose copy it is."""
+
+    @abstractmethod
+    def train(self, mode: bool = True, /) -> Any:
+        """Enter training mode or, with False, evaluation mode, as `nn.Module` does."""
+
+    def canonical_buffers(self) -> Mapping[str, Tensor]:
+        """What is trained without a gradient, and belongs into a checkpoint, by name."""
+        return {}
+
+    @property
+    def experts(self) -> range:
+        """The routed experts of each layer that this rank holds, in the order of the parameters' first dimension."""
+        return range(0)
+
+    def routers(self) -> Sequence[Router]:
+        """The routers of the layers, in canonical order: they keep auxiliary losses and counts of tokens."""
+        return ()
+
+    def spread_experts(self, exchange: ExchangeRows) -> None:
+        """From now on reach the experts through `exchange`. Called only where ranks hold different experts."""
+
+    def decoder_layers(self) -> Mapping[Layer, nn.Module]:
+        """The layers that can be compiled and recomputed one by one; those inside MTP modules as `mtp.N`."""
+        return {}
+
+    def call_decoder_as(self, runs: Sequence[Run]) -> None:
+        """From now on call the layers of kind `decoder` through these, which stand for all of them in order."""
+
+
+def pieces(name: str, tensor: Tensor, row: Parameter, experts: range) -> Iterator[tuple[str, Tensor]]:
+    """A parameter, or a tensor of its shape, as checkpoints name it: (name, tensor or view).
+
+    A further use of a shared parameter goes by the name of its owner; a stack of experts is taken apart into single
+    ones, `experts`, so that no name depends on which rank holds them.
+    """
+    if not row.experts:
+        yield row.copy_of or name, tensor
+        return
+    for expert, part in zip(experts, tensor.unbind(), strict=True):
+        yield expert_name(name, expert), part

@@ -1,0 +1,132 @@
+"""What the engine calls for each stage in a step: the module, given tokens where it reads them, closed by the loss.
+
+Knows a step's batch, its losses by microbatch, and which microbatches keep their activations. Must not know the order
+of a step, nor what becomes of gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ppctl.comm.buffers import Message
+from ppctl.config.precision import autocast_dtype
+from ppctl.data.batches import StepBatch
+from ppctl.engine.stage import StageProgram
+from ppctl.geometry.layers import Layer
+from ppctl.model.loss import microbatch_loss, mtp_targets, without
+from ppctl.model.packing import ROWS, Packing
+from ppctl.plan import StageSpec
+from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
+from ppctl.schedule.sync import gathers_ahead
+from ppctl.train.precision import in_precision
+from ppctl.train.session import Session
+
+
+class StagePrograms:
+    """The programs of a rank's stages, in chunk order, and what they read and note in a step."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.batch: StepBatch | None = None
+        """The step's samples, on ranks that read data."""
+        self.losses: dict[int, Tensor] = {}
+        """By microbatch of the step, on the rank that owns the loss: each one's share of the step's loss."""
+        self.mtp_losses: dict[int, Tensor] = {}
+        """The same of the MTP modules: the mean over them."""
+        self.first = 0
+        """The step's microbatch that is number 0 of the schedule call."""
+        self.keeping = _keep_activations(session)
+        """The (stage, microbatch) whose activations are kept although layers are recomputed."""
+        row = session.plan.schedule.actions[session.own.pp_rank]
+        self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
+        """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
+
+    def make(self) -> list[StageProgram]:
+        """The programs, in the precision of the config."""
+        s = self.session
+        autocast = autocast_dtype(s.config.parallel)
+        return [in_precision(self._program(spec), autocast, s.device, s.loss_scale) for spec in s.own.stages]
+
+    def begin(self, batch: StepBatch | None) -> None:
+        """Forget the losses of the step before, and take the samples of this one."""
+        self.batch = None if batch is None else _moved(batch, self.session.device)
+        self.losses, self.mtp_losses = {}, {}
+
+    @property
+    def own_batch(self) -> StepBatch:
+        """The step's samples."""
+        assert self.batch is not None  # only stages with E, m or L ask, and their ranks read data
+        return self.batch
+
+    def _program(self, spec: StageSpec) -> StageProgram:
+        module, recompute = self.session.stages[spec.stage], self.session.recompute[spec.stage]
+        gathered = self.session.gathered
+        embeds, predicts, ends = (Layer(kind) in spec.layers for kind in ("embedding", "mtp", "loss"))
+
+        def forward(mb: int, inputs: Message) -> Message:
+            recompute.on = (spec.stage, mb) not in self.keeping
+            tokens = self.own_batch.tokens[self.first + mb] if embeds or predicts else None
+            given = inputs if tokens is None or not embeds else (tokens,)
+            outputs = module(*given, tokens=tokens, packing=self._packing(self.first + mb))
+            return (self._loss(self.first + mb, *outputs),) if ends else outputs
+
+        def prepare(mb: int) -> None:
+            assert gathered is not None
+            gathered.hold(spec.stage)
+            if (spec.stage, mb) in self.gathers:
+                gathered.begin(self.gathers[spec.stage, mb])
+
+        return StageProgram(
+            spec.stage, forward, spec.receives, spec.sends, prepare=None if gathered is None else prepare
+        )
+
+    def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
+        """The loss whose backward runs; notes the microbatch's share of the step's loss, and of its MTP modules'.
+
+        The two are the same number, unless the schedule scales gradients: then the backward starts from the mean over
+        the microbatch's own tokens.
+        """
+        pipeline, batch = self.session.config.pipeline, self.own_batch
+        labels, mask = batch.labels[mb], batch.loss_mask[mb]
+        scales = pipeline.scale_grads_in_schedule and torch.is_grad_enabled()
+        tokens = mask.sum().clamp(min=1) if scales else batch.total_tokens
+        shares = self.session.microbatches_of_all if scales else 1
+
+        def against(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+            if pipeline.loss_fn is None:
+                return microbatch_loss(logits, labels, mask, tokens)
+            loss: Tensor = pipeline.loss_fn(logits, without(labels, mask))
+            return loss / (1.0 if scales else batch.total_tokens)
+
+        loss = against(logits, labels, mask)
+        self.losses[mb] = loss.detach() / shares
+        if of_modules:
+            targets = mtp_targets(labels, mask, len(of_modules), self._packing(mb).documents)
+            further = [against(each, *target) for each, target in zip(of_modules, targets, strict=True)]
+            mean = torch.stack(further).mean()
+            self.mtp_losses[mb] = mean.detach() / shares
+            loss = loss + self.session.config.model.mtp_loss_scaling_factor * mean
+        return loss
+
+    def _packing(self, mb: int) -> Packing:
+        """Where documents are in the step's microbatch `mb`; ranks without data have no layers that would ask."""
+        return ROWS if self.batch is None else Packing.of(self.batch.positions, self.batch.documents, mb)
+
+
+def _keep_activations(session: Session) -> frozenset[tuple[int, int]]:
+    row = session.plan.schedule.actions[session.own.pp_rank]
+    partial = session.config.parallel.num_microbatches_with_partial_activation_checkpoints
+    flags = checkpoint_flags(row, partial, forwards_in_flight(row))
+    return frozenset((action.stage, action.mb) for action, recomputed in flags.items() if not recomputed)
+
+
+def _moved(batch: StepBatch, device: torch.device) -> StepBatch:
+    """The batch on the device: one copy ahead of the pipeline, in which nothing then waits for the device."""
+    if device.type != "cuda":
+        return batch
+    tensors = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions")}
+    on_device = {n: t.pin_memory().to(device, non_blocking=True) for n, t in tensors.items() if t is not None}
+    return replace(batch, **on_device)
