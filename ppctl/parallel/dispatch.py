@@ -33,9 +33,11 @@ class ExpertExchange:
         given = counts.view(size, -1)
         taken = torch.empty_like(given)  # [sender, expert here]
         dist.all_to_all_single(taken, given, group=self.group)
-        sends, receives = given.sum(1).tolist(), taken.sum(1).tolist()
+        # The one place of a layer where the host waits for the device: buffers and messages need sizes.
+        sends, receives = torch.stack((given.sum(1), taken.sum(1))).tolist()
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
-        expert = torch.arange(taken.shape[1], device=rows.device).repeat(size).repeat_interleave(taken.flatten())
+        here = torch.arange(taken.shape[1], device=rows.device).repeat(size)
+        expert = here.repeat_interleave(taken.flatten(), output_size=sum(receives))
         order = expert.argsort(stable=True)
         done = experts(arrived.index_select(0, order), taken.sum(0)).index_select(0, order.argsort())
         back: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
