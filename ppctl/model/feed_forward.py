@@ -81,9 +81,9 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x)
         chosen, topk = routing.experts.flatten(), routing.experts.shape[-1]
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=self.router.num_experts)
         rows: Tensor = _Spread.apply(x.flatten(0, 1), order, topk)  # type: ignore[no-untyped-call]
-        rows = self.experts(rows, counts) if self.exchange is None else self.exchange(rows, counts, self.experts)
+        exchange, counts = self.exchange, routing.counts
+        rows = self.experts(rows, counts) if exchange is None else exchange(rows, counts, self.experts)
         slots = rows.index_select(0, order.argsort()).view(*x.shape[:2], topk, -1)
         out: Tensor = (slots * routing.weights.to(x.dtype)[..., None]).sum(-2)
         if self.shared_experts is not None:

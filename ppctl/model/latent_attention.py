@@ -67,7 +67,8 @@ class LatentAttention(nn.Module):
         k_plain, v = torch.split(self._heads(self.wkv_b(self.kv_norm(latent))), self.kv_widths, dim=-1)
         k_turned = rotate(shared[:, None], cos, sin, interleaved=self.interleaved).expand(-1, self.heads, -1, -1)
         q = torch.cat((q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved)), dim=-1)
-        return q, torch.cat((k_plain, k_turned), dim=-1), v
+        # Attention keeps v for its backward: as a view it would keep k_plain, with which it shares memory, as well.
+        return q, torch.cat((k_plain, k_turned), dim=-1), v.contiguous()
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +35,29 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in float32, whatever the dtypes of `x` and `weight` are and under autocast as well."""
-    with torch.autocast(x.device.type, enabled=False):
-        return product(x.float(), weight.float())
+    """The same in float32, whatever the dtypes of `x` and `weight` are and under autocast as well.
+
+    Kept for the backward are `x` and `weight` as they are, and not their copies in float32.
+    """
+    out: Tensor = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ProductInFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return product(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        with torch.autocast(x.device.type, enabled=False):
+            of_x = product(gradient, weight.float().t())
+            of_weight = product(gradient.flatten(0, -2).t(), x.float().flatten(0, -2).t())
+        return of_x.to(x.dtype), of_weight.to(weight.dtype)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class Routing(NamedTuple):
     """[b, s, K] int64, the best first."""
     weights: Tensor
     """[b, s, K] float32: factors on the outputs of these experts."""
+    counts: Tensor
+    """Tokens that each expert gets, int64 [E]."""
     auxiliary: Tensor | None
     """What this microbatch adds to the objective (scalar, coefficients applied); None where nothing does."""
 
@@ -77,7 +79,9 @@ class Router(nn.Module):
         sigmoid = self.model.moe_router_score_function == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         experts = self._choose(scores.detach())
-        routing = Routing(experts, self._weigh(scores.gather(-1, experts), sigmoid), self._auxiliary(logits, scores))
+        weights = self._weigh(scores.gather(-1, experts), sigmoid)
+        counts = count_by_number(experts.flatten(), self.num_experts)
+        routing = Routing(experts, weights, counts, self._auxiliary(logits, scores))
         self._report(routing)
         return routing
 
@@ -118,10 +122,18 @@ class Router(nn.Module):
         recomputed = torch._C._current_graph_task_id() != -1  # -1: no backward is running
         if not torch.is_grad_enabled() or recomputed:
             return
-        counts = routing.experts.flatten().bincount(minlength=self.num_experts)
-        self.ledger.counts = counts if self.ledger.counts is None else self.ledger.counts + counts
+        counts = self.ledger.counts
+        self.ledger.counts = routing.counts if counts is None else counts + routing.counts
         if routing.auxiliary is not None:
             self.ledger.losses.append(routing.auxiliary.detach())
+
+
+def count_by_number(numbers: Tensor, size: int) -> Tensor:
+    """How often each of 0 to `size` - 1 stands in `numbers` (int64 [n]): int64 [size].
+
+    `bincount` would make the host wait for the device: the length of its result depends on the values.
+    """
+    return numbers.new_zeros(size).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:

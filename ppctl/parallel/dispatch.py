@@ -33,9 +33,11 @@ class ExpertExchange:
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
         dist.all_to_all_single(received, sent, group=self.group)
-        sends, receives = sent.sum(1).tolist(), received.sum(1).tolist()
+        # The one place of a layer where the host waits for the device: buffers and messages need sizes.
+        sends, receives = torch.stack((sent.sum(1), received.sum(1))).tolist()
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
-        expert = torch.arange(received.shape[1], device=rows.device).repeat(size).repeat_interleave(received.flatten())
+        here = torch.arange(received.shape[1], device=rows.device).repeat(size)
+        expert = here.repeat_interleave(received.flatten(), output_size=sum(receives))
         order = expert.argsort(stable=True)
         done = experts(arrived.index_select(0, order), received.sum(0)).index_select(0, order.argsort())
         back: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
