@@ -26,7 +26,7 @@ from ppctl.model.stage import meta_stage
 from ppctl.plan import build_plan
 
 OLD_CHECKPOINT = Path(__file__).parents[1] / "golden" / "checkpoint" / "step-3"
-ENGINES_OWN = ("batch", "batched", "lane", "lanes", "way")
+ENGINES_OWN = ("batch", "batched", "end", "end_in", "ends")
 """What the communicator has for the engine alone."""
 
 pytestmark = pytest.mark.timeout(240)
@@ -38,9 +38,8 @@ pytestmark = pytest.mark.timeout(240)
 def test_every_name_comes_from_its_home_and_the_public_ones_from_the_top_as_well() -> None:
     homes = {home: list(names) for home, names in frozen("homes").items()}
     if IS_WRITTEN:
-        homes = {home: list(names) for home, names in package._HOMES.items()}
-        homes["ppctl.schedules"] = import_module("ppctl.schedules").__all__
-        homes["ppctl.config.pipeline_config"] += ["calculate_virtual_stages", "stage_ids_this_rank"]
+        for home in ("ppctl.schedules", "ppctl.megatron"):  # what else is documented stays as it was once written
+            homes[home] = import_module(home).__all__
     hold("homes", {home: _found(home, names) for home, names in homes.items()})
 
 

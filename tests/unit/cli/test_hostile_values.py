@@ -125,7 +125,7 @@ def test_no_file_is_read_without_end(tmp_path: Path) -> None:
         code, report = planned_json((typed,))
         assert code == 2, typed
         told = " ".join(problem["message"] for problem in report["problems"])
-        assert "device or a pipe" in told or "there is no recipe" in told or "is no directory" in told, told
+        assert "device or a pipe" in told or "there is no recipe" in told or "is neither a directory" in told, told
 
 
 @pytest.mark.parametrize(
