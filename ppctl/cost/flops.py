@@ -42,13 +42,19 @@ def feed_forward_flops(model: ModelConfig, moe: bool, batch: int, seq: int) -> i
 
 def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: int) -> int:
     """One layer: of the embedding (a look-up) none, of the loss the output, once more per MTP module."""
-    h = model.hidden_size
+    sizes = Sizes.of(model)
     if kind == "loss":
-        return 2 * batch * seq * h * model.vocab_size * (1 + (model.mtp_num_layers or 0))
+        return 2 * batch * seq * output_elements(sizes) * (1 + (model.mtp_num_layers or 0))
     if kind not in ("decoder", "mtp"):
         return 0
     layer = attention_flops(model, batch, seq) + feed_forward_flops(model, moe, batch, seq)
-    return layer + (2 * batch * seq * 2 * h * h if kind == "mtp" else 0)
+    return layer + (2 * batch * seq * _matrices(sizes, Kind("mtp", moe), "eh_proj", 0) if kind == "mtp" else 0)
+
+
+def output_elements(sizes: Sizes) -> int:
+    """Elements of the output's matrix, whether it is a parameter of its own or a use of the embedding."""
+    (output,) = kind_parameters(sizes, Kind("loss", False))
+    return output.size
 
 
 def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
