@@ -5,7 +5,7 @@ Must not know schedules, stages or Megatron's methods (`ppctl.megatron.p2p_commu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed import ProcessGroup
@@ -30,7 +30,7 @@ class Communicator:
     make, by default those of a loop; a V placement passes its own. `modes` say how messages travel, by default each on
     its channel. `device` is where tensors live, by default a GPU where the group's backend moves its tensors, else
     torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without `connect` channels
-    of NCCL connect on their first message.
+    of NCCL connect on their first message. `ends` are this rank's ends of all channels where the caller has made them.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Communicator:
         channels: Iterable[Channel] | None = None,
         device: torch.device | None = None,
         connect: bool = True,
+        ends: Mapping[Channel, DirectEnd] | None = None,
     ) -> None:
         self.modes = modes
         self.pp_group = pp_group
@@ -51,15 +52,15 @@ class Communicator:
         self.device = device or usual
         self.staged = self.device.type == "cuda" and not on_device
         """Whether messages go through pinned host memory."""
-        self.fused = modes.batched and not self.staged
+        self.fused = modes.batched and not self.staged and ends is None
         """Whether batches are fused by batch_isend_irecv."""
         self.sync = self.device if modes.sync and self.device.type == "cuda" else None
         """The device to synchronise after each fused batch (batch_p2p_sync)."""
         self.pool = BufferPool(self.device)
-        self._ends: dict[Channel, DirectEnd] = {}
+        self._ends: dict[Channel, DirectEnd] = dict(ends or {})
         if self.fused and on_device:
             meet_once(pp_group, self.device)
-        if not self.fused or modes.variable:
+        if ends is None and (not self.fused or modes.variable):
             wanted = loop_channels(self.pp) if channels is None else channels
             self._ends = make_ends(pp_group, self.device, wanted, variable=modes.variable, connect=connect)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -53,3 +53,7 @@ def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed:
     for stack, parameter in parameters.items():
         for name, tensor in pieces(stack, parameter, parameter_of(stack, model), experts):
             tensor.copy_(initial_value(name, model, seed))
+
+
+Initialize = Callable[[Mapping[str, nn.Parameter], ModelConfig, int, range], None]
+"""(parameters by canonical name, model, seed, experts held here): fills the parameters."""

@@ -9,6 +9,7 @@ of a weight an axis splits is in its row (`geometry/parameters.py`): it is no ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,18 +44,23 @@ def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """A context in which no product is cast, on a kind of device; on some (`meta`) none ever is."""
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+
+
 class _ProductInFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return product(x.float(), weight.float())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             of_x = product(gradient, weight.float().t())
             of_weight = product(gradient.flatten(0, -2).t(), x.float().flatten(0, -2).t())
         return of_x.to(x.dtype), of_weight.to(weight.dtype)
@@ -76,7 +82,7 @@ def for_each_group(block: Callable[..., Tensor], rows: Tensor, counts: Tensor, *
     elsewhere once for each group, and not product by product: torch's elementwise functions on the CPU give other bits
     at the end of a tensor than inside it, and so a group's results would depend on the groups beside it.
     """
-    if rows.device.type == "cuda" and rows.dtype == torch.bfloat16:
+    if rows.device.type != "cpu" and rows.dtype == torch.bfloat16:
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped_product, ends=ends), rows, *stacks)
     parts = zip(rows.split(counts.tolist()), *(stack.unbind() for stack in stacks), strict=True)

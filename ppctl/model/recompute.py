@@ -7,6 +7,7 @@ is the same, on the same numbers, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -136,13 +137,13 @@ class _Outputs:
             again = _Again(function, inputs)
             outputs = again.first_time(inputs)
             for index, tensor in enumerate(_as_tuple(outputs)):
-                self._placeholders[tensor.untyped_storage().data_ptr()] = (again, index, tensor)
+                self._placeholders[tensor.untyped_storage()._cdata] = (again, index, tensor)
             return outputs
 
         return call
 
     def _pack(self, tensor: Tensor) -> Any:
-        again, index, _ = self._placeholders.get(tensor.untyped_storage().data_ptr(), (None, 0, None))
+        again, index, _ = self._placeholders.get(tensor.untyped_storage()._cdata, (None, 0, None))
         if again is None:
             return tensor
         return again, index, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -199,9 +200,11 @@ class _Again:
         return self, self._count - 1
 
 
-def _casting(inputs: Sequence[Tensor]) -> torch.autocast:
+def _casting(inputs: Sequence[Tensor]) -> AbstractContextManager[object]:
     """The present autocast state, as a context for later."""
     kind = inputs[0].device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 

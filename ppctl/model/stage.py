@@ -17,7 +17,7 @@ from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
 from ppctl.model.feed_forward import ExchangeRows, MixtureOfExperts
-from ppctl.model.initialize import initialize
+from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
@@ -152,8 +152,9 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device | str,
     experts: range | None = None,
+    initialize: Initialize = initialize,
 ) -> StageModule:
-    """Build a stage without weights, give it memory on `device` in `dtype`, and fill it by canonical name.
+    """Build a stage without weights, give it memory on `device` in `dtype`, and let `initialize` fill it.
 
     Of the routed experts it holds `experts`, by default all.
     """

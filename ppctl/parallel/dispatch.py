@@ -33,8 +33,7 @@ class ExpertExchange:
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
         dist.all_to_all_single(received, sent, group=self.group)
-        # The one place of a layer where the host waits for the device: buffers and messages need sizes.
-        sends, receives = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        sends, receives = self.sizes(sent, received)
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
         here = torch.arange(received.shape[1], device=rows.device).repeat(size)
         expert = here.repeat_interleave(received.flatten(), output_size=sum(receives))
@@ -42,6 +41,14 @@ class ExpertExchange:
         done = experts(arrived.index_select(0, order), received.sum(0)).index_select(0, order.argsort())
         back: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
         return back
+
+    def sizes(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank and come from it, of counts [rank, expert].
+
+        The one place of a layer where the host waits for the device: buffers and messages need sizes.
+        """
+        sends, receives = torch.stack((sent.sum(1), received.sum(1))).tolist()
+        return sends, receives
 
 
 class _Exchange(torch.autograd.Function):

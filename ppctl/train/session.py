@@ -6,7 +6,7 @@ Knows what a rank needs and in which order it is made (groups are collective). M
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +19,15 @@ from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.blend import Blend
-from ppctl.data.load import NO_END, DocumentEnd, load_data
+from ppctl.data.load import NO_END, Data, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.parameters import Parameter
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
+from ppctl.model.feed_forward import ExchangeRows
+from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import build_stage, experts_of
 from ppctl.model.stage_model import StageModel
@@ -40,6 +42,36 @@ from ppctl.train.measured_costs import KEPT
 from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
+
+
+def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
+    """The pipeline's messages, on a group of their own where they have a backend of their own."""
+    backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
+    group = pp_group if backend is None else make_group(RankGrid(plan.sizes).groups("pp"), backend=backend)
+    modes = Modes.of(config.parallel)
+    # Channels of the schedule's placement, which may be a V. The warm-up (`reach`) connects them, within a limit.
+    return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a session gets from outside its config and plan. A rehearsal (`ppctl/rehearsal`) brings its own."""
+
+    connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
+    """Makes the pipeline's communicator; called where the pipeline has several ranks."""
+    exchange: Callable[[ProcessGroup], ExchangeRows] = ExpertExchange
+    """Makes the way of rows to experts on other ranks."""
+    initialize: Initialize = initialize
+    """Fills a stage's weights."""
+    load_data: Callable[[DataConfig], Data | None] = load_data
+    """Opens what is trained on; called on ranks that read data. None: the caller brings the batches."""
+    clock_offset: Callable[[], float] = clock_offset
+    """Seconds from this rank's clock to the job's."""
+    make_recorder: Callable[..., Recorder] = make_recorder
+
+
+TRAINING = Parts()
+"""The parts of a real run."""
 
 
 @dataclass(frozen=True)
@@ -138,28 +170,41 @@ def reads_data(stage: StageSpec, data: DataConfig) -> bool:
 
 
 def build_session(
-    config: RunConfig, plan: Plan, rank: int, device: torch.device, heartbeat: HeartbeatFile | None = None
+    config: RunConfig,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    heartbeat: HeartbeatFile | None = None,
+    parts: Parts = TRAINING,
 ) -> Session:
     """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
     own = plan.for_rank(rank)
     grid = RankGrid(plan.sizes)
     groups = {axis: make_group(grid.groups(axis)) for axis in _axes(plan)}
     pp_group, dp_group, ep_group = groups["pp"], groups["dp"], groups.get("ep")
-    communicator = _communicator(config, plan, grid, pp_group, device) if plan.sizes.pp > 1 else None
-    data = load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
+    communicator = parts.connect(config, plan, pp_group, device) if plan.sizes.pp > 1 else None
+    data = parts.load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
     dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
         # Only where it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     experts = experts_of(config.model, grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
     stages: dict[int, StageModel] = {
-        spec.stage: build_stage(spec, config.model, seed=config.train.seed, dtype=dtype, device=device, experts=experts)
+        spec.stage: build_stage(
+            spec,
+            config.model,
+            seed=config.train.seed,
+            dtype=dtype,
+            device=device,
+            experts=experts,
+            initialize=parts.initialize,
+        )
         for spec in own.stages
     }
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     if ep_group is not None:
         for stage in stages.values():
-            stage.spread_experts(ExpertExchange(ep_group))
+            stage.spread_experts(parts.exchange(ep_group))
     if config.train.compile:
         for stage in stages.values():
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
@@ -191,7 +236,9 @@ def build_session(
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
         document_end=NO_END if data is None else data.end,
-        recorder=make_recorder(own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=clock_offset()),
+        recorder=parts.make_recorder(
+            own.pp_rank, plan.schedule.actions[own.pp_rank], device, clock_offset=parts.clock_offset()
+        ),
         steps=deque(maxlen=KEPT),
         heartbeat=heartbeat,
     )
@@ -237,14 +284,3 @@ def _weights(
     experts = [weights.master[name] for name in spread]
     whole, spread_over = dp_group if sizes.dp > 1 else None, edp_group if sizes.edp > 1 else None
     return weights, GradientReducer(masters, whole, experts, spread_over)
-
-
-def _communicator(
-    config: RunConfig, plan: Plan, grid: RankGrid, pp_group: ProcessGroup, device: torch.device
-) -> Communicator:
-    """The pipeline's messages, on a group of their own where they have a backend of their own."""
-    backend = pipeline_backend(config.parallel.pipeline_model_parallel_comm_backend, device)
-    group = pp_group if backend is None else make_group(grid.groups("pp"), backend=backend)
-    modes = Modes.of(config.parallel)
-    # Channels of the schedule's placement, which may be a V. The warm-up (`reach`) connects them, within a limit.
-    return Communicator(group, modes, channels=plan.schedule.capacities, device=device, connect=False)

@@ -120,4 +120,4 @@ def test_experts_on_one_rank_never_wait(kind):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("recomputed", "times"), [(False, 1), (True, 2)], ids=["kept", "recomputed"])
 def test_experts_over_ranks_wait_once_a_forward_for_the_sizes_of_their_exchange(kind, recomputed, times):
-    assert run_ranks(waits_of, 2, kind, recomputed) == [{"dispatch.py: __call__": times}] * 2
+    assert run_ranks(waits_of, 2, kind, recomputed) == [{"dispatch.py: sizes": times}] * 2

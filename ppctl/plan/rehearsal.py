@@ -1,0 +1,175 @@
+"""What a rehearsal needs of a plan, and what follows from one: ranks of one kind, fewer microbatches, the other ranks.
+
+Knows plans and what was measured of a rank. Must not know how it was measured, processes or texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError
+from ppctl.geometry.layers import layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.plan.build import build_plan
+from ppctl.plan.plan import Plan
+from ppctl.plan.types import RankCost, StageSpec
+from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
+from ppctl.schedule.action import LIFE_ENDS, Action, F
+from ppctl.topology import RankGrid
+
+_ROUNDS = (2, 3, 4, 6, 8, 12, 16)
+"""Microbatches of a rehearsal, in units of what the schedule does in one round of all pp_ranks."""
+
+
+class Kind(NamedTuple):
+    """pp_ranks whose stages hold the same kinds of layers in the same order."""
+
+    pp_ranks: tuple[int, ...]
+    """The first of them is rehearsed: it has the most microbatches in flight."""
+    ranks: tuple[int, ...]
+    """All global ranks of these pp_ranks, the rehearsed one first."""
+
+
+def kinds_of(config: RunConfig, plan: Plan) -> tuple[Kind, ...]:
+    """The kinds of ranks, in the order of their first pp_rank. Ranks of one pp_rank hold the same sizes."""
+    found: dict[Hashable, list[int]] = {}
+    for cost in plan.pp_ranks:
+        own = [stage for stage in plan.stages if stage.pp_rank == cost.pp_rank]
+        found.setdefault(tuple(_kind_of_stage(config, stage) for stage in own), []).append(cost.pp_rank)
+    of_pp_rank: list[list[int]] = [[] for _ in plan.pp_ranks]
+    grid = RankGrid(plan.sizes)
+    for pipeline in grid.groups("pp"):
+        for pp_rank, rank in enumerate(pipeline):
+            of_pp_rank[pp_rank].append(rank)
+    kinds = []
+    for members in found.values():
+        members.sort(key=lambda pp_rank: -plan.pp_ranks[pp_rank].peak_bytes)
+        kinds.append(Kind(tuple(members), tuple(rank for each in members for rank in sorted(of_pp_rank[each]))))
+    return tuple(sorted(kinds, key=lambda kind: min(kind.pp_ranks)))
+
+
+def _kind_of_stage(config: RunConfig, stage: StageSpec) -> Hashable:
+    layers, train = list(stage.layers), config.train
+    runs = tuple(tuple(map(layers.index, run)) for run in recomputed_runs(train, stage.stage, layers))
+    return (
+        tuple(layer_kinds(config.model, layers)),
+        runs,
+        recomputed_modules(train, stage.stage),
+        stage.params,
+        stage.receives,
+        stage.sends,
+    )
+
+
+def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
+    """The same run with as few microbatches as fill every device as much as all of them do."""
+    round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
+    if "pipeline.pp_batch_size" in plan.provenance and plan.provenance["pipeline.pp_batch_size"] != "default":
+        return config, plan  # its calls have a size of their own
+    whole = [cost.activation_bytes for cost in plan.pp_ranks]
+    for rounds in _ROUNDS:
+        count = rounds * round_of_ranks
+        if count >= plan.num_microbatches:
+            break
+        shorter = deepcopy(config)
+        shorter.train.global_batch_size = count * config.train.micro_batch_size * plan.sizes.dp
+        shorter.parallel.pipeline_model_parallel_layout = plan.layout
+        try:
+            found = build_plan(shorter, plan.provenance)
+        except ConfigError:
+            continue
+        if found.num_microbatches == count and [cost.activation_bytes for cost in found.pp_ranks] == whole:
+            return shorter, found
+    return config, plan
+
+
+def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
+    """What was measured over some `microbatches`, for a step `of_all`: what surrounds the schedule happens once."""
+
+    def times(during: str, count: int) -> int:
+        return count if during == STEP else round(count * of_all / microbatches)
+
+    return replace(
+        measured,
+        host_waits=tuple(replace(w, count=times(w.during, w.count)) for w in measured.host_waits),
+        operations=tuple(
+            replace(o, count=times(o.during, o.count), launches=times(o.during, o.launches))
+            for o in measured.operations
+        ),
+        traffic=tuple(
+            replace(t, count=times(t.during, t.count), bytes=times(t.during, t.bytes)) for t in measured.traffic
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward or backward in a replay: bytes before it, at its end, and the most in between."""
+
+    index: int
+    """Of its action in the list."""
+    before: int
+    after: int
+    most: int
+
+
+def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[Step]:
+    """The activations of a list of actions, each stage holding what was measured of it. Starts from 0 bytes."""
+    held = 0
+    for index, action in enumerate(actions):
+        if action.op is F:
+            memory = stages[action.stage]
+            yield Step(index, held, held + memory.kept, held + max(memory.in_forward, memory.kept))
+            held += memory.kept
+        elif action.op in LIFE_ENDS:
+            memory = stages[action.stage]
+            yield Step(index, held, held - memory.kept, held + memory.in_backward)
+            held -= memory.kept
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """A pp_rank's peak: planned, and as measured or replayed."""
+
+    cost: RankCost
+    rehearsed: int
+    """The rank that was rehearsed for it."""
+    base: int
+    """What it holds beside activations while the schedule runs: state, buffers, messages."""
+    peak_bytes: int
+    """Libraries' workspaces included, which are planned and not measured."""
+    peak_action: str
+
+
+def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[RankPeak]:
+    """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one."""
+    chosen = short.for_rank(measured.rank).pp_rank
+    base = measured.peak_bytes - max((step.most for step in _replay(short, chosen, chosen, measured)), default=0)
+    late = measured.peak_action == UPDATE
+    if late:  # the schedule's own peak is lower: its base is taken where it was highest
+        most = max(moment.most for moment in measured.moments)
+        base += most - measured.peak_bytes
+    peaks = []
+    for pp_rank in kind.pp_ranks:
+        cost = plan.pp_ranks[pp_rank]
+        top = max(_replay(plan, pp_rank, chosen, measured), key=lambda step: step.most)
+        peak, action = base + top.most, str(plan.schedule.actions[pp_rank][top.index])
+        if measured.in_update > peak:
+            peak, action = measured.in_update, UPDATE
+        peaks.append(RankPeak(cost, measured.rank, base, peak + cost.buffer_bytes, action))
+    return peaks
+
+
+UPDATE = "update"
+"""The place of a peak behind the schedule."""
+
+
+def _replay(plan: Plan, pp_rank: int, chosen: int, measured: Rehearsed) -> list[Step]:
+    """The list of a pp_rank, its chunks being those of the rank that was measured."""
+    place = plan.schedule.placement
+    chunks = zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)
+    by_stage = {memory.stage: memory for memory in measured.stages}
+    return list(replayed(plan.schedule.actions[pp_rank], {own: by_stage[other] for own, other in chunks}))

@@ -1,0 +1,165 @@
+"""The rehearsal of one rank: `python -m ppctl.rehearsal.rank DIRECTORY RANK`, started by `ppctl rehearse`.
+
+Knows the order: groups without peers, session, one step, figures. DIRECTORY holds the run's config and plan as a run
+directory does. Prints one JSON object, a `Rehearsed`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ppctl.config.schema import RunConfig
+from ppctl.engine.recorder import Recorder
+from ppctl.plan import Plan
+from ppctl.plan.memory import message_bytes
+from ppctl.plan.rehearsal import UPDATE
+from ppctl.rehearsal.kernels import FusedKernels
+from ppctl.rehearsal.ledger import BLOCK, Ledger
+from ppctl.rehearsal.parts import Samples, rehearsal_parts
+from ppctl.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
+from ppctl.rundir import RunDir
+from ppctl.schedule.action import BACKWARDS, Action, Op
+from ppctl.train.session import Session, build_session, reads_data
+from ppctl.train.sharded import ShardedWeights
+from ppctl.train.step import Trainer
+
+_DURING = {Op.F: FORWARD, **dict.fromkeys(BACKWARDS, BACKWARD)}
+
+
+class MemoryRecorder(Recorder):
+    """Notes memory where a recorder of a run notes times."""
+
+    def __init__(self, ledger: Ledger, pp_rank: int, actions: Sequence[Action], **more: Any) -> None:
+        super().__init__(pp_rank, actions, **more)
+        self.ledger = ledger
+        self.before: dict[int, int] = {}
+        """Index of an action -> bytes at its begin."""
+        self.moments: list[Moment] = []
+        self.state: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Reads the bytes of weights and of gradients."""
+        self.most_state = (0, 0)
+
+    def begin(self, index: int) -> None:
+        """The action begins."""
+        self._note(index)
+        if self.actions[index].op is Op.REDUCE_GRAD:  # all of a stage's gradients are there, and nothing has gone
+            self.most_state = tuple(map(max, self.most_state, self.state()))  # type: ignore[assignment]
+        self.before[index] = self.ledger.live
+        self.ledger.during = _DURING.get(self.actions[index].op, STEP)
+        super().begin(index)
+
+    def end(self, index: int) -> None:
+        """It is over."""
+        super().end(index)
+        self._note(index)
+        self.ledger.during = STEP
+
+    def _note(self, index: int) -> None:
+        self.moments.append(Moment(index, self.ledger.live, self.ledger.restart_peak()))
+
+
+def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
+    """One step of a rank. Must run in a process of its own: it makes the default process group."""
+    dist.init_process_group("fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
+    ledger = Ledger()
+    recorders: list[MemoryRecorder] = []
+
+    def make_recorder(pp_rank: int, actions: Sequence[Action], device: torch.device, **more: Any) -> Recorder:
+        recorders.append(MemoryRecorder(ledger, pp_rank, actions, **more))
+        return recorders[-1]
+
+    with FusedKernels(), ledger:
+        parts = rehearsal_parts(ledger, make_recorder)
+        session = build_session(config, plan, rank, torch.device("meta"), parts=parts)
+        ledger.axes |= {group.group_name: axis for axis, group in session.groups.items()}
+        reads = any(reads_data(spec, config.data) for spec in session.own.stages)
+        trainer = Trainer(session, Samples(config, plan) if reads else None, lambda: 0)  # type: ignore[arg-type]
+        recorders[0].state = lambda: _state(session)
+        ledger.begin_step()
+        started = time.perf_counter()
+        trainer.step(0)
+        seconds = time.perf_counter() - started
+        in_update = ledger.restart_peak()
+    (recorder,) = recorders
+    return _figures(session, ledger, recorder, in_update, seconds)
+
+
+def _figures(session: Session, ledger: Ledger, recorder: MemoryRecorder, in_update: int, seconds: float) -> Rehearsed:
+    weights, state = session.weights, session.optimizer.state
+    moments = [tensor for entry in state.values() for tensor in entry.values() if tensor.is_meta]
+    own = {id(parameter) for parameter in weights.model.values()}
+    masters = [master for master in weights.master.values() if id(master) not in own]
+    top = max(recorder.moments, key=lambda moment: moment.most)
+    late = in_update > top.most
+    return Rehearsed(
+        rank=session.own.rank,
+        weight_bytes=recorder.most_state[0],
+        gradient_bytes=recorder.most_state[1],
+        optimizer_bytes=_bytes([*masters, *moments]),
+        peak_bytes=max(top.most, in_update),
+        peak_action=UPDATE if late else str(recorder.actions[top.index]),
+        stages=tuple(_stage_memory(session, recorder)),
+        moments=tuple(recorder.moments),
+        in_update=in_update,
+        host_waits=ledger.host_waits,
+        operations=ledger.operations,
+        traffic=ledger.traffic,
+        seconds=seconds,
+    )
+
+
+def _state(session: Session) -> tuple[int, int]:
+    """Bytes of weights and of gradients, wherever they are now."""
+    weights = session.weights
+    parameters = (*weights.model.values(), *weights.master.values())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    sums = weights.sums.values() if isinstance(weights, ShardedWeights) else ()
+    return _bytes(weights.model.values()), _bytes([*gradients, *sums])
+
+
+def _stage_memory(session: Session, recorder: MemoryRecorder) -> Iterable[StageMemory]:
+    """By stage, of its last microbatches: the first ones also make gradients and tables."""
+    ends = {moment.index: moment for moment in recorder.moments}  # the later of two is an action's end
+    for spec in session.own.stages:
+        kept = in_forward = in_backward = 0
+        for index, action in enumerate(recorder.actions):
+            if action.stage != spec.stage or index not in recorder.before:
+                continue
+            more = ends[index].most - recorder.before[index]
+            if action.op is Op.F:
+                sent, received = (_rounded(edge) for edge in (spec.sends, spec.receives))
+                kept, in_forward = ends[index].bytes - recorder.before[index] - sent + received, more
+            elif action.op in BACKWARDS:
+                in_backward = more
+        yield StageMemory(spec.stage, kept, in_forward, in_backward)
+
+
+def _rounded(edge: Sequence[Any]) -> int:
+    return -(-message_bytes(edge) // BLOCK) * BLOCK
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def main() -> int:
+    """Rehearse the rank that the arguments name, and print what was measured."""
+    directory, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    measured = rehearse(directory.read_config(), directory.read_plan(), rank)
+    print(json.dumps(measured.to_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
