@@ -37,7 +37,7 @@ FIXED = {
 LATER = ("--overlap-grad-reduce", "--overlap-param-gather", "--fp8-format", "--fp8-recipe")
 """Flags of features that come in a later release."""
 
-_ATTENTION = "attention is torch's scaled_dot_product_attention, which chooses its kernel"
+_ATTENTION = "model.attention_backend alone decides which kernel computes attention"
 
 MEANINGLESS = {
     "--use-mcore-models": "ppctl has one implementation of its model",

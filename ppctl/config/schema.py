@@ -104,12 +104,10 @@ class ModelConfig:
     qk_layernorm: bool = False
     """RMSNorm on every query and key head."""
     attention_backend: str = key(
-        "auto",
-        one_of("auto", "fused", "flash", "unfused"),
-        training=True,
-        support=Support(PLANS, "the choice of an attention kernel"),
+        "auto", one_of("auto", "fused", "flash", "unfused"), names="--attention-backend", training=True
     )
-    """`auto` and `flash` keep no scores for the backward; `unfused` keeps them, [heads, s, s] per sequence."""
+    """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
+    `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
     attention_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
     """Share of attention probabilities that is dropped."""
     hidden_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))

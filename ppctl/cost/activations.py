@@ -144,9 +144,19 @@ def _norm_sizes(setting: Setting) -> tuple[int, int]:
 
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
-    """Without a fused kernel: the probabilities of every pair, and with dropout the mask and what it leaves."""
+    """Without a fused kernel: the probabilities of every pair, and with dropout the mask and what it leaves.
+
+    torch's own computes in float32 and keeps, of all heads, such copies of queries, keys and values, not these.
+    """
     if model.attention_backend != "unfused":
         return 0.0
+    if not setting.allocator.transformer_engine:
+        sizes, float32 = Sizes.of(model), 4
+        per_head = 2 * sizes.query_head + sizes.value_head
+        shared = sizes.heads - (sizes.heads if sizes.latent else sizes.groups)
+        fused = sizes.heads * per_head - shared * (sizes.query_head + sizes.value_head)
+        scores = sizes.heads * (setting.seq_length - 1)  # less what a fused kernel keeps of each head and token
+        return (float32 * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
     per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
     return model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
 

@@ -6,13 +6,12 @@ names: renaming one renames a checkpoint key.
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import head_dim, query_groups
+from ppctl.model.core_attention import core_attention
+from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate
@@ -25,8 +24,9 @@ class Attention(nn.Module):
     `rotary_percent` below 1 only the first dimensions of a head are turned (as GLM-4.5 does).
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
+        self.kernels = kernels
         dim = self.head_dim = head_dim(model)
         queries = model.num_attention_heads * dim
         keys = query_groups(model) * dim
@@ -48,10 +48,7 @@ class Attention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        grouped = q.shape[1] != k.shape[1]
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
-        mixed = attend(q, k, v) if documents is None else documents.each(attend, q, k, v, dim=2)
-        return mixed.transpose(1, 2).flatten(2)
+        return core_attention(q, k, v, self.kernels, documents)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)

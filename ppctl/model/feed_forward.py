@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import expert_width
+from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Product, for_each_group, make_weight
 from ppctl.model.router import Router
 
@@ -41,8 +42,9 @@ class FeedForward(nn.Module):
 class Experts(nn.Module):
     """The routed experts, each a SwiGLU; weights stacked, [experts, out, in]. A stage may keep a part of them only."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
+        self.grouped = kernels.groups_experts
         count, h, width = model.num_moe_experts or 0, model.hidden_size, expert_width(model)
         self.w1 = make_weight(count, width, h)
         self.w2 = make_weight(count, h, width)
@@ -50,7 +52,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply to rows [n, h] sorted by expert the expert of each; `counts` [experts] says how many each has."""
-        return for_each_group(self.transform, rows, counts, self.w1, self.w2, self.w3)
+        return for_each_group(self.transform, rows, counts, self.w1, self.w2, self.w3, at_once=self.grouped)
 
     def transform(self, product: Product, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """The SwiGLU of rows [n, h], by the product that suits the weights: those of one expert, or the stacks."""
@@ -67,10 +69,10 @@ class MixtureOfExperts(nn.Module):
     Auxiliary losses are attached to the output, so that its backward starts theirs.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
         self.router = Router(model)
-        self.experts = Experts(model)
+        self.experts = Experts(model, kernels)
         shared = model.moe_shared_expert_intermediate_size
         self.shared_experts = FeedForward(model.hidden_size, shared) if shared else None
         self.exchange: ExchangeRows | None = None

@@ -8,13 +8,12 @@ Source: the DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
+from ppctl.model.core_attention import core_attention
+from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate, yarn_magnitude
@@ -30,8 +29,9 @@ class LatentAttention(nn.Module):
     is one for all heads. Values have `v_head_dim`.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
+        self.kernels = kernels
         h, heads = model.hidden_size, model.num_attention_heads
         self.heads, self.interleaved = heads, model.rotary_interleaved
         self.q_widths = [model.qk_head_dim, model.qk_pos_emb_head_dim]
@@ -72,9 +72,7 @@ class LatentAttention(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=self.scale)
-        mixed = attend(q, k, v) if documents is None else documents.each(attend, q, k, v, dim=2)
-        return mixed.transpose(1, 2).flatten(2)
+        return core_attention(q, k, v, self.kernels, documents, self.scale)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.model.attention import Attention
 from ppctl.model.feed_forward import FeedForward, MixtureOfExperts
+from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.packing import Documents
 
@@ -18,12 +19,12 @@ from ppctl.model.packing import Documents
 class DecoderLayer(nn.Module):
     """One pre-norm transformer layer [b, s, h] -> [b, s, h], with a dense feed-forward or with experts (`moe`)."""
 
-    def __init__(self, model: ModelConfig, *, moe: bool = False) -> None:
+    def __init__(self, model: ModelConfig, *, moe: bool = False, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.attention = LatentAttention(model) if model.multi_latent_attention else Attention(model)
+        self.attention = (LatentAttention if model.multi_latent_attention else Attention)(model, kernels)
         self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
         self.feed_forward = None if moe else FeedForward(model.hidden_size, model.ffn_hidden_size)
-        self.moe = MixtureOfExperts(model) if moe else None
+        self.moe = MixtureOfExperts(model, kernels) if moe else None
         self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:

@@ -71,21 +71,37 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     Group g's rows end before `ends[g]` (int32, on the device of `rows`), so that the host need not know the counts.
     """
-    return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    if out.requires_grad:
+        out.register_hook(_row_by_row)
+    return out
 
 
-def for_each_group(block: Callable[..., Tensor], rows: Tensor, counts: Tensor, *stacks: Tensor) -> Tensor:
+def _row_by_row(matrix: Tensor) -> Tensor:
+    """`matrix` with its rows one after another, as grouped_mm demands of the gradient that comes to its backward.
+
+    Not `contiguous`: a single row is that whatever its strides are, and grouped_mm looks at these.
+    """
+    in_place = matrix.stride() == (matrix.shape[1], 1)
+    return matrix if in_place else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def for_each_group(
+    block: Callable[..., Tensor], rows: Tensor, counts: Tensor, *stacks: Tensor, at_once: bool = False
+) -> Tensor:
     """`block(product, rows, *weights)` where each group of rows meets its own matrix of every stack.
 
     `rows` [n, in] are sorted by group, `counts` [groups] (int64) says how many each group has, a stack is [groups, out,
-    in], and the block may treat each row for itself only. In bfloat16 on CUDA the block runs once, over all rows;
-    elsewhere once for each group, and not product by product: torch's elementwise functions on the CPU give other bits
-    at the end of a tensor than inside it, and so a group's results would depend on the groups beside it.
+    in], and the block may treat each row for itself only. `at_once` runs the block once, over all rows, by a kernel
+    that most devices lack; else it runs once for each group, and not product by product: torch's elementwise functions
+    on the CPU give other bits at the end of a tensor than inside it, and so a group's results would depend on the
+    groups beside it.
     """
-    if rows.device.type != "cpu" and rows.dtype == torch.bfloat16:
+    if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped_product, ends=ends), rows, *stacks)
-    parts = zip(rows.split(counts.tolist()), *(stack.unbind() for stack in stacks), strict=True)
+    sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for where that says something
+    parts = zip(rows.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
     return torch.cat([block(product, *part) for part in parts])
 
 

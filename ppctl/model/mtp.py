@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import mtp_is_moe
+from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear
 from ppctl.model.packing import Documents
@@ -33,13 +34,13 @@ def ahead(x: Tensor, count: int, documents: Documents | None = None) -> Tensor:
 class PredictionModule(nn.Module):
     """norm(projection of (norm(embedding), norm(hidden)), through a decoder layer): [b, s, h] -> [b, s, h]."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
         h, eps = model.hidden_size, model.norm_epsilon
         self.enorm = nn.RMSNorm(h, eps=eps)
         self.hnorm = nn.RMSNorm(h, eps=eps)
         self.eh_proj = Linear(2 * h, h)
-        self.layer = DecoderLayer(model, moe=mtp_is_moe(model))
+        self.layer = DecoderLayer(model, moe=mtp_is_moe(model), kernels=kernels)
         self.norm = nn.RMSNorm(h, eps=eps)
 
     def forward(
@@ -54,10 +55,10 @@ class PredictionModule(nn.Module):
 class MultiTokenPrediction(nn.ModuleDict):
     """All modules of the model, which stand on one stage, and the copy of the embedding that they share."""
 
-    def __init__(self, model: ModelConfig, ids: Iterable[str]) -> None:
+    def __init__(self, model: ModelConfig, ids: Iterable[str], kernels: Kernels = ON_CPU) -> None:
         super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
-        self.update({id_: PredictionModule(model) for id_ in self.ids})
+        self.update({id_: PredictionModule(model, kernels) for id_ in self.ids})
 
     def forward(
         self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None

@@ -1,24 +1,37 @@
 """Several documents in one sequence, each as if it stood alone.
 
-Knows rows and the lengths of their documents. Must not know tokens. Attention goes document by document: nothing of
-the size of a mask [s, s] is ever kept, and no score is computed to be masked.
+Knows rows and the lengths of their documents. Must not know tokens, nor kernels. Attention goes document by document,
+or takes all at once by their bounds: nothing of the size of a mask [s, s] is ever kept, and no score is computed to be
+masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+Lengths = tuple[tuple[int, ...], ...]
+"""Of each row the tokens of its documents, in order; they add up to the row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents of a microbatch's rows: `lengths[b]` are their tokens, in order, and add up to the row."""
+    """The documents of a microbatch's rows."""
 
-    lengths: tuple[tuple[int, ...], ...]
+    lengths: Lengths
+    bounds: Tensor | None = field(default=None, compare=False)
+    """[documents + 1] int32, on the device: where each begins, and the last ends, in the rows put one after another.
+    For kernels that take all documents at once."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(max(row) for row in self.lengths)
 
     def each(self, function: Callable[..., Tensor], *tensors: Tensor, dim: int) -> Tensor:
         """`function` of every document by itself, put together again; rows are dimension 0, a row's tokens `dim`."""
@@ -38,9 +51,26 @@ class Packing(NamedTuple):
     """None lets every token see all before it."""
 
     @classmethod
-    def of(cls, positions: Tensor | None, lengths: Sequence[tuple[tuple[int, ...], ...]] | None, mb: int) -> Packing:
-        """Of microbatch `mb`: its part of `positions` [m, b, s], and its rows' `lengths`, by microbatch."""
-        return cls(None if positions is None else positions[mb], None if lengths is None else Documents(lengths[mb]))
+    def of(
+        cls,
+        positions: Tensor | None,
+        lengths: Sequence[Lengths] | None,
+        mb: int,
+        bounds: Sequence[Tensor] | None = None,
+    ) -> Packing:
+        """Of microbatch `mb`: its part of `positions` [m, b, s], its rows' `lengths` and their `bounds`, if wanted."""
+        documents = None if lengths is None else Documents(lengths[mb], None if bounds is None else bounds[mb])
+        return cls(None if positions is None else positions[mb], documents)
+
+
+def bounds_of(lengths: Sequence[Lengths], device: torch.device) -> Sequence[Tensor]:
+    """`Documents.bounds` of every microbatch, by one copy to the device that the host does not wait for."""
+    bounds = [[0, *accumulate(chain.from_iterable(rows))] for rows in lengths]
+    all_of_them = torch.tensor([*chain.from_iterable(bounds)], dtype=torch.int32)
+    if device.type == "cuda":
+        all_of_them = all_of_them.pin_memory().to(device, non_blocking=True)
+    parts: tuple[Tensor, ...] = all_of_them.split([len(one) for one in bounds])
+    return parts
 
 
 ROWS = Packing()

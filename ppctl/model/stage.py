@@ -18,6 +18,7 @@ from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
 from ppctl.model.feed_forward import ExchangeRows, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
+from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
@@ -36,16 +37,20 @@ class StageModule(nn.Module):
     experts only `experts` are kept (None: all). Its methods are described where `StageModel` has them.
     """
 
-    def __init__(self, layers: Sequence[Layer], model: ModelConfig, experts: range | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], model: ModelConfig, experts: range | None = None, kernels: Kernels = ON_CPU
+    ) -> None:
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
         self.experts = range(model.num_moe_experts or 0) if experts is None else experts
         self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
-        self.layers = nn.ModuleDict({id_: DecoderLayer(model, moe=moe[int(id_)]) for id_ in _ids("decoder", layers)})
+        self.layers = nn.ModuleDict(
+            {id_: DecoderLayer(model, moe=moe[int(id_)], kernels=kernels) for id_ in _ids("decoder", layers)}
+        )
         self._runs: Sequence[Run] = list(self.layers.values())
         self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
-        self.mtp = MultiTokenPrediction(model, modules) if modules else None
+        self.mtp = MultiTokenPrediction(model, modules, kernels) if modules else None
         self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
         self.rotary = Rotary(model)
         self._rows = stage_parameters(model, layers)
@@ -153,22 +158,25 @@ def build_stage(
     device: torch.device | str,
     experts: range | None = None,
     initialize: Initialize = initialize,
+    kernels: Kernels = ON_CPU,
 ) -> StageModule:
     """Build a stage without weights, give it memory on `device` in `dtype`, and let `initialize` fill it.
 
-    Of the routed experts it holds `experts`, by default all.
+    Of the routed experts it holds `experts`, by default all. `kernels` suit the device; the default suits a CPU.
     """
-    module = _given_memory(meta_stage(spec.layers, model, experts), dtype, device)
+    module = _given_memory(meta_stage(spec.layers, model, experts, kernels), dtype, device)
     initialize(module.canonical_parameters(), model, seed, module.experts)
     for router in module.routers():
         router.reset_bias(device)
     return module
 
 
-def meta_stage(layers: Sequence[Layer], model: ModelConfig, experts: range | None = None) -> StageModule:
+def meta_stage(
+    layers: Sequence[Layer], model: ModelConfig, experts: range | None = None, kernels: Kernels = ON_CPU
+) -> StageModule:
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
-        return StageModule(layers, model, experts)
+        return StageModule(layers, model, experts, kernels)
 
 
 def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device | str) -> StageModule:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ppctl.config.mapping import to_mapping
+from ppctl.model.kernels import Kernels
 from ppctl.rank.rendezvous import SharedRun
 from ppctl.rank.times import Phases
 from ppctl.run_starts import slurm_start
@@ -52,10 +53,11 @@ def _append_to(run: RunDir) -> Writer:
     return append
 
 
-def write_start_up(run: RunDir, phases: Phases) -> None:
-    """Show and record how long each phase of the start took, just before the first step."""
+def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
+    """Show and record how long each phase of the start took, and with which kernels, just before the first step."""
     phases.seconds = {"compose": round(float(run.environment().get("compose_s", 0.0)), 3)} | phases.seconds
-    print(phases.line(), flush=True)
+    print(f"{phases.line()}\n{kernels.line()}", flush=True)
+    run.write_environment(run.environment() | {"kernels": kernels.names()})
     run.write_status(str(run.status()["state"]), step=0, start_up=phases.seconds)
 
 

@@ -162,7 +162,7 @@ def _run(
         if "load" not in phases.seconds:
             phases.add("load", time.perf_counter() - load_began)
             if leads:
-                write_start_up(run, phases)
+                write_start_up(run, phases, session.kernels)
         heartbeat.step = step
         heartbeat.set_state(state)
         alarm.set(state)

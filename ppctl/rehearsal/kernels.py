@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ppctl.model.kernels import Capability
+
 _aten = torch.ops.aten
+
+HOPPER = (9, 0)
+
+
+def capability(device: torch.device, *, packed: bool) -> Capability:
+    """What a run on H100s would have to choose from."""
+    return Capability("cuda", HOPPER, attend_documents if packed else None)
 
 
 class FusedKernels(TorchFunctionMode):
@@ -39,13 +48,22 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """cuDNN's or flash attention: kept are queries, keys, values, the result and a float32 a row and head."""
-    if not query.is_meta or attn_mask is not None:
+    fuses = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.cudnn_sdp_enabled()  # sdpa_kernel's switches
+    if not (query.is_meta and fuses) or attn_mask is not None:
         out: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return out
     keeps = torch.is_grad_enabled()
     made = _aten._scaled_dot_product_cudnn_attention(query, key, value, None, keeps, dropout_p, is_causal, scale=scale)
     fused: Tensor = made[0]
     return fused
+
+
+def attend_documents(query: Tensor, key: Tensor, value: Tensor, *bounds: object, **options: object) -> Tensor:
+    """varlen_attn's contract: [tokens, heads, width], all documents at once; it keeps what the others do."""
+    heads = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+    made = _aten._scaled_dot_product_cudnn_attention(*heads, None, torch.is_grad_enabled(), 0.0, True)
+    out: Tensor = made[0][0].transpose(0, 1)
+    return out
 
 
 def _norm(func: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
+from ppctl.rehearsal.kernels import capability
 from ppctl.rehearsal.ledger import Ledger
 from ppctl.train.session import Parts
 
@@ -109,6 +110,7 @@ def rehearsal_parts(ledger: Ledger, make_recorder: Callable[..., object]) -> Par
         exchange=EvenExchange,
         initialize=lambda parameters, model, seed, experts: None,
         load_data=no_data,
+        capability=capability,
         clock_offset=lambda: 0.0,
         make_recorder=make_recorder,  # type: ignore[arg-type]
     )

@@ -19,7 +19,7 @@ from ppctl.data.tokenizer import ByteTokenizer, Tokens
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
-from ppctl.model.packing import ROWS, Packing
+from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.stage_model import StageModel
 from ppctl.plan import StageSpec
 from ppctl.topology import RankGrid
@@ -63,7 +63,9 @@ class Generator:
     def _packing(self) -> Packing:
         """Where documents are in the window: as in training, every rank finds them itself."""
         positions, documents = find_documents(self.window[None].cpu(), self.session.document_end)
-        return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0)
+        at_once = self.session.kernels.attend_documents is not None
+        bounds = bounds_of(documents, self.window.device) if documents is not None and at_once else None
+        return Packing.of(None if positions is None else positions.to(self.window.device), documents, 0, bounds)
 
     def _program(self, spec: StageSpec, module: StageModel) -> StageProgram:
         embeds, ends = Layer("embedding") in spec.layers, Layer("loss") in spec.layers

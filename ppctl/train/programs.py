@@ -5,6 +5,7 @@ Must not know the order of a step, nor what becomes of gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from ppctl.data.batches import StepBatch
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.loss import microbatch_loss, mtp_targets, without
-from ppctl.model.packing import ROWS, Packing
+from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync_events import gathers_ahead
@@ -31,6 +32,8 @@ class StagePrograms:
         self.session = session
         self.batch: StepBatch | None = None
         """The step's samples, on ranks that read data."""
+        self.bounds: Sequence[Tensor] | None = None
+        """By microbatch, where documents begin in it; for kernels that take all documents at once."""
         self.losses: dict[int, Tensor] = {}
         """By microbatch of the step, on the rank that owns the loss: each one's share of the step's loss."""
         self.mtp_losses: dict[int, Tensor] = {}
@@ -52,6 +55,8 @@ class StagePrograms:
     def begin(self, batch: StepBatch | None) -> None:
         """Forget the losses of the step before, and take the samples of this one."""
         self.batch = None if batch is None else _moved(batch, self.session.device)
+        documents = None if batch is None or self.session.kernels.attend_documents is None else batch.documents
+        self.bounds = None if documents is None else bounds_of(documents, self.session.device)
         self.losses, self.mtp_losses = {}, {}
 
     @property
@@ -112,7 +117,7 @@ class StagePrograms:
 
     def _packing(self, mb: int) -> Packing:
         """Where documents are in the step's microbatch `mb`; ranks without data have no layers that would ask."""
-        return ROWS if self.batch is None else Packing.of(self.batch.positions, self.batch.documents, mb)
+        return ROWS if self.batch is None else Packing.of(self.batch.positions, self.batch.documents, mb, self.bounds)
 
 
 def _keep_activations(session: Session) -> frozenset[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -28,6 +29,7 @@ from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.initialize import Initialize, initialize
+from ppctl.model.kernels import Capability, Kernels, choose_kernels
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import build_stage, experts_of
 from ppctl.model.stage_model import StageModel
@@ -63,6 +65,8 @@ class Parts:
     """Makes the way of rows to experts on other ranks."""
     initialize: Initialize = initialize
     """Fills a stage's weights."""
+    capability: Callable[..., Capability] = Capability.of
+    """(device, packed=whether documents are kept apart): what kernels can be chosen from."""
     load_data: Callable[[DataConfig], Data | None] = load_data
     """Opens what is trained on; called on ranks that read data. None: the caller brings the batches."""
     clock_offset: Callable[[], float] = clock_offset
@@ -86,6 +90,7 @@ class Session:
     """Every group of this rank by its axis."""
     communicator: Communicator | None
     """None where the pipeline has one rank."""
+    kernels: Kernels
     stages: Mapping[int, StageModel]
     recompute: Mapping[int, Switch]
     rows: Mapping[str, Parameter]
@@ -189,18 +194,17 @@ def build_session(
         # Only where it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     experts = experts_of(config.model, grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
-    stages: dict[int, StageModel] = {
-        spec.stage: build_stage(
-            spec,
-            config.model,
-            seed=config.train.seed,
-            dtype=dtype,
-            device=device,
-            experts=experts,
-            initialize=parts.initialize,
-        )
-        for spec in own.stages
-    }
+    kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
+    build = partial(
+        build_stage,
+        seed=config.train.seed,
+        dtype=dtype,
+        device=device,
+        experts=experts,
+        kernels=kernels,
+        initialize=parts.initialize,
+    )
+    stages: dict[int, StageModel] = {spec.stage: build(spec, config.model) for spec in own.stages}
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     if ep_group is not None:
         for stage in stages.values():
@@ -217,6 +221,7 @@ def build_session(
         device=device,
         groups=groups,
         communicator=communicator,
+        kernels=kernels,
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         rows=rows,

@@ -13,9 +13,13 @@ import torch
 from command import TINY, metrics, only_run, ppctl
 from one_rank import tiny_config, waits_in_a_pipeline
 from ranks import run_ranks
+from torch.nn.attention import SDPBackend
 
 from ppctl.config.mapping import to_mapping
 from ppctl.engine.recorder import make_recorder
+from ppctl.model.core_attention import core_attention
+from ppctl.model.kernels import Capability, Kernels
+from ppctl.model.packing import Documents, bounds_of
 from ppctl.schedule.action import Action, Op
 
 pytestmark = [
@@ -82,6 +86,30 @@ def test_fifty_milliseconds_of_queued_work_are_recorded_as_fifty():
         torch.cuda.synchronize()
     ((_, began, ended),) = recorder.stamps()
     assert ended - began == pytest.approx(0.050, abs=0.002)
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "values"), [(8, 8, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)])
+def test_packed_documents_at_once_agree_with_one_by_one(heads: int, groups: int, width: int, values: int):
+    device, lengths = torch.device("cuda"), ((300, 1, 211), (512,))
+    varlen = Capability.of(device, packed=True).attend_documents
+    if varlen is None:
+        pytest.skip("this torch has no varlen_attn with groups and a scale")
+    (bounds,) = bounds_of([lengths], device)
+    given = [
+        torch.randn(2, 512, *shape, device=device) for shape in ((heads, width), (groups, width), (groups, values))
+    ]
+    results = []
+    for dtype, kernels in (
+        (torch.bfloat16, Kernels(attend_documents=varlen)),
+        (torch.bfloat16, Kernels((SDPBackend.MATH,))),
+        (torch.float32, Kernels((SDPBackend.MATH,))),
+    ):
+        inputs = [tensor.bfloat16().to(dtype).transpose(1, 2).requires_grad_() for tensor in given]
+        out = core_attention(*inputs, kernels, Documents(lengths, bounds))
+        results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+    for at_once, one_by_one, exact in zip(*results, strict=True):
+        rounded = (one_by_one - exact).abs().max()
+        assert (at_once - exact).abs().max() <= 2 * rounded + 1e-3
 
 
 def dist_tier(**how: str) -> None:

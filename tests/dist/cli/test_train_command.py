@@ -99,6 +99,7 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
     profile = json.loads((run / "profile.json").read_text())
     assert [row["stage"] for row in profile["stages"]] == [0, 1, 2, 3]
     assert profile["messages"] and all(0 < row["seconds"] < 10 for row in profile["messages"])
+    assert json.loads((run / "env.json").read_text())["kernels"]["attention"] == "torch's choice"
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     result = json.loads((run / "result.json").read_text())
     assert (result["state"], result["step"], result["loss"]) == ("finished", 12, losses(run)[-1])
@@ -308,6 +309,7 @@ def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
     assert (done.returncode, json.loads((run / "status.json").read_text())["state"]) == (75, "stopped")
     assert len(metrics(run)) == 1
     assert "start-up " in done.stdout
+    assert "kernels: attention torch's choice, " in done.stdout
 
 
 def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_else(text, tmp_path):

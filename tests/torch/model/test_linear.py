@@ -158,8 +158,38 @@ def test_a_group_meets_its_own_matrices_one_by_one_and_in_one_kernel():
     for row, group, result in zip(rows, group_of, one_by_one, strict=True):
         expected = down[group].float() @ (up[group].float() @ row.float()).tanh()
         assert torch.allclose(result.float(), expected, atol=0.1)
-    in_one = block(partial(grouped_product, ends=ends), rows, up, down)
+    in_one = for_each_group(block, rows, counts, up, down, at_once=True)
     assert torch.allclose(in_one, one_by_one, atol=1e-1)
+    assert torch.equal(in_one, block(partial(grouped_product, ends=ends), rows, up, down))
+
+
+GRADIENTS = {
+    "in one piece": lambda n, out: torch.randn(n, out),
+    "expanded, as a sum's": lambda n, out: torch.randn(1, 1).expand(n, out),
+    "expanded over columns": lambda n, out: torch.randn(n, 1).expand(n, out),
+    "transposed": lambda n, out: torch.randn(out, n).t(),
+    "a part of wider rows": lambda n, out: torch.randn(n, 2 * out)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("counts", [[0, 3, 0, 5, 1, 0], [9, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0] * 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_grouped_product_agrees_with_one_for_each_group_whatever_gradient_comes(dtype, counts, gradient):
+    """Groups without rows, first, between and last. torch's products of the backward refuse most of these gradients."""
+    torch.manual_seed(0)
+    rows, weights = torch.randn(sum(counts), 16).to(dtype), torch.randn(6, 24, 16).to(dtype)
+    arriving, results = GRADIENTS[gradient](len(rows), 24).to(dtype), []
+    for at_once in (False, True):
+        inputs = [tensor.clone().requires_grad_() for tensor in (rows, weights)]
+        out = for_each_group(
+            lambda product, *part: product(*part), inputs[0], torch.tensor(counts), inputs[1], at_once=at_once
+        )
+        results.append([out, *torch.autograd.grad(out, inputs, arriving)])
+    for one_by_one, together in zip(*results, strict=True):
+        assert together.shape == one_by_one.shape and together.dtype == one_by_one.dtype
+        bound = 2.0 ** (-20 if dtype == torch.float32 else -7)
+        assert (together - one_by_one).abs().sum() <= bound * one_by_one.abs().sum()
 
 
 def test_a_group_gets_the_same_bits_whatever_groups_stand_beside_it():

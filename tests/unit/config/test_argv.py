@@ -112,7 +112,7 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--data-parallel-sharding-strategy", "optim_grads_params"], "PP-E107", "data_parallel_sharding=full"),
         (["--recompute-modules"], "PP-E107", "needs a value"),
         (["--swiglu"], "PP-E107", "model.gated_linear_unit=true"),
-        (["--use-flash-attn"], "PP-E109", "scaled_dot_product_attention"),
+        (["--use-flash-attn"], "PP-E109", "model.attention_backend alone"),
         (["--split", "99,1,0"], "PP-E107", "data.validation_split=0.01"),
         (["--data-path", "0.3", "a b", "0.7", "c"], "PP-E107", "'data.path=[0.3,a b,0.7,c]'"),
         (["~train.steps"], "PP-E121", "train.steps=100"),

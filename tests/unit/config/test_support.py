@@ -18,7 +18,6 @@ OTHER = {bool: lambda default: not default, int: lambda default: default + 2, st
 SPECIAL = {
     "model.normalization": "LayerNorm",
     "model.position_embedding_type": "learned_absolute",
-    "model.attention_backend": "unfused",
     "model.attention_dropout": 0.1,
     "model.hidden_dropout": 0.1,
     "model.num_moe_experts": 8,

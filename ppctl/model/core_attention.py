@@ -1,0 +1,52 @@
+"""The middle of attention, between the projections: heads' queries, keys and values to their weighted values.
+
+Knows how a kernel of torch's is called. Must not know which one suits a device (`kernels.py`), nor weights.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from ppctl.model.kernels import AttendDocuments, Kernels
+from ppctl.model.packing import Documents
+
+
+def core_attention(
+    q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, documents: Documents | None = None, scale: float | None = None
+) -> Tensor:
+    """Causal attention within each row, or document: [b, s, heads x values' width], the heads side by side.
+
+    q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], where a group of neighbouring
+    heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
+    """
+    if documents is not None and kernels.attend_documents is not None:
+        return _documents_at_once(kernels.attend_documents, q, k, v, documents, scale)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    with sdpa_kernel(list(kernels.attention), set_priority=True) if kernels.attention else nullcontext():
+        mixed = attend(q, k, v) if documents is None else documents.each(attend, q, k, v, dim=2)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def _documents_at_once(
+    attend: AttendDocuments, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None
+) -> Tensor:
+    """The same by one call for all documents, whose tokens lie one after another: [b x s, heads, width].
+
+    The kernel needs one width: narrower values (of latent attention) are filled up with zeros, which add nothing.
+    """
+    width, rows = v.shape[-1], (q.shape[0], q.shape[2])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    v = F.pad(v, (0, q.shape[-1] - width))
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v))
+    bounds, longest = documents.bounds, documents.longest
+    assert bounds is not None  # `bounds_of`: whoever makes Documents makes them where this kernel was chosen
+    grouped = q.shape[1] != k.shape[1]
+    causal = (-1, 0)  # a window: all before a token, nothing behind it
+    mixed = attend(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
+    side_by_side: Tensor = mixed[..., :width].unflatten(0, rows).flatten(2)
+    return side_by_side

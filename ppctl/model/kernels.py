@@ -1,0 +1,170 @@
+"""Which kernel each kind of product takes: chosen once, before the first step, by the config and the device.
+
+Knows the limits of torch's kernels. Must not know how a kernel is called (`core_attention.py`, `linear.py`), nor ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from ppctl.config.precision import autocast_dtype, weight_dtype
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.errors import ConfigError, Problem
+from ppctl.geometry.layers import expert_width
+from ppctl.geometry.parameters import Sizes
+
+AttendDocuments = Callable[..., Tensor]
+"""`torch.nn.attention.varlen.varlen_attn`, or a function with its contract."""
+
+CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+_NAMES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "efficient", MATH: "math"}
+
+WIDEST_HEAD = 256
+"""Of flash attention."""
+MULTIPLE = 8
+"""16 bytes of 16-bit numbers: what a head's width must be a multiple of for varlen_attn, a row's for grouped_mm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of a run on one rank."""
+
+    attention: tuple[SDPBackend, ...] = ()
+    """Of scaled_dot_product_attention: the first that can compute a call does. Empty: in torch's own order."""
+    attend_documents: AttendDocuments | None = None
+    """Attention of all documents of a microbatch at once; None takes one document after the other."""
+    groups_experts: bool = False
+    """Whether one grouped product serves all experts; otherwise there is one product for each."""
+    fuses_optimizer: bool = False
+    """Whether AdamW is one kernel over all parameters, without temporaries."""
+    compiles: bool = False
+    """Whether layers are compiled."""
+
+    def names(self) -> dict[str, str]:
+        """Kind of product -> the kernel that it takes: what env.json records."""
+        return {
+            "attention": " > ".join(_NAMES[one] for one in self.attention) or "torch's choice",
+            "documents": "one by one" if self.attend_documents is None else "varlen",
+            "experts": "grouped" if self.groups_experts else "one by one",
+            "optimizer": "fused" if self.fuses_optimizer else "plain",
+            "layers": "compiled" if self.compiles else "eager",
+        }
+
+    def line(self) -> str:
+        """`kernels: attention flash > math, documents varlen, ...`, for a person."""
+        return "kernels: " + ", ".join(f"{kind} {name}" for kind, name in self.names().items())
+
+
+ON_CPU = Kernels()
+"""What every device can run, and a CPU does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a device and this build of torch can do."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    compute: tuple[int, int] = (0, 0)
+    """CUDA's compute capability; (9, 0) is Hopper."""
+    attend_documents: AttendDocuments | None = None
+    """torch's varlen_attn, where it has the arguments that are needed."""
+    grouped_products: bool = True
+    """Whether torch has grouped_mm."""
+
+    @classmethod
+    def of(cls, device: torch.device, *, packed: bool) -> Capability:
+        """Of this process's device. Only for `packed` documents is varlen_attn looked up, which takes a second."""
+        if device.type != "cuda":
+            return cls(device.type)
+        compute = torch.cuda.get_device_capability(device)
+        return cls(device.type, compute, _varlen_attn() if packed else None, hasattr(F, "grouped_mm"))
+
+
+def _varlen_attn() -> AttendDocuments | None:
+    """torch's, imported when it is needed, because it imports torch's compiler; None in builds of torch without it."""
+    try:
+        found: AttendDocuments = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except (ImportError, AttributeError):
+        return None
+    return found if {"scale", "window_size", "enable_gqa"} <= inspect.signature(found).parameters.keys() else None
+
+
+def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
+    """The kernels of a run. Raises ConfigError (PP-E771) where the device lacks what the config names."""
+    model, cuda = config.model, can.device == "cuda"
+    cast = autocast_dtype(config.parallel)
+    dtype = cast or weight_dtype(config.parallel)
+    reason = _unable(model, can, dtype)
+    if reason:
+        message = f"model.attention_backend={model.attention_backend} cannot be obeyed: {reason}"
+        raise ConfigError(Problem("PP-E771", message, "model.attention_backend=auto"))
+    packed = config.data.reset_attention_mask
+    # Under autocast operands have several dtypes, and neither of these two kernels is cast for.
+    joins = packed and cast is None and _joins_documents(model, can, dtype)
+    groups = model.num_moe_experts is not None and cast is None and _groups_experts(model, can, dtype)
+    return Kernels(
+        attention=_attention(model.attention_backend, can, lengths_vary=packed and not joins),
+        attend_documents=can.attend_documents if joins else None,
+        groups_experts=groups,
+        fuses_optimizer=cuda,
+        compiles=config.train.compile,
+    )
+
+
+def _attention(backend: str, can: Capability, *, lengths_vary: bool) -> tuple[SDPBackend, ...]:
+    """The order in which attention's kernels are tried. On a CPU, which has two, torch's own order stays by default.
+
+    cuDNN's is the fastest from Hopper on, but makes a graph for every new length, on the host (decision 34).
+    """
+    if backend == "unfused":
+        return (MATH,)
+    if can.device != "cuda":
+        return () if backend == "auto" else (FLASH,)
+    if backend == "flash":
+        return (FLASH,)
+    fused = (CUDNN, FLASH) if can.compute >= (9, 0) and not lengths_vary else (FLASH, CUDNN)
+    if backend == "fused":
+        return fused
+    return (FLASH, EFFICIENT, MATH) if lengths_vary else (*fused, EFFICIENT, MATH)
+
+
+def _unable(model: ModelConfig, can: Capability, dtype: str) -> str:
+    """Why this device has no kernel of the kind that `model.attention_backend` names; empty where it has."""
+    sizes, backend = Sizes.of(model), model.attention_backend
+    if backend not in ("fused", "flash"):
+        return ""
+    if can.device != "cuda":
+        if sizes.query_head == sizes.value_head:
+            return ""
+        return f"the CPU's fused attention needs one width of a head, not {sizes.query_head} and {sizes.value_head}"
+    if dtype not in ("bfloat16", "float16"):
+        return f"on a GPU this attention computes in 16 bits, not in {dtype} (parallel.bf16=true)"
+    if can.compute < (8, 0):
+        return f"it needs compute capability 8.0, and this GPU has {can.compute[0]}.{can.compute[1]}"
+    if backend == "flash" and sizes.query_head > WIDEST_HEAD:
+        return f"flash attention's heads are at most {WIDEST_HEAD} wide, not {sizes.query_head}"
+    return ""
+
+
+def _joins_documents(model: ModelConfig, can: Capability, dtype: str) -> bool:
+    """Whether varlen_attn takes this model's heads: it is flash attention; narrower values are padded for it."""
+    width, values = Sizes.of(model).query_head, Sizes.of(model).value_head
+    fits = width % MULTIPLE == 0 and values <= width <= WIDEST_HEAD
+    fused = model.attention_backend != "unfused"
+    return fused and fits and dtype in ("bfloat16", "float16") and can.compute >= (8, 0) and bool(can.attend_documents)
+
+
+def _groups_experts(model: ModelConfig, can: Capability, dtype: str) -> bool:
+    """Whether grouped_mm takes this model's experts: rows of whole 16 bytes."""
+    fits = model.hidden_size % MULTIPLE == expert_width(model) % MULTIPLE == 0
+    return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute >= (8, 0) and can.grouped_products
