@@ -61,8 +61,7 @@ def device_limit(launch: LaunchConfig, sizes: ParallelSizes) -> DeviceLimit | No
     """
     if launch.device_memory is None:
         return None
-    shared = launch.share_gpu and launch.device != "cpu"
-    ranks = machines(launch.nodes, launch.gpus_per_node, sizes.world)[1] if shared else 1
+    ranks = machines(launch.nodes, launch.gpus_per_node, sizes.world)[1] if launch.share_gpu else 1
     try:
         return DeviceLimit(memory_bytes(launch.device_memory) // ranks, reserve_bytes(launch, sizes), ranks)
     except ValueError:
