@@ -1,17 +1,58 @@
-"""Which kind of device the ranks of one machine use.
+"""Which device the ranks of one machine use, and what carries messages between them there.
 
-Knows the rule alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor configs.
+Knows the rules alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor
+configs. Ranks that share GPUs (`launch.share_gpu`) were never run on CUDA.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 
-def device_type(asked: str, gpus: int, ranks: int) -> str:
+SEVERAL_RANKS = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SEVERAL_RANKS_SINCE = (2, 30, 7)
+
+
+def machines(nodes: int | None, per_node: int | None, world: int) -> tuple[int, int]:
+    """(machines, ranks on each) of `world` ranks, where one of the two numbers, or both, may be left open."""
+    if nodes is None:
+        nodes = 1 if per_node is None else -(-world // per_node)
+    return nodes, -(-world // nodes) if per_node is None else per_node
+
+
+def gpus_needed(ranks: int, *, share: bool) -> int:
+    """How many GPUs a machine must have for its ranks."""
+    return 1 if share else ranks
+
+
+def device_type(asked: str, gpus: int, ranks: int, *, share: bool) -> str:
     """`cuda` or `cpu`, for all `ranks` of a machine with `gpus`; `asked` is one of these, or `any`.
 
-    `any` is cuda if every rank has a GPU of its own. All ranks of a machine get the same: if each one looked for its
-    own GPU alone, the first ranks would wait in NCCL for others that use gloo.
+    `any` is cuda if there are enough GPUs. All ranks of a machine get the same: if each one looked for its own GPU
+    alone, the first ranks would wait in NCCL for others that use gloo.
     """
     if asked != "any":
         return asked
-    return "cuda" if gpus >= ranks else "cpu"
+    return "cuda" if gpus >= gpus_needed(ranks, share=share) else "cpu"
+
+
+def device_index(local_rank: int, gpus: int, *, share: bool) -> int:
+    """The number of a rank's GPU; ranks that share take them in turn."""
+    return local_rank % max(gpus, 1) if share else local_rank
+
+
+def nccl_shares_gpus(version: tuple[int, ...] | None, environ: Mapping[str, str]) -> bool:
+    """Whether NCCL of this version (None: there is none) connects several ranks on one GPU."""
+    return version is not None and version >= _SEVERAL_RANKS_SINCE and environ.get(SEVERAL_RANKS) == "1"
+
+
+def group_backends(kind: str, nccl: tuple[int, ...] | None, environ: Mapping[str, str], *, share: bool) -> str:
+    """The backends of process groups whose ranks compute on `kind` (cuda, cpu), as torch names them.
+
+    NCCL refuses two ranks on one GPU, but for `nccl_shares_gpus`. Then gloo carries tensors of the GPU as well: it
+    copies them through pinned memory of its own in every collective that ppctl calls (all_reduce, all_gather,
+    reduce_scatter, all_to_all, broadcast), and a pipeline's channels do that themselves. All ranks must decide alike,
+    so the answer does not depend on how many GPUs a machine has.
+    """
+    if kind == "cpu" or (share and not nccl_shares_gpus(nccl, environ)):
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"

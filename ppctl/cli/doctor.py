@@ -165,7 +165,7 @@ def _slow_edges(edges: list[dict[str, Any]]) -> Iterator[str]:
 
 def _lines(found: dict[str, Any], wrong: list[str]) -> list[str]:
     lines = [f"wrong: {line}" for line in wrong] or ["nothing is wrong"]
-    lines += ["", *_software(found["versions"])]
+    lines += ["", *_software(found["versions"]), *_too_few_gpus(found)]
     disk, shared = found["disk"], found["shared_memory_bytes"]
     if disk["error"] is None:
         speed = f"{disk['bytes_per_s'] / 1e6:.0f} MB/s written and synced, {_time(disk['sync_s'])} for a small file"
@@ -191,6 +191,16 @@ def _software(versions: dict[str, Any] | None) -> list[str]:
     lines.append(f"torch    {versions['torch']} ({cuda}), Python {versions['python']}")
     lines.append(f"devices  {', '.join(versions['devices']) or 'no GPU: ranks run on the CPU, over gloo'}")
     return lines
+
+
+def _too_few_gpus(found: dict[str, Any]) -> list[str]:
+    """Why the CPU was measured beside GPUs, and how a run takes them nevertheless."""
+    gpus = len(found["versions"]["devices"]) if found["versions"] else 0
+    if not gpus or found.get("device") != "cpu":
+        return []
+    return [
+        f"         fewer than ranks: measured on the CPU; with launch.share_gpu=true the ranks of a run share {gpus}"
+    ]
 
 
 def _time(seconds: float) -> str:

@@ -20,6 +20,7 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan, plan_checked
+from ppctl.plan.plan import LIMIT_KEYS
 from ppctl.plan.plan_picture import picture
 from ppctl.plan.schedule_file import not_trained
 from ppctl.schedule.simulate import to_slots
@@ -28,7 +29,7 @@ CONFIG, MEMORY = 2, 4
 OVER_MEMORY = "PP-E801"
 
 _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_mtp", "params_active", "params_hf")
-EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, "schedule", "timing"))
+EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
 EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "derived")}
 """The JSON's keys if there is no plan, only problems."""
 

@@ -15,7 +15,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
 from ppctl.plan import Plan, StageSpec
-from ppctl.plan.memory_limit import Unit, amount, peak_terms, unit_for
+from ppctl.plan.memory_limit import Unit, amount, available_text, peak_terms, unit_for
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.text_timeline import timeline_text
 
@@ -25,7 +25,7 @@ _LONGEST_TIMELINE = 16
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     """The plan in paragraphs: header, table, schedule."""
-    head = prose([title(plan), *equations(plan), memory_line(plan)], width)
+    head = prose([title(plan), *equations(plan), memory_line(plan), *limit_line(plan)], width)
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
     return [head, drawn, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
 
@@ -123,6 +123,18 @@ def memory_line(plan: Plan) -> str:
     terms = peak_terms(worst)
     sign = " =" if "+" in terms else "; at most"
     return f"memory peaks on pp_rank {worst.pp_rank}: {amount(worst.peak_bytes)} per device{sign} {terms}"
+
+
+def limit_line(plan: Plan) -> list[str]:
+    """What a rank may hold, and how much of it the highest peak takes; nothing where no limit is known."""
+    limit = plan.limit
+    if limit is None or limit.available_bytes <= 0:
+        return []
+    share = max(cost.peak_bytes for cost in plan.pp_ranks) / limit.available_bytes
+    tight = "; tight: the allocator's fragments, which no plan has, may not fit" if plan.tight else ""
+    return [
+        f"a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}: {share:.1%} of it is used{tight}"
+    ]
 
 
 def times(plan: Plan) -> list[str]:

@@ -21,6 +21,7 @@ from ppctl.cli.jobs import hand_over, job_of
 from ppctl.cli.plan import planned
 from ppctl.cli.train import accepted, command_line, program, refuse, short_path, with_gpu_environment, with_paths
 from ppctl.config.schema import RunConfig
+from ppctl.devices import machines
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch import slurm
 from ppctl.launch.enter import LIVE, package_digest
@@ -108,10 +109,7 @@ def nodes_of(config: RunConfig, world: int) -> tuple[int, int, list[Problem]]:
         message = "launch.device=any depends on the machine's GPUs, and the nodes of a job may have others"
         remedy = "launch.device=cuda\nlaunch.device=cpu"
         problems.append(Problem("PP-E629", message, remedy, "launch.device = any"))
-    nodes, per_node = launch.nodes, launch.gpus_per_node
-    if nodes is None:
-        nodes = 1 if per_node is None else -(-world // per_node)
-    per_node = -(-world // nodes) if per_node is None else per_node
+    nodes, per_node = machines(launch.nodes, launch.gpus_per_node, world)
     if nodes * per_node != world:
         message = f"the plan has {world} ranks, and nodes {nodes} x {per_node} ranks = {nodes * per_node}"
         fitting = next(size for size in range(min(per_node, world), 0, -1) if world % size == 0)

@@ -128,7 +128,8 @@ def adapt_to_machine(
 
     world = plan.sizes.world
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
-    device = choose_device(config.launch.device, ranks_here, os.environ)
+    share = config.launch.share_gpu
+    device = choose_device(config.launch.device, ranks_here, os.environ, share=share)
     problems = []
     if find_spec("torch") is None:
         remedy = f"{shlex.quote(sys.executable)} -m pip install torch"
@@ -140,8 +141,10 @@ def adapt_to_machine(
         remedy = f"{typed_again('train', arguments)} launch.target=local"
         problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
     else:
-        problems += shortage(device, ranks_here, arguments, os.environ)
-    config, conflicts = with_gpu_environment(with_value(config, "launch", device=device), plan)
+        problems += shortage(device, ranks_here, arguments, os.environ, share=share)
+    config, conflicts = with_gpu_environment(
+        with_value(config, "launch", device=device, share_gpu=share and device == "cuda"), plan
+    )
     data, wrong = examine(config)
     refuse([*problems, *conflicts, *wrong])
     return config, data

@@ -5,12 +5,14 @@ Knows how torch makes a group. Must not know what an axis or a number means.
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 import zlib
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,16 +38,27 @@ def make_group(groups: Iterable[tuple[int, ...]], *, backend: str | None = None)
     if len(own) != 1:
         raise ValueError(f"rank {rank} is in {len(own)} of the groups, and must be in exactly one")
     assert dist.group.WORLD is not None  # or there would be no rank
-    # Groups of pipelines are listed in pp order, which a sort by rank would lose under an unusual axis order.
     group = dist.new_group(
         list(own[0]),
         backend=backend,
         timeout=limit_of(dist.group.WORLD),
         use_local_synchronization=True,
-        sort_ranks=False,
+        **_in_this_order(own[0]),
     )
     assert isinstance(group, ProcessGroup)  # a member of the group gets the group, not the marker for strangers
     return group
+
+
+def _in_this_order(ranks: tuple[int, ...]) -> dict[str, Any]:
+    """What keeps `new_group` from sorting the ranks: pipelines are listed in pp order, and an axis order may be unusual.
+
+    torch has a switch from 2.13 on, and sorts before; ranks that are in order already need none. Raises ValueError.
+    """
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return {"sort_ranks": False}
+    if list(ranks) != sorted(ranks):
+        raise ValueError(f"torch {torch.__version__} would sort the group {ranks}: 2.13 and later keep its order")
+    return {}
 
 
 def limit_of(group: ProcessGroup) -> timedelta:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem
+from ppctl.devices import SEVERAL_RANKS
+from ppctl.errors import ConfigError, Problem
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = "32"
@@ -28,6 +29,9 @@ load at once may wait for each other. Before the first step every stage runs onc
 sizes that change from step to step, and libraries choose other kernels for other sizes."""
 
 
+_BACKEND = "parallel.pipeline_model_parallel_comm_backend"
+
+
 def gpu_environment(
     config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> tuple[dict[str, str], list[Problem]]:
@@ -42,7 +46,27 @@ def gpu_environment(
         added.setdefault(WORKSPACES, _REPEATABLE[0])
     if pp > 1 and (config.model.num_moe_experts or config.data.reset_attention_mask) and LOADING not in environ:
         added.setdefault(LOADING, _EAGER)
-    return added, list(_problems(config.parallel.deterministic_mode, pp, environ, added))
+    problems = list(_problems(config.parallel.deterministic_mode, pp, environ, added))
+    if added.get(SEVERAL_RANKS, environ.get(SEVERAL_RANKS)) != "1":
+        problems += _backend_of_shared_gpus(config, f"{SEVERAL_RANKS}=1 is not set")
+    return added, problems
+
+
+def refuse_backend(config: RunConfig, backends: str, nccl: tuple[int, ...] | None) -> None:
+    """Raise ConfigError where the pipeline is to have a backend that the ranks' own `backends` cannot be for."""
+    if "nccl" not in backends:
+        version = ".".join(map(str, nccl or ()))
+        problems = _backend_of_shared_gpus(config, f"NCCL {version} is older than 2.30.7, or {SEVERAL_RANKS}=1 not set")
+        if problems:
+            raise ConfigError(problems)
+
+
+def _backend_of_shared_gpus(config: RunConfig, why: str) -> list[Problem]:
+    asked = config.parallel.pipeline_model_parallel_comm_backend
+    if not config.launch.share_gpu or asked in (None, "gloo"):
+        return []
+    message = f"launch.share_gpu=true: {asked} connects one rank with each GPU ({why})"
+    return [Problem("PP-E642", message, f"{_BACKEND}=null", f"{_BACKEND} = {asked}")]
 
 
 def _problems(

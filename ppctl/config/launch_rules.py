@@ -22,6 +22,9 @@ _NEVER = (
 def broken_rules(config: RunConfig) -> Iterator[Finding]:
     """Every rule that is broken."""
     launch = config.launch
+    if launch.share_gpu and launch.device == "cpu":
+        message = "ranks on the CPU share no GPU"
+        yield ("launch.share_gpu", "launch.device"), message, "launch.share_gpu=false"
     yield from _time(launch)
     for name, key in keys_with("slurm").items():
         if key.is_list and any("\n" in line or "\0" in line for line in value_of(config, name) or ()):

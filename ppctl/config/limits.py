@@ -142,3 +142,4 @@ DIRECTORY_NAME = Form(
 TIME = Form("a length of time, as 11h50m", seconds)
 SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds)
 MEMORY = Form("an amount of memory, as 80GiB", memory_bytes)
+RESERVE = Form("auto or an amount of memory, as 2GiB", lambda text: text == "auto" or memory_bytes(text))

@@ -29,6 +29,7 @@ from ppctl.config.limits import (
     MOST_WORKSPACE_MIB,
     NOT_EMPTY,
     ONE_LINE,
+    RESERVE,
     SLURM_TIME,
     TIME,
     not_negative,
@@ -348,6 +349,12 @@ class LaunchConfig:
     """Ranks on each machine; none means as many as the layout needs."""
     device_memory: str | None = key(None, MEMORY)
     """Memory of one device, as "80GiB"; none means that the plan is not compared with a limit."""
+    memory_reserve: str = key("auto", RESERVE)
+    """Of device_memory, what CUDA's context and communicators take, as "2GiB": a plan's peak has to fit into the rest.
+    `auto` follows from the sizes of the groups; it is 0 on the CPU."""
+    share_gpu: bool = key(False)
+    """Let ranks share GPUs: each takes the one of number local rank % GPUs. Messages go through host memory: slow, for
+    tests. A rank may hold its share of device_memory, counted as if a machine had one GPU."""
     env: dict[str, str] = key(dict)
     """Environment variables set for every rank."""
     start_limit: str = key("30m", TIME)

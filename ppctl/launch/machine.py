@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ppctl.config.argv import typed_again
-from ppctl.devices import device_type
+from ppctl.devices import device_type, gpus_needed
 from ppctl.errors import Problem
 
 _FEW_PROCESSES = 64
@@ -49,21 +49,26 @@ def _gpus_by_driver() -> int:
     return gpu_devices()
 
 
-def choose_device(asked: str, ranks: int, environ: Mapping[str, str]) -> str:
+def choose_device(asked: str, ranks: int, environ: Mapping[str, str], *, share: bool) -> str:
     """`cuda` or `cpu` for the `launch.device` that was `asked`. GPUs are counted only for `any`."""
-    return device_type(asked, count_gpus(environ) if asked == "any" else 0, ranks)
+    return device_type(asked, count_gpus(environ) if asked == "any" else 0, ranks, share=share)
 
 
-def shortage(device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[Problem]:
+def shortage(
+    device: str, ranks: int, arguments: Sequence[str], environ: Mapping[str, str], *, share: bool
+) -> list[Problem]:
     """What this machine lacks to run all `ranks`. `arguments` are the command line's, for the remedies."""
     planned = typed_again("plan", arguments)
     if device == "cuda":
-        found = count_gpus(environ)
-        if found < ranks:
+        found, needed = count_gpus(environ), gpus_needed(ranks, share=share)
+        if found < needed:
             ways = [planned, f"ppctl train {_small(arguments)}"]
             if ranks <= _SMALL_JOB:
-                ways.insert(1, typed_again("train", with_overrides(arguments, "launch.device=cpu")))
-            message = f"needs {_many(ranks, 'GPU')}, this machine has {found}"
+                on_cpu = ["launch.device=cpu", *["launch.share_gpu=false"] * share]
+                ways.insert(1, typed_again("train", with_overrides(arguments, *on_cpu)))
+            if found > 0 and ranks <= _SMALL_JOB:
+                ways.insert(1, typed_again("train", with_overrides(arguments, "launch.share_gpu=true")))
+            message = f"needs {_many(needed, 'GPU')}, this machine has {found}"
             return [Problem("PP-E601", message, "\n".join(ways), "launch.device = cuda")]
         return []
     cores = os.cpu_count() or 1

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ppctl.config.schema import RunConfig
+from ppctl.devices import gpus_needed
 
 NO_START, SICK_NODE, REQUEUED_OFTEN = "PP-E622", "PP-E625", "PP-E626"
 """The codes of errors that the script itself prints."""
@@ -69,7 +70,7 @@ def directives(job: SlurmJob) -> Iterator[str]:
     yield f"--nodes={job.nodes}"
     yield f"--ntasks-per-node={job.ranks_per_node}"
     if launch.device == "cuda":
-        yield f"--gpus-per-node={job.ranks_per_node}"
+        yield f"--gpus-per-node={gpus_needed(job.ranks_per_node, share=launch.share_gpu)}"
     if launch.cpus_per_task is not None:
         yield f"--cpus-per-task={launch.cpus_per_task}"
     for name in ("account", "qos", "partition", "time", "constraint"):

@@ -15,9 +15,9 @@ from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
 from ppctl.plan.config_values import ConfigValues
-from ppctl.plan.extra_warmup import device_limit
 from ppctl.plan.layout_choice import Cut
 from ppctl.plan.memory import held_bytes, rank_costs
+from ppctl.plan.memory_limit import device_limit
 from ppctl.plan.prices import pricer
 from ppctl.plan.profile import Measured
 from ppctl.plan.sizes import Batch
@@ -60,9 +60,9 @@ def balanced_cut(
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
-    limit = device_limit(values)
-    if limit is not None:
-        limit -= max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
+    device, limit = device_limit(config.launch, sizes), None
+    if device is not None:
+        limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
     message = pricing(0, (), False).message_s
     found = search_layout(model.num_layers, mtp > 0, schedule, price, message=message, limit=limit)
     layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])

@@ -18,7 +18,7 @@ from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import device_of, gathered, rank_costs
-from ppctl.plan.memory_limit import memory_violations
+from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs, stage_costs, step_timing
 from ppctl.plan.profile import Measured, origin, read_profile
@@ -66,7 +66,7 @@ def plan_checked(
     if violations or derivation is None:
         raise ConfigError([*problems, *as_problems(values, violations, _judge(values))])
     plan = _assemble(derivation, title or config.recipe or config.log.name)
-    too_large = memory_violations(values, lambda: plan.pp_ranks)
+    too_large = memory_violations(values, plan.sizes, lambda: plan.pp_ranks)
     return replace(plan, problems=(*problems, *plan.problems, *as_problems(values, too_large, _judge(values))))
 
 
@@ -126,7 +126,12 @@ class Derivation:
             return compute_only(self.values, self.choice, self.cut.vpp, num_microbatches, extra_warmup)
 
         extra, derived = decide_warmup(
-            self.values, self.choice, lambda: simulation_costs(self.costs, self.stages), make, self.rank_costs
+            self.values,
+            self.sizes,
+            self.choice,
+            lambda: simulation_costs(self.costs, self.stages),
+            make,
+            self.rank_costs,
         )
         return make(extra), derived
 
@@ -221,6 +226,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=values[CAPACITY],
+        limit=device_limit(config.launch, sizes),
         derived=(
             *derivation.derived,
             *decided,
@@ -247,7 +253,7 @@ def _judged(values: ConfigValues) -> Violations:
         return [*_checked(values), *violations]
     sound = derivation
     try:
-        return [*_checked(values), *memory_violations(values, lambda: _held(sound))]
+        return [*_checked(values), *memory_violations(values, sound.sizes, lambda: _held(sound))]
     except ScheduleError as error:  # a policy that has no order for these sizes
         return [Violation(problem.code, "schedule", problem.message, problem.place) for problem in error.problems]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ppctl.config.quantities import memory_bytes
 from ppctl.errors import ScheduleError
 from ppctl.plan.config_values import ConfigValues
-from ppctl.plan.memory_limit import LIMIT
+from ppctl.plan.memory_limit import LIMIT, device_limit
 from ppctl.plan.schedule_choice import Choice
 from ppctl.plan.types import Derived, RankCost
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.simulate import Costs, simulate, step_time
+from ppctl.topology import ParallelSizes
 
 EXTRA = "pipeline.extra_warmup"
 AUTO = "auto"
@@ -44,6 +44,7 @@ def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -
 
 def decide_warmup(
     values: ConfigValues,
+    sizes: ParallelSizes,
     choice: Choice,
     costs: Callable[[], Costs],
     make: Callable[[int], Schedule],
@@ -61,10 +62,10 @@ def decide_warmup(
         return 0, (
             Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {values['pp']} needs none"),
         )
-    limit = device_limit(values)
+    limit = device_limit(values.config.launch, sizes)
 
     def fits(schedule: Schedule) -> bool:
-        return limit is None or max(cost.peak_bytes for cost in price(schedule)) <= limit
+        return limit is None or max(cost.peak_bytes for cost in price(schedule)) <= limit.available_bytes
 
     prices = costs()
     times = simulated_steps(values["pp"], prices, make, fits)
@@ -95,14 +96,6 @@ def least_warmup(times: Mapping[int, float]) -> int:
 
 def _candidates(pp: int) -> list[int]:
     return sorted({0, pp - 1, *(2**n for n in range(pp.bit_length()) if 2**n < pp)})
-
-
-def device_limit(values: ConfigValues) -> int | None:
-    """Bytes of one device, where they are known."""
-    try:
-        return None if values[LIMIT] is None else memory_bytes(values[LIMIT])
-    except ValueError:
-        return None  # `config.checks` reports it
 
 
 def _equation(chosen: int, times: Mapping[int, float], costs: Costs, limited: bool) -> str:

@@ -1,6 +1,7 @@
-"""Whether the plan fits the device's memory, what would make it fit, and amounts of memory as text.
+"""Whether the plan fits the device's memory, and what would make it fit.
 
-Knows peaks and the device's size. Must not know how a peak comes about. Data (`--json`, plan.json) keeps bytes.
+Knows peaks, the device's size and how many ranks share it. Must not know how a peak comes about. Amounts as
+text are made here, too; data (`--json`, plan.json) keeps bytes.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.config.quantities import memory_bytes
+from ppctl.config.schema import LaunchConfig
+from ppctl.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
-from ppctl.plan.types import RankCost
+from ppctl.plan.memory_reserve import AUTO, RESERVE, reserve_bytes
+from ppctl.plan.types import DeviceLimit, RankCost
 from ppctl.plan.violations import Violation
+from ppctl.topology import ParallelSizes
 
 LIMIT = "launch.device_memory"
+SHARING = "launch.share_gpu"
 SHARDING = "parallel.data_parallel_sharding"
 _SHARDINGS = ("none", "optimizer_gradients", "full")
 """Each holds less between steps than the one before."""
@@ -48,31 +54,64 @@ def amount(size: int) -> str:
     return f"{unit.of(size)} {unit.name}"
 
 
-def memory_violations(values: ConfigValues, ranks: Callable[[], Sequence[RankCost]]) -> list[Violation]:
+def device_limit(launch: LaunchConfig, sizes: ParallelSizes) -> DeviceLimit | None:
+    """What one rank may hold of its device; None where `launch.device_memory` is none, or cannot be read.
+
+    Ranks that share GPUs are counted as if all ranks of a machine shared a single one: how many it has is not known.
+    """
+    if launch.device_memory is None:
+        return None
+    ranks = machines(launch.nodes, launch.gpus_per_node, sizes.world)[1] if launch.share_gpu else 1
+    try:
+        return DeviceLimit(memory_bytes(launch.device_memory) // ranks, reserve_bytes(launch, sizes), ranks)
+    except ValueError:
+        return None  # `config.checks` reports it
+
+
+def memory_violations(
+    values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]]
+) -> list[Violation]:
     """The pp_rank with the highest peak, if that is more than the device has. `ranks` is asked where there is a limit.
 
     Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
     """
-    if values[LIMIT] is None:
+    limit = device_limit(values.config.launch, sizes)
+    if limit is None:
         return []
-    try:
-        available = memory_bytes(values[LIMIT])
-    except ValueError:
-        return []  # `config.checks` reports it
     costs = ranks()
     worst = max(costs, key=lambda cost: cost.peak_bytes)
-    if worst.peak_bytes <= available:
+    if worst.peak_bytes <= limit.available_bytes:
         return []
-    over = sum(cost.peak_bytes > available for cost in costs)
+    over = sum(cost.peak_bytes > limit.available_bytes for cost in costs)
     message = (
-        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak, and a device has "
-        f"{amount(available)} ({over} of {len(costs)} pp_ranks are over)"
+        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak, and a "
+        f"{'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)} "
+        f"({over} of {len(costs)} pp_ranks are over)"
     )
     held = f"{peak_terms(worst)} {unit_for(worst.peak_bytes).name} ({worst.in_flight} in flight)"
-    larger = {LIMIT: f"{-(-worst.peak_bytes // GIB.size)}GiB"}
-    return [
-        Violation("PP-E801", LIMIT, message, f"{held}\n{values.cite(LIMIT, 'pp', 'mbs')}", *_smaller(values), larger)
-    ]
+    needed = (worst.peak_bytes + limit.reserve_bytes) * limit.ranks
+    larger: Overrides = {LIMIT: f"{-(-needed // GIB.size)}GiB"}
+    smaller = _smaller(values)
+    place = f"{held}\n{values.cite(LIMIT, RESERVE, 'pp', 'mbs')}"
+    return [Violation("PP-E801", LIMIT, message, place, *_usual(values), *smaller, larger)]
+
+
+def available_text(limit: DeviceLimit) -> str:
+    """What a rank may hold, and what it is the rest of: `77.50 GiB (80.00 GiB - 2.50 GiB kept for ...)`."""
+    whole = amount(limit.limit_bytes)
+    share = f" of a device that {limit.ranks} ranks share" if limit.ranks > 1 else ""
+    if not limit.reserve_bytes:
+        return f"{whole}{share}"
+    kept = f"{amount(limit.reserve_bytes)} kept for CUDA's context and communicators"
+    return f"{amount(max(limit.available_bytes, 0))} ({whole}{share} - {kept})"
+
+
+def _usual(values: ConfigValues) -> Iterator[Overrides]:
+    """Without settings of the user's that leave a rank less."""
+    if values[RESERVE] != AUTO:
+        yield {RESERVE: AUTO}
+    if values[SHARING]:
+        yield {SHARING: False}
 
 
 def peak_terms(cost: RankCost) -> str:

@@ -14,13 +14,15 @@ from functools import cached_property
 from typing import Any
 
 from ppctl.errors import Problem
-from ppctl.plan.types import Derived, RankCost, StageSpec, Timing, fields_of
+from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageSpec, Timing, fields_of
 from ppctl.schedule.action import Action, Channel, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
 from ppctl.topology import ParallelSizes, RankGrid
 
-_NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing")
+LIMIT_KEYS = ("limit_bytes", "reserve_bytes", "ranks_per_device", "tight")
+"""Of plan.json: what a rank may hold, which changes nothing of what it runs."""
+_NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing", *LIMIT_KEYS)
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _CALLS = "gradient_accumulation_steps"
@@ -54,10 +56,17 @@ class Plan:
     """(canonical parameter name, stages that hold a use of it, in canonical order of uses)."""
     p2p_capacity: int | None = None
     """The capacity that the config asks for on every channel; none lets `lower` choose."""
+    limit: DeviceLimit | None = None
+    """What a rank may hold; none where the config does not say what the device has."""
     derived: tuple[Derived, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Dotted config key -> where its value came from."""
     problems: tuple[Problem, ...] = ()
+
+    @property
+    def tight(self) -> bool:
+        """Whether all ranks fit, and one of them with less than 5 % of its memory free."""
+        return self.limit is not None and self.limit.is_tight(max(cost.peak_bytes for cost in self.pp_ranks))
 
     @cached_property
     def forward_schedule(self) -> Schedule:
@@ -96,6 +105,7 @@ class Plan:
             "layout": self.layout,
             "stages": [stage.to_json() for stage in self.stages],
             "pp_ranks": [fields_of(cost) for cost in self.pp_ranks],
+            **dict(zip(LIMIT_KEYS, (*(self.limit or (None, None, 1)), self.tight), strict=True)),
             **{name: getattr(self, name) for name in _NUMBERS},
             "replicated_params": [stage.replicated_params for stage in self.stages],
             "tie_groups": [{"name": name, "stages": list(stages)} for name, stages in self.tie_groups],
@@ -141,6 +151,7 @@ class Plan:
             **{name: data[name] for name in _NUMBERS},
             tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),
             timing=Timing.from_json(data["timing"]),
+            limit=_limit(data),
             derived=tuple(Derived(**derived) for derived in data["derived"]),
             provenance=dict(data["provenance"]),
             problems=tuple(Problem(**problem) for problem in data["problems"]),
@@ -151,6 +162,13 @@ class Plan:
         data = self.report()
         data["schedule"]["actions"] = [" ".join(map(str, row)) for row in self.schedule.actions]
         return data
+
+
+def _limit(data: Mapping[str, Any]) -> DeviceLimit | None:
+    """The limit of a plan as JSON; None as well of one that was written before limits were."""
+    if data.get("limit_bytes") is None:
+        return None
+    return DeviceLimit(data["limit_bytes"], data["reserve_bytes"], data["ranks_per_device"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from ppctl.config.quantities import memory_bytes
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory import held_bytes
@@ -32,7 +31,7 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
         trace=trace,
         stages=tuple(_note(stage, sum(flops)) for stage in plan.stages),
         memory=_memory(plan, config, micro_batch_size),
-        limit=None if config.launch.device_memory is None else memory_bytes(config.launch.device_memory),
+        limit=None if plan.limit is None else max(plan.limit.available_bytes, 0),
     )
 
 

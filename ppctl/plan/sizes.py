@@ -11,6 +11,7 @@ from math import gcd, isqrt, prod
 
 from ppctl.config.checks import beyond_limits
 from ppctl.config.limits import MOST_RANKS, MOST_STAGES
+from ppctl.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
@@ -66,18 +67,17 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     needed = replica * (values["dp"] or 1)
     nodes, gpus = values["nodes"], values["gpus_per_node"]
     if nodes is None and gpus is None:
-        world, machines = needed, ""
+        world, product = needed, ""
     else:
-        nodes = nodes or -(-needed // gpus)
-        gpus = gpus or -(-needed // nodes)
-        world, machines = nodes * gpus, f" = nodes {nodes} x {gpus}"
+        nodes, gpus = machines(nodes, gpus, needed)
+        world, product = nodes * gpus, f" = nodes {nodes} x {gpus}"
     dp = values["dp"] or world // replica
     factors = " x ".join(f"{axis} {values[axis]}" for axis in AXES)
     if world != replica * dp or dp < 1:
-        violations.append(_mismatch(values, world, machines, factors, nodes or 1, gpus or needed))
+        violations.append(_mismatch(values, world, product, factors, nodes or 1, gpus or needed))
         return None
-    equation = f"world {world}{machines} = {factors} x dp {dp}"
-    if not machines:
+    equation = f"world {world}{product} = {factors} x dp {dp}"
+    if not product:
         equation += "; neither launch.nodes nor launch.gpus_per_node was given"
     if world > MOST_RANKS:
         violations.append(_too_many_ranks(values, world, equation))

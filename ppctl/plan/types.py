@@ -91,6 +91,26 @@ class RankCost:
         return self.state_bytes + self.buffer_bytes
 
 
+class DeviceLimit(NamedTuple):
+    """What one rank may hold of its device, in bytes."""
+
+    limit_bytes: int
+    """Of the device; where ranks share it, one rank's part."""
+    reserve_bytes: int
+    """Kept free for what torch does not allocate: CUDA's context, communicators."""
+    ranks: int = 1
+    """How many share the device."""
+
+    @property
+    def available_bytes(self) -> int:
+        """For a plan's peak; below 0 where the reserve is larger than the device."""
+        return self.limit_bytes - self.reserve_bytes
+
+    def is_tight(self, peak_bytes: int) -> bool:
+        """Whether a peak that fits leaves less than 5 % free: fragments of the allocator are in no plan."""
+        return self.available_bytes >= peak_bytes > 0.95 * self.available_bytes
+
+
 class StageCost(NamedTuple):
     """One microbatch on one stage, on one device."""
 

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from ppctl import checkpoint_folder
-from ppctl.config.gpu_environment import gpu_environment
+from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
-from ppctl.devices import device_type
+from ppctl.devices import device_index, device_type, group_backends
 from ppctl.errors import ConfigError
 from ppctl.hang.limits import GRACE, Limits
 from ppctl.heartbeat import HeartbeatFile, Publisher, Write
@@ -196,11 +196,12 @@ def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     missing, problems = gpu_environment(shared.config, shared.plan.sizes.pp, os.environ, {})
     if shared.config.launch.device != "cpu":
         os.environ |= missing  # before CUDA is used at all: even counting devices may read it
-    if device_type(shared.config.launch.device, torch.cuda.device_count(), own.local_world_size) == "cpu":
+    launch, gpus = shared.config.launch, torch.cuda.device_count()
+    if device_type(launch.device, gpus, own.local_world_size, share=launch.share_gpu) == "cpu":
         return torch.device("cpu")
     if problems:
         raise ConfigError(problems)
-    device = torch.device("cuda", own.local_rank)
+    device = torch.device("cuda", device_index(own.local_rank, gpus, share=launch.share_gpu))
     torch.cuda.set_device(device)
     return device
 
@@ -222,7 +223,10 @@ def _join(
     hosts = call_roll(store, own.rank, own.world_size, shared.digest, edge_limit=edge_limit, patience=patience)
     if watch is not None:
         watch.meet(hosts)
-    join_world(store, own.rank, own.world_size, device, limits.of_groups)
+    nccl = torch.cuda.nccl.version() if device.type == "cuda" else None
+    backends = group_backends(device.type, nccl, os.environ, share=shared.config.launch.share_gpu)
+    refuse_backend(shared.config, backends, nccl)
+    join_world(store, own.rank, own.world_size, backends, limits.of_groups)
 
 
 def _time_left(exit_after: str | None) -> TimeLeft:

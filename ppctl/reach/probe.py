@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ppctl.devices import device_type
+from ppctl.devices import device_type, group_backends
 
 LIMIT = 20.0
 """Seconds that one edge may take."""
@@ -35,8 +35,8 @@ def main() -> int:
     device = device_of(rank, world, os.environ, torch.cuda.device_count())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=LIMIT))
+    backends = group_backends(device.type, None, os.environ, share=False)
+    dist.init_process_group(backends, timeout=timedelta(seconds=LIMIT))
     hosts: list[Any] = [None] * world
     dist.all_gather_object(hosts, socket.gethostname())
     edges = [_edge(source, (source + 1) % world, hosts, device) for source in range(world)] if world > 1 else []
@@ -48,7 +48,7 @@ def main() -> int:
 
 def device_of(rank: int, world: int, environ: Mapping[str, str], gpus: int) -> torch.device:
     """The device that a rank measures with, on a machine with `gpus`: as in a run with launch.device=any."""
-    kind = device_type("any", gpus, int(environ.get("LOCAL_WORLD_SIZE", world)))
+    kind = device_type("any", gpus, int(environ.get("LOCAL_WORLD_SIZE", world)), share=False)
     return torch.device(kind, int(environ.get("LOCAL_RANK", rank))) if kind == "cuda" else torch.device(kind)
 
 

@@ -34,8 +34,8 @@ __all__ = ["call_roll", "join_world", "warm_up"]
 _ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 
 
-def join_world(store: Store, rank: int, world: int, device: torch.device, limit: timedelta) -> None:
-    """Make the default process group: gloo for messages between CPUs, NCCL beside it on CUDA.
+def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
+    """Make the default process group on `backends` (`ppctl.devices`): gloo for messages between CPUs among them.
 
     A rank connects with its neighbours in the world's ring here; with other ranks on first use. `limit` is how long its
     backends wait for other ranks, and those of every group that is made later. Raises DeadEdge (PP-E707).
@@ -44,14 +44,13 @@ def join_world(store: Store, rank: int, world: int, device: torch.device, limit:
     than the usual limit of 1,024 files, and addresses that all go through rank 0's store (16 KiB a rank, which every
     rank reads: 69 GB). The world's messages go round a ring, or to rank 0.
     """
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     # NCCL's watchdogs would end the process before it can report an error of the device, and one that waits while a
     # kernel is loaded would end it before the run's own limits do.
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(limit.total_seconds())))
     try:
         with _connecting_on_first_use():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            dist.init_process_group(backends, store=store, rank=rank, world_size=world, timeout=limit)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         message = f"rank {rank} on {host_name()} could not connect to all ranks of the job: {reason_of(error)}"

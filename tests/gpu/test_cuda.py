@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch.nn.attention import SDPBackend
 
 from ppctl.config.mapping import to_mapping
+from ppctl.devices import nccl_shares_gpus
 from ppctl.engine.recorder import make_recorder
 from ppctl.model.core_attention import core_attention
 from ppctl.model.kernels import Capability, Kernels
@@ -125,8 +126,7 @@ def test_several_ranks_share_a_device_through_pinned_host_memory():
 
 def ranks_over_nccl() -> int:
     """How many ranks NCCL takes here: one for each device, or many where it may put several on one."""
-    several = torch.cuda.nccl.version() >= (2, 30, 7) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return 8 if several else torch.cuda.device_count()
+    return 8 if nccl_shares_gpus(torch.cuda.nccl.version(), os.environ) else torch.cuda.device_count()
 
 
 def test_the_dist_tier_runs_over_nccl():

@@ -20,7 +20,7 @@ store = meet(own, timedelta(seconds=60))
 if own.rank == 0:
     store.set("job", str(life))
 told = store.get("job").decode()
-join_world(store, own.rank, own.world_size, torch.device("cpu"), timedelta(seconds=60))
+join_world(store, own.rank, own.world_size, "gloo", timedelta(seconds=60))
 number = torch.ones(1)
 assert dist.group.WORLD is not None
 connections_of(dist.group.WORLD).of_all("gloo", "gradients").allreduce([number]).wait()  # type: ignore[attr-defined]

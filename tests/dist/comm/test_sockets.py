@@ -42,7 +42,7 @@ def join():
     dist.destroy_process_group()
     before = connections()
     store = dist.PrefixStore("worker", store)
-    join_world(store, rank, world, CPU, timedelta(seconds=60))
+    join_world(store, rank, world, "gloo", timedelta(seconds=60))
     return store, before
 
 

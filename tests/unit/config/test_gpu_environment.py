@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ppctl.config.gpu_environment import LOADING, MOST_QUEUES, QUEUES, WORKSPACES, gpu_environment
+from ppctl.config.gpu_environment import LOADING, MOST_QUEUES, QUEUES, WORKSPACES, gpu_environment, refuse_backend
 from ppctl.config.schema import RunConfig
+from ppctl.devices import SEVERAL_RANKS
+from ppctl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -58,3 +60,30 @@ def test_kernels_are_loaded_at_the_start_where_sizes_change_from_step_to_step(ex
     assert gpu_environment(config, pp, {}, {})[0].get(LOADING) == loading
     assert LOADING not in gpu_environment(config, pp, {LOADING: "LAZY"}, {})[0]
     assert gpu_environment(config, pp, {}, {LOADING: "LAZY"})[0][LOADING] == "LAZY"
+
+
+BACKEND = "parallel.pipeline_model_parallel_comm_backend"
+
+
+@pytest.mark.parametrize("several", ["1", "0", None])
+@pytest.mark.parametrize("asked", ["nccl", "ucc", "gloo", None])
+@pytest.mark.parametrize("share", [True, False])
+def test_nccl_is_refused_between_ranks_that_share_a_gpu_unless_it_takes_them(share, asked, several) -> None:
+    config = RunConfig()
+    config.launch.share_gpu, config.parallel.pipeline_model_parallel_comm_backend = share, asked
+    launch_env = {} if several is None else {SEVERAL_RANKS: several}
+    refused = share and asked in ("nccl", "ucc")
+    for problems in (gpu_environment(config, 2, {}, launch_env)[1], gpu_environment(config, 2, launch_env, {})[1]):
+        assert [(each.code, each.remedy) for each in problems] == [("PP-E642", f"{BACKEND}=null")] * (
+            refused and several != "1"
+        )
+
+
+def test_a_rank_refuses_an_nccl_that_is_too_old_for_it() -> None:
+    config = RunConfig()
+    config.launch.share_gpu, config.parallel.pipeline_model_parallel_comm_backend = True, "nccl"
+    refuse_backend(config, "cpu:gloo,cuda:nccl", (2, 30, 7))
+    with pytest.raises(ConfigError, match=r"NCCL 2\.28\.9 is older than 2\.30\.7"):
+        refuse_backend(config, "gloo", (2, 28, 9))
+    config.launch.share_gpu = False
+    refuse_backend(config, "gloo", None)

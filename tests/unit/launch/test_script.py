@@ -56,6 +56,12 @@ def test_every_option_is_a_directive(overrides: list[str], line: str) -> None:
     assert f"#SBATCH {line}\n" in render(made)
 
 
+def test_ranks_that_share_a_gpu_ask_for_one() -> None:
+    made = job()
+    made.config.launch.device, made.config.launch.share_gpu = "cuda", True
+    assert {"--gpus-per-node=1", "--ntasks-per-node=4"} <= set(directives(made))
+
+
 def test_a_run_that_is_waited_for_is_a_dependency_that_cannot_pend_for_ever() -> None:
     found = list(directives(job(after="41")))
     assert {"--dependency=afterok:41", "--kill-on-invalid-dep=yes"} <= set(found)

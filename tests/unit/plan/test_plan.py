@@ -303,14 +303,15 @@ def test_a_peak_above_the_devices_memory_is_a_problem_of_a_plan_that_can_still_b
 
 
 def test_memory_that_does_not_fit_names_the_rank_and_ways_that_fit() -> None:
-    values = dict(pp=2, mbs=4, seq=512)
+    values = dict(pp=2, mbs=4, seq=512, launch__memory_reserve="1GiB")
     peak = max(cost.peak_bytes for cost in plan(**values).pp_ranks)
-    (problem,) = plan(**values, launch__device_memory=str(peak - 1)).problems
+    limit = peak + 2**30 - 1
+    (problem,) = plan(**values, launch__device_memory=str(limit)).problems
     assert "pp_rank 0" in problem.message
     for remedy in problem.remedy.splitlines():
         key, _, value = remedy.partition("=")
         value = int(value) if value.isdecimal() else value
-        assert plan(**(values | {"launch__device_memory": str(peak - 1), key.replace(".", "__"): value})).problems == ()
+        assert plan(**(values | {"launch__device_memory": str(limit), key.replace(".", "__"): value})).problems == ()
 
 
 OVERLAP = dict(parallel__batch_p2p_comm=False, parallel__batch_p2p_sync=False, parallel__overlap_p2p_comm=True)

@@ -224,7 +224,7 @@ moe = dict(model__num_moe_experts=8, model__moe_ffn_hidden_size=512)
 )
 def test_under_a_memory_limit_each_remedy_fits_as_well(values: dict[str, object], mib: int) -> None:
     values |= values.pop("experts", {})
-    start = config_values(**values, launch__device_memory=f"{mib}MiB")
+    start = config_values(**values, launch__device_memory=f"{mib + 10}MiB", launch__memory_reserve="10MiB")
     before = problems_of(start)
     assume(before)
     for problem in before:
@@ -246,7 +246,8 @@ BREADTH_FIRST = dict(pp=2, vpp=4, dp=4, gbs=16, mbs=1, seq=64, pipeline__pp_sche
     ],
 )
 def test_sharing_out_weights_is_offered_where_it_makes_room(values: dict[str, object], remedy: str) -> None:
-    start = config_values(**BREADTH_FIRST, **values, launch__device_memory="98MiB")
+    limit = dict(launch__device_memory="108MiB", launch__memory_reserve="10MiB")
+    start = config_values(**BREADTH_FIRST, **values, **limit)
     (problem,) = problems_of(start)
     assert problem.code == "PP-E801"
     assert remedy in problem.remedy.splitlines()

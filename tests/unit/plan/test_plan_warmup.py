@@ -61,11 +61,11 @@ def test_auto_spends_no_memory_where_messages_are_short_beside_compute() -> None
 
 
 def test_auto_stays_within_the_devices_memory() -> None:
-    sizes = dict(LONG_MESSAGES, pipeline__extra_warmup="auto")
+    sizes = dict(LONG_MESSAGES, pipeline__extra_warmup="auto", launch__memory_reserve="3GiB")
     free = plan(**sizes)
     textbook = plan(**sizes | {"pipeline__extra_warmup": 0})
     limit = textbook.pp_ranks[0].peak_bytes + 1
-    held = plan(**sizes, launch__device_memory=f"{limit}B")
+    held = plan(**sizes, launch__device_memory=f"{limit + 3 * 2**30}B")
     assert max(cost.peak_bytes for cost in free.pp_ranks) > limit >= max(cost.peak_bytes for cost in held.pp_ranks)
     assert held.pp_ranks == textbook.pp_ranks
     assert held.problems == ()
