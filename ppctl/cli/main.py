@@ -40,6 +40,9 @@ class Command:
 COMMANDS = {
     "train": Command("train a model", overrides=True),
     "plan": Command("check a config and show what train would do; no torch, no GPU", overrides=True),
+    "rehearse": Command(
+        "run ranks at full size without values: memory, host waits and messages, measured", overrides=True
+    ),
     "layout": Command("check and draw a pipeline layout"),
     "simulate": Command("simulate and draw a schedule from the times of its operations"),
     "recipes": Command("list, show or copy recipes"),

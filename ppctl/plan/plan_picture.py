@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ppctl.config.schema import RunConfig
+from ppctl.cost.activations import stage_activations
 from ppctl.geometry.layers import NUMBERED, Layer
-from ppctl.plan.memory import held_bytes
+from ppctl.plan.memory import setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.plan.types import StageSpec
@@ -36,13 +37,15 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
 
 
 def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
-    kept = {
-        stage.stage: held_bytes(config, stage.stage, stage.layers, plan.sizes, micro_batch_size)[1]
-        for stage in plan.stages
-    }
+    setting = setting_of(config, plan.sizes, micro_batch_size)
+    alive = {each.stage: stage_activations(config.model, each.layers, setting, each.stage) for each in plan.stages}
     own = [[stage.stage for stage in plan.stages if stage.pp_rank == cost.pp_rank] for cost in plan.pp_ranks]
     return tuple(
-        RankMemory(cost.peak_bytes - cost.activation_bytes, {stage: kept[stage] for stage in stages})
+        RankMemory(
+            cost.peak_bytes - cost.activation_bytes,
+            {stage: alive[stage].kept for stage in stages},
+            in_backward={stage: alive[stage].in_backward for stage in stages},
+        )
         for cost, stages in zip(plan.pp_ranks, own, strict=True)
     )
 

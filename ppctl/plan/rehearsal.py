@@ -15,7 +15,7 @@ from ppctl.errors import ConfigError
 from ppctl.geometry.layers import layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.build import build_plan
 from ppctl.plan.plan import Plan
-from ppctl.plan.types import RankCost, StageSpec
+from ppctl.plan.types import StageSpec
 from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
 from ppctl.schedule.action import LIFE_ENDS, Action, F
 from ppctl.topology import RankGrid
@@ -130,46 +130,47 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
             held -= memory.kept
 
 
-@dataclass(frozen=True)
-class RankPeak:
-    """A pp_rank's peak: planned, and as measured or replayed."""
+UPDATE = "update"
+"""The place of a peak behind the schedule."""
 
-    cost: RankCost
-    rehearsed: int
-    """The rank that was rehearsed for it."""
+
+@dataclass(frozen=True, slots=True)
+class RankPeak:
+    """A pp_rank's peak in the whole step, as measured of a rank of its kind."""
+
+    pp_rank: int
     base: int
     """What it holds beside activations while the schedule runs: state, buffers, messages."""
     peak_bytes: int
     """Libraries' workspaces included, which are planned and not measured."""
     peak_action: str
+    stages: Mapping[int, StageMemory]
+    """By its own stages."""
 
 
 def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[RankPeak]:
-    """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one."""
+    """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one.
+
+    Each list is replayed with the stages as they were measured. What the rehearsed rank held beside them at its peak is
+    what every rank of its kind holds.
+    """
     chosen = short.for_rank(measured.rank).pp_rank
-    base = measured.peak_bytes - max((step.most for step in _replay(short, chosen, chosen, measured)), default=0)
-    late = measured.peak_action == UPDATE
-    if late:  # the schedule's own peak is lower: its base is taken where it was highest
-        most = max(moment.most for moment in measured.moments)
-        base += most - measured.peak_bytes
+    found = {memory.stage: memory for memory in measured.stages}
+    place = plan.schedule.placement
+
+    def stages_of(pp_rank: int) -> dict[int, StageMemory]:
+        pairs = zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)
+        return {own: found[other] for own, other in pairs}
+
+    top = max(replayed(short.schedule.actions[chosen], stages_of(chosen)), key=lambda step: step.most)
+    base = max(moment.most for moment in measured.moments) - top.most
     peaks = []
     for pp_rank in kind.pp_ranks:
-        cost = plan.pp_ranks[pp_rank]
-        top = max(_replay(plan, pp_rank, chosen, measured), key=lambda step: step.most)
-        peak, action = base + top.most, str(plan.schedule.actions[pp_rank][top.index])
+        stages, actions = stages_of(pp_rank), plan.schedule.actions[pp_rank]
+        top = max(replayed(actions, stages), key=lambda step: step.most)
+        peak, action = base + top.most, str(actions[top.index])
         if measured.in_update > peak:
             peak, action = measured.in_update, UPDATE
-        peaks.append(RankPeak(cost, measured.rank, base, peak + cost.buffer_bytes, action))
+        workspaces = plan.pp_ranks[pp_rank].buffer_bytes
+        peaks.append(RankPeak(pp_rank, base + workspaces, peak + workspaces, action, stages))
     return peaks
-
-
-UPDATE = "update"
-"""The place of a peak behind the schedule."""
-
-
-def _replay(plan: Plan, pp_rank: int, chosen: int, measured: Rehearsed) -> list[Step]:
-    """The list of a pp_rank, its chunks being those of the rank that was measured."""
-    place = plan.schedule.placement
-    chunks = zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)
-    by_stage = {memory.stage: memory for memory in measured.stages}
-    return list(replayed(plan.schedule.actions[pp_rank], {own: by_stage[other] for own, other in chunks}))

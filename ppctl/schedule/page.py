@@ -7,11 +7,12 @@ Standard library only.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ppctl.schedule.picture import KINDS, Picture, memory_over_time
+from ppctl.schedule.picture import KINDS, Picture, RankMemory, memory_over_time
 from ppctl.schedule.trace import bubble_fraction, busy_time, step_time
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -35,6 +36,10 @@ def _packed(picture: Picture) -> dict[str, Any]:
     spans: list[list[list[float]]] = [[] for _ in range(trace.pp)]
     for pp_rank, (op, stage, mb), start, end in trace.spans:
         spans[pp_rank].append([_OPS.index(op), stage, mb, _ms(start - begin), _ms(end - begin)])
+
+    def levels(memory: Sequence[RankMemory | None]) -> list[list[list[float]]]:
+        return [[[_ms(time - begin), held] for time, held in rank] for rank in memory_over_time(trace, memory)]
+
     total = step_time(trace) or 1.0
     busy = [busy_time(span for span in trace.spans if span.pp_rank == rank) for rank in range(trace.pp)]
     return {
@@ -45,7 +50,8 @@ def _packed(picture: Picture) -> dict[str, Any]:
         "bubble": bubble_fraction(trace),
         "idle": [1.0 - seconds / total for seconds in busy],
         "spans": spans,
-        "memory": [[[_ms(time - begin), held] for time, held in levels] for levels in memory_over_time(picture)],
+        "memory": levels(picture.memory),
+        "measured": levels(picture.measured),
         "limit": picture.limit,
         "stages": [[n.stage, n.pp_rank, n.vpp_rank, n.layers, list(n.facts)] for n in picture.stages],
     }

@@ -52,7 +52,7 @@ def _arguments(span: Span, note: StageNote | None) -> dict[str, Any]:
 
 
 def _counters(picture: Picture) -> Iterator[dict[str, Any]]:
-    for pp_rank, levels in enumerate(memory_over_time(picture)):
+    for pp_rank, levels in enumerate(memory_over_time(picture.trace, picture.memory)):
         for time, held in levels:
             yield {
                 "ph": "C",

@@ -6,7 +6,8 @@ about. Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ppctl.schedule.action import LIFE_ENDS, Op
@@ -41,6 +42,11 @@ class RankMemory:
 
     fixed: int
     per_microbatch: dict[int, int]
+    """From its forward to its backward."""
+    in_forward: dict[int, int] = field(default_factory=dict)
+    """At most while its forward runs, beside what was there before."""
+    in_backward: dict[int, int] = field(default_factory=dict)
+    """At most while its backward runs, beside what was there before."""
 
 
 class Level(NamedTuple):
@@ -52,32 +58,42 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A step to be drawn. `memory` has an entry per pp_rank, or none."""
+    """A step to be drawn. `memory` has an entry per pp_rank, or none; so has `measured`."""
 
     title: str
     subtitle: str
     trace: Trace
     stages: tuple[StageNote, ...]
     memory: tuple[RankMemory, ...] = ()
+    """As planned."""
+    measured: tuple[RankMemory | None, ...] = ()
+    """The same as a rehearsal found it; None of a pp_rank that it left out."""
     limit: int | None = None
     """Bytes of one device."""
 
 
-def memory_over_time(picture: Picture) -> tuple[tuple[Level, ...], ...]:
-    """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W."""
-    if not picture.memory:
+def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple[tuple[Level, ...], ...]:
+    """Per pp_rank the bytes held, step by step: a microbatch's activations from the start of F to the end of B or W.
+
+    Without `memory` of any pp_rank (), and no levels of a pp_rank without one.
+    """
+    if not memory:
         return ()
-    kept = {(a.stage, a.mb) for _, a, _, _ in picture.trace.spans if a.op in LIFE_ENDS}
-    changes: list[list[tuple[float, int]]] = [[] for _ in picture.memory]
-    for pp_rank, (op, stage, mb), start, end in picture.trace.spans:
-        size = picture.memory[pp_rank].per_microbatch.get(stage, 0)
+    kept = {(a.stage, a.mb) for _, a, _, _ in trace.spans if a.op in LIFE_ENDS}
+    changes: list[list[tuple[float, int]]] = [[] for _ in memory]
+    for pp_rank, (op, stage, mb), start, end in trace.spans:
+        held = memory[pp_rank]
+        if held is None:
+            continue
+        size = held.per_microbatch.get(stage, 0)
         if op is Op.F:
-            changes[pp_rank].append((start, size))
-            if (stage, mb) not in kept:
-                changes[pp_rank].append((end, -size))
+            most = max(size, held.in_forward.get(stage, 0))
+            stays = size if (stage, mb) in kept else 0
+            changes[pp_rank] += [(start, most), (end, stays - most)]
         elif op in LIFE_ENDS:
-            changes[pp_rank].append((end, -size))
-    return tuple(_levels(held.fixed, rank) for held, rank in zip(picture.memory, changes, strict=True))
+            more = held.in_backward.get(stage, 0)
+            changes[pp_rank] += [(start, more), (end, -more - size)]
+    return tuple(() if held is None else _levels(held.fixed, rank) for held, rank in zip(memory, changes, strict=True))
 
 
 def _levels(fixed: int, changes: list[tuple[float, int]]) -> tuple[Level, ...]:

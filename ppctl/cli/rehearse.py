@@ -1,0 +1,168 @@
+"""`ppctl rehearse`: run the job's ranks at full size on this machine, without values, and hold the plan against them.
+
+Knows the command's arguments and the processes that rehearse. Must not know how memory is measured
+(`ppctl/rehearsal`), what follows for other ranks (`plan/rehearsal`), or the words (`rehearsal_text`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from ppctl.cli.console import note, print_problems, width
+from ppctl.cli.plan import MEMORY, planned
+from ppctl.cli.rehearsal_text import rehearsal_text
+from ppctl.cli.timeline import write_timeline
+from ppctl.config.compose import Composed
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.plan import Plan
+from ppctl.plan.rehearsal import kinds_of, shortened
+from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.rehearsal_record import Rehearsed
+from ppctl.rundir import RunDir
+
+_GPU = "launch.device=cuda"
+_LAST_LINES = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, metavar="R", help="rehearse this global rank only")
+    which.add_argument("--all-kinds", action="store_true", help="rehearse one rank of every kind (the default)")
+    parser.add_argument("--page", metavar="FILE.html", help="draw the step, and memory as planned and as measured")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse and print. Exit code 0; 1 if a rank fails; 2 with problems of the config; 4 if the memory does not fit."""
+    composed, plan, problems = _planned_for_gpus(args.overrides, args.problems)
+    blocking = [problem for problem in problems if problem.code != "PP-E801"]
+    if composed is None or plan is None or blocking:
+        raise ConfigError(blocking)
+    problems = list(_not_rehearsed(composed.config))
+    if args.rank is not None and not 0 <= args.rank < plan.sizes.world:
+        message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
+        problems.append(Problem("PP-E128", message, "--rank 0", "command line"))
+    if problems:
+        raise ConfigError(problems)
+    rehearsal = _rehearse(composed.config, plan, args.rank)
+    problems = [*rehearsal.problems()]
+    if args.page is not None:
+        write_timeline(rehearsal.picture(), Path(args.page))
+    if args.json:
+        print(json.dumps(rehearsal.report() | {"problems": [problem.to_json() for problem in problems]}, indent=2))
+    else:
+        print(rehearsal_text(rehearsal, width()))
+    print_problems(problems)
+    return MEMORY if problems else 0
+
+
+def _planned_for_gpus(
+    overrides: Sequence[str], problems: Sequence[Problem]
+) -> tuple[Composed | None, Plan | None, list[Problem]]:
+    """The plan as it is on GPUs, which is what is rehearsed, whatever this machine has."""
+    composed, plan, found = planned(overrides, problems, for_training=True)
+    if composed is None or composed.config.launch.device == "cuda":
+        return composed, plan, found
+    note(f"note: rehearsed as on GPUs ({_GPU})")
+    return planned(
+        [*(each for each in overrides if not each.startswith("launch.device=")), _GPU], problems, for_training=True
+    )
+
+
+def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
+    """What cannot be rehearsed."""
+    parallel = config.parallel
+    if find_spec("torch") is None:
+        yield Problem("PP-E128", "torch is not installed: a rehearsal runs the model's own code", "pip install torch")
+    if parallel.enable_autocast:
+        message = "autocast chooses dtypes by the kind of device, and a rehearsal's devices are of none"
+        yield Problem("PP-E128", message, "parallel.enable_autocast=false")
+    if parallel.variable_seq_lengths:
+        message = "with parallel.variable_seq_lengths the sizes of messages come from other ranks, and there are none"
+        yield Problem("PP-E128", message, "parallel.variable_seq_lengths=false")
+    if config.train.compile:
+        note("note: layers are rehearsed uncompiled (train.compile=true): what compiled ones keep is not measured")
+
+
+def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
+    short_config, short = shortened(config, plan)
+    kinds = kinds_of(config, plan)
+    chosen = [(kind, kind.ranks[0]) for kind in kinds]
+    if rank is not None:
+        chosen = [(kind, rank) for kind in kinds if rank in kind.ranks]
+    less = f"; {short.num_microbatches} of {plan.num_microbatches} microbatches fill a device as all do"
+    note(
+        f"rehearsing {len(chosen)} of {plan.sizes.world} ranks, which are of {len(kinds)} kind{'s' * (len(kinds) > 1)}"
+        f"{less if short.num_microbatches < plan.num_microbatches else ''}"
+    )
+    with tempfile.TemporaryDirectory(prefix="ppctl-rehearsal-") as directory:
+        files = RunDir(Path(directory))
+        files.write_config(short_config)
+        files.write_plan(short)
+        with _ranks(Path(directory)) as ranks:
+            measured = list(ranks.map([each for _, each in chosen]))
+    kinds_measured = tuple((kind, each) for (kind, _), each in zip(chosen, measured, strict=True))
+    return Rehearsal(config, plan, short, kinds_measured)
+
+
+class _Ranks:
+    """Processes that rehearse a rank each, as many at a time as there are cores."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.running: set[subprocess.Popen[str]] = set()
+        self.ended = False
+
+    def map(self, ranks: Sequence[int]) -> Iterator[Rehearsed]:
+        """What was measured of each rank, in order."""
+        with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 1)) as pool:
+            yield from pool.map(self.measure, ranks)
+
+    def measure(self, rank: int) -> Rehearsed:
+        """Run one rank. Raises TrainingError (PP-E780) where it fails."""
+        started = time.monotonic()
+        command = [sys.executable, "-m", "ppctl.rehearsal.rank", str(self.directory), str(rank)]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        self.running.add(process)
+        out, error = process.communicate()
+        self.running.discard(process)
+        if process.returncode and not self.ended:
+            raise TrainingError(_failure(rank, error))
+        note(f"  rank {rank}: {time.monotonic() - started:.0f} s")
+        return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
+
+    def end(self) -> None:
+        """End what is still running."""
+        self.ended = True
+        for process in list(self.running):
+            process.kill()
+
+
+@contextmanager
+def _ranks(directory: Path) -> Iterator[_Ranks]:
+    ranks = _Ranks(directory)
+    try:
+        yield ranks
+    finally:
+        ranks.end()
+
+
+def _failure(rank: int, error: str) -> Problem:
+    lines = [line for line in error.splitlines() if line.strip()]
+    reason = lines[-1].strip() if lines else "it ended without a message"
+    message = f"the rehearsal of rank {rank} failed: {reason}"
+    return Problem("PP-E780", message, "ppctl plan", "\n".join(lines[-_LAST_LINES:]))
