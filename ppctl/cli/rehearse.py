@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearse and print. Exit code 0; 1 if a rank fails; 2 with problems of the config; 4 if the memory does not fit."""
+    """Rehearse and print. Exit code 0; 1 if a rank fails; 2 for the config; 4 if the memory does not fit."""
     composed, plan, problems = _planned_for_gpus(args.overrides, args.problems)
     blocking = [problem for problem in problems if problem.code != "PP-E801"]
     if composed is None or plan is None or blocking:
