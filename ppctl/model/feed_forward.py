@@ -7,6 +7,7 @@ canonical parameter names: renaming one renames a checkpoint key.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from ppctl.geometry.layers import expert_width
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Product, for_each_group, make_weight
 from ppctl.model.router import Router
+from ppctl.row_order import reorder, repeat_in_order, weighted_sum
 
-ExchangeRows = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""`exchange(rows, counts, experts)`: bring rows [n, h], sorted by expert with counts [E], to where their experts live,
-apply `experts(rows, counts of the experts there)`, and bring the results back into the order of `rows`."""
+ExchangeRows = Callable[[Callable[[], Tensor], Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
+"""`exchange(make_rows, counts, experts)`: bring the rows [n, h] that `make_rows()` returns, sorted by expert with
+counts [E], to where their experts live, apply `experts(rows, counts of the experts there)`, and bring the results back
+into the order of the rows. They are made inside, so that nobody keeps them once they are sent."""
 
 
 class FeedForward(nn.Module):
@@ -83,11 +86,10 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x)
         chosen, topk = routing.experts.flatten(), routing.experts.shape[-1]
         order = chosen.argsort(stable=True)
-        rows: Tensor = _Spread.apply(x.flatten(0, 1), order, topk)  # type: ignore[no-untyped-call]
-        exchange, counts = self.exchange, routing.counts
-        rows = self.experts(rows, counts) if exchange is None else exchange(rows, counts, self.experts)
-        slots = rows.index_select(0, order.argsort()).view(*x.shape[:2], topk, -1)
-        out: Tensor = (slots * routing.weights.to(x.dtype)[..., None]).sum(-2)
+        back = order.argsort()
+        make_rows = partial(repeat_in_order, x.flatten(0, 1), topk, order, back)
+        slots = reorder(self._apply_experts(make_rows, routing.counts), back, order).view(*x.shape[:2], topk, -1)
+        out = weighted_sum(slots, routing.weights.to(x.dtype))
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
         if routing.auxiliary is not None:
@@ -95,20 +97,10 @@ class MixtureOfExperts(nn.Module):
             out = _Attach.apply(out, routing.auxiliary, scale)  # type: ignore[no-untyped-call]
         return out
 
-
-class _Spread(torch.autograd.Function):
-    """Rows [n x K, h] of tokens [n, h], each token K times, in `order`; the K gradients are summed slot by slot."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.topk = topk
-        return tokens.index_select(0, order // topk)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return gradients[0].index_select(0, order.argsort()).unflatten(0, (-1, ctx.topk)).sum(1), None, None
+    def _apply_experts(self, make_rows: Callable[[], Tensor], counts: Tensor) -> Tensor:
+        if self.exchange is None:
+            return self.experts(make_rows(), counts)  # type: ignore[no-any-return]  # a module's call
+        return self.exchange(make_rows, counts, self.experts)
 
 
 class _Attach(torch.autograd.Function):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.row_order import reorder
+
 
 class ExpertExchange:
     """Experts in equal runs of neighbours over the ranks of `group`; each rank gets as many rows as there are for it.
@@ -24,23 +26,30 @@ class ExpertExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Apply `experts(rows, counts of its own experts)` where they are; `rows` [n, h] and `counts` [E] by expert.
+    def __call__(
+        self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Apply `experts(rows, counts of its own experts)` where they are; rows [n, h] and `counts` [E] by expert.
 
-        The result is in the order of `rows`. There, rows of one expert are in order of their sender, then as sent.
+        The result is in the order of the rows. At the experts, rows of one are in order of their sender, then as sent.
         """
         size = self.group.size()
+        rows = make_rows()
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
         dist.all_to_all_single(received, sent, group=self.group)
         sends, receives = self.sizes(sent, received)
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
-        here = torch.arange(received.shape[1], device=rows.device).repeat(size)
+        del rows  # no gradient needs what was sent, nor what came before it is sorted
+        here = torch.arange(received.shape[1], device=arrived.device).repeat(size)
         expert = here.repeat_interleave(received.flatten(), output_size=sum(receives))
         order = expert.argsort(stable=True)
-        done = experts(arrived.index_select(0, order), received.sum(0)).index_select(0, order.argsort())
-        back: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
-        return back
+        back = order.argsort()
+        by_expert = reorder(arrived, order, back)
+        del arrived
+        done = reorder(experts(by_expert, received.sum(0)), back, order)
+        results: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
+        return results
 
     def sizes(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank and come from it, of counts [rank, expert].

@@ -63,10 +63,17 @@ class EvenExchange(ExpertExchange):
         even = [len(part) for part in torch.arange(self.rows).chunk(self.group.size())]
         return even, list(even)
 
-    def __call__(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def __call__(
+        self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """As in a run."""
-        self.rows = len(rows)
-        return super().__call__(rows, counts, experts)
+
+        def counted() -> Tensor:
+            rows = make_rows()
+            self.rows = len(rows)
+            return rows
+
+        return super().__call__(counted, counts, experts)
 
 
 class Samples:
