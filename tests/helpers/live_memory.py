@@ -1,4 +1,4 @@
-"""What lives, counted from outside the engine: activations in flight, and bytes."""
+"""What lives, counted from outside the engine: activations in flight, bytes, and bytes kept for a backward."""
 
 import weakref
 from dataclasses import replace
@@ -65,6 +65,20 @@ class LiveBytes(TorchDispatchMode):
     def now(self):
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         return sum(size for _, size in self.storages.values())
+
+
+def kept_by(run):
+    """(Bytes of the storages that are kept for the backward of `run()`, its output)."""
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = run()
+    return sum(storages.values()), out
 
 
 def count_in_flight(mapping):
