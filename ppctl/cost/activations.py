@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.geometry.layers import KindName, Layer, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import LOSS_ROWS, KindName, Layer, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.geometry.parameters import Sizes
 from ppctl.topology import ParallelSizes
 
@@ -28,9 +28,9 @@ class Allocator(NamedTuple):
     """Whether the fp32 statistics of norms are counted."""
     fp32_norms: bool
     """Norms are run step by step in fp32 and keep their input and the normalised input so."""
-    logit_bytes: int
-    """Per logit, from the loss's forward to its backward."""
-    fused_logit_bytes: int
+    logit_bytes: int | None
+    """Per logit, from the loss's forward to its backward. None: the logits alone, as the output's product has them."""
+    fused_logit_bytes: int | None
     """The same with a fused cross entropy."""
     cublas_workspaces: int
     """One per thread that multiplies: forward's and autograd's."""
@@ -38,20 +38,20 @@ class Allocator(NamedTuple):
     """Hidden states of a microbatch that stay alive for every chunk."""
     receives: bool
     """Whether receives are posted ahead into buffers of their own."""
-    gradients: tuple[int, int, int] = (0, 0, 0)
-    """Gradients of activations that live at once in a layer's backward: vectors of the inner width, vectors of the
-    hidden width, and bytes per logit in the loss's."""
+    gradients: tuple[int, int] = (0, 0)
+    """Gradients of activations that live at once in a layer's backward: vectors of the inner width, and of the hidden
+    width."""
     transformer_engine: bool = False
     dummy_weight_gradients: bool = False
     """One 16-bit weight gradient for every distinct shape of a weight."""
 
 
-_TORCH = Allocator("torch", 4, 2, True, False, 8, 8, 2, 0, receives=True, gradients=(2, 3, 4))
+_TORCH = Allocator("torch", 4, 2, True, False, None, None, 2, 0, receives=True, gradients=(2, 3))
 _MEGATRON = Allocator("megatron", 3, 1, False, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
 
 ALLOCATORS = {
-    # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits and
-    # log-probabilities in fp32; norms fused.
+    # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits, whose gradient
+    # takes their place; norms fused.
     "torch": _TORCH,
     # Megatron-core with Transformer Engine: fused SwiGLU, 16-bit logits beside the loss's fp32. Source: the rule of
     # tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; this is Transformer
@@ -93,6 +93,11 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         """Tokens of a microbatch on one device."""
         return self.micro_batch_size * -(-self.seq_length // self.sizes.cp)
+
+    @property
+    def logit_bytes(self) -> int | None:
+        """Per logit, as the allocator has it."""
+        return self.allocator.fused_logit_bytes if self.fused_loss else self.allocator.logit_bytes
 
     @property
     def sp(self) -> int:
@@ -181,15 +186,14 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
 
 def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> list[Part]:
     """What one layer keeps per token, without recomputation."""
-    keeps = setting.allocator
     hidden = model.hidden_size / setting.sp
     if kind == "embedding":
         return [Part(INPUT, 8)]
     if kind == "loss":
-        per_logit = keeps.fused_logit_bytes if setting.fused_loss else keeps.logit_bytes
+        per_logit = setting.logit_bytes
+        per_logit = setting.element if per_logit is None else per_logit
         vectors = sum(_norm_sizes(setting)) * hidden
-        outputs = 1 + (model.mtp_num_layers or 0)
-        return [Part(INPUT, outputs * (vectors + per_logit * model.vocab_size / setting.sizes.tp) + 8)]
+        return [Part(INPUT, _outputs(model) * (vectors + per_logit * model.vocab_size / setting.sizes.tp) + 8)]
     layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
     # Two norms, their outputs side by side in one vector of 2h, and the projection's result.
     return [*layer, Part("mtp", (2 * sum(_norm_sizes(setting)) + setting.element) * hidden)] if kind == "mtp" else layer
@@ -198,13 +202,33 @@ def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting)
 def gradient_bytes(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> float:
     """Bytes per token of the activations' gradients that live at once while a layer's backward runs."""
     tp, sizes = setting.sizes.tp, Sizes.of(model)
-    inner, hidden, per_logit = setting.allocator.gradients
+    inner, hidden = setting.allocator.gradients
     if kind == "embedding":
         return 0.0
     if kind == "loss":
-        return per_logit * sizes.vocabulary / tp
+        return _loss_backward(model, setting) / setting.tokens if setting.logit_bytes is None else 0.0
     width = model.moe_router_topk * sizes.expert if moe else sizes.ffn
     return setting.element * (inner * width / tp + hidden * sizes.hidden / setting.sp)
+
+
+def _outputs(model: ModelConfig) -> int:
+    """Hidden states of which the loss layer makes logits: the decoder's, and one for each MTP module."""
+    return 1 + (model.mtp_num_layers or 0)
+
+
+def _loss_backward(model: ModelConfig, setting: Setting) -> float:
+    """Bytes that live beside what the loss layer keeps, at most, in a backward whose logits become their gradients.
+
+    First LOSS_ROWS rows in float32, as log-probabilities, their gradients and the logits' (`model/loss.py`), beside a
+    gradient for each token's loss. Then one product after the other: gradients of its hidden state and of the weight,
+    after which its logits are free. From the second on the weight's are added up: the sum so far, one more, and both.
+    """
+    n, h, v = setting.tokens, model.hidden_size, model.vocab_size / setting.sizes.tp
+    hidden, weight, logits = n * h / setting.sp, v * h, n * v
+    products = [hidden + weight]
+    for done in range(2, _outputs(model) + 1):
+        products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight))
+    return max(12 * min(LOSS_ROWS, n) * v + 4 * n, setting.element * max(products))
 
 
 class StageActivations(NamedTuple):
@@ -244,4 +268,4 @@ def stage_activations(
         stays, dropped, gradient = price(*kind)
         kept += stays
         largest = max(largest, dropped + gradient)
-    return StageActivations(int(tokens * kept), int(tokens * largest))
+    return StageActivations(int(tokens * kept), round(tokens * largest))

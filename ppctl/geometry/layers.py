@@ -19,6 +19,10 @@ KindName = Literal["embedding", "decoder", "mtp", "loss"]
 NUMBERED = ("decoder", "mtp")
 """Kinds of which a model has several; both are built around a decoder layer."""
 
+LOSS_ROWS = 256
+"""Tokens whose logits the loss has in float32 at once: two for each multiprocessor of a GPU, whose softmax takes a row
+at a time, and fewer bytes than the output's weight gradient from a hidden size of 1,536 on (decision 33)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

@@ -32,7 +32,8 @@ class StageModel(Protocol):
 
         The first stage gets token ids [b, s] (int64), every other one the tensors of its edge. `tokens` are the token
         ids again, for stages with an embedding or MTP modules; `packing` says where documents end. The last stage
-        returns logits [b, s, vocab_size], and further ones for each MTP module; training makes the loss of them.
+        returns logits [b, s, vocab_size], and further ones for each MTP module. Training makes the loss of them, and
+        then overwrites them with their gradient, unless autograd keeps them for the stage's own backward.
         """
 
     @abstractmethod

@@ -101,7 +101,7 @@ class StagePrograms:
 
         def against(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
             if pipeline.loss_fn is None:
-                return microbatch_loss(logits, labels, mask, tokens)
+                return microbatch_loss(logits, labels, mask, tokens, overwrite=True)
             loss: Tensor = pipeline.loss_fn(logits, without(labels, mask))
             return loss / (1.0 if scales else batch.total_tokens)
 

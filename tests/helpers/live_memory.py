@@ -1,4 +1,4 @@
-"""What lives, counted from outside the engine: activations in flight, and bytes."""
+"""What lives, counted from outside the engine: activations in flight, bytes, and bytes kept for a backward."""
 
 import weakref
 from dataclasses import replace
@@ -7,6 +7,7 @@ import torch
 from dense_runs import session_of, trainer_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Packed:
@@ -45,6 +46,10 @@ class Census:
             del self.alive[key]
 
 
+def _tensors(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
 class LiveBytes(TorchDispatchMode):
     """The most bytes that ever were alive in storages made inside."""
 
@@ -54,10 +59,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:  # else a view, or written in place
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.now())
         return result
@@ -65,6 +71,20 @@ class LiveBytes(TorchDispatchMode):
     def now(self):
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         return sum(size for _, size in self.storages.values())
+
+
+def kept_by(run):
+    """(Bytes of the storages that are kept for the backward of `run()`, its output)."""
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = run()
+    return sum(storages.values()), out
 
 
 def count_in_flight(mapping):

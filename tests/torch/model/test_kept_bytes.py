@@ -3,23 +3,10 @@
 import pytest
 import torch
 from cuts import tiny
+from live_memory import kept_by
 
 from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.linear import product_in_float32
-
-
-def kept_by(run):
-    """(Bytes of the storages that are kept for the backward of `run()`, its output)."""
-    storages = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = run()
-    return sum(storages.values()), out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from ppctl.geometry.canonical_names import canonical_names
 from ppctl.geometry.layers import parse_layers
-from ppctl.model.loss import microbatch_loss, token_losses
+from ppctl.model.loss import token_losses
 from ppctl.model.stage import build_stage, meta_stage
 from ppctl.parallel.ties import tied_uses
 
@@ -173,25 +173,6 @@ def test_rotary_positions_do_not_depend_on_the_longest_sequence_seen():
     used(torch.zeros(1, 40, dtype=torch.int64))
     tokens = torch.arange(6)[None]
     assert torch.equal(fresh(tokens)[0], used(tokens)[0])
-
-
-def test_token_losses_are_float32_whatever_the_logits_are():
-    logits = torch.randn(2, 3, 52).bfloat16()
-    labels = torch.randint(52, (2, 3))
-    losses = token_losses(logits, labels)
-    assert losses.dtype == torch.float32 and losses.shape == (2, 3)
-    expected = -logits.double().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-    assert torch.allclose(losses.double(), expected, atol=1e-6)
-
-
-def test_microbatches_with_unlike_masks_add_up_to_the_mean_over_unmasked_tokens():
-    logits, labels = torch.randn(4, 5, 52), torch.randint(52, (4, 5))
-    mask = torch.zeros(4, 5)
-    mask[0] = 1
-    mask[2, 3] = 1
-    shares = [microbatch_loss(logits[i : i + 1], labels[i : i + 1], mask[i : i + 1], 6) for i in range(4)]
-    expected = token_losses(logits, labels)[mask.bool()].mean()
-    assert sum(shares).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_canonical_names_of_the_stages_follow_each_other_in_the_models_order():

@@ -5,12 +5,17 @@ import math
 import pytest
 import torch
 from cuts import cut, tiny
+from live_memory import LiveBytes
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.config.schema import OptimConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.model.stage import build_stage
+from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
+from ppctl.train.loss_scale import LossScale
 from ppctl.train.optimizer import AdamW, lr_at
+from ppctl.train.precision import Weights, unscale
 
 
 def masters(layout="EttttL", stage=0, **changes):
@@ -144,3 +149,70 @@ def test_a_lone_vector_is_spared():
     own["norm.weight"].grad = torch.zeros(3)
     optimizer.step()
     assert torch.equal(own["norm.weight"], torch.ones(3))
+
+
+def test_a_parameter_without_a_gradient_in_a_step_keeps_its_own_count_of_updates():
+    own, model = masters()
+    twin, _ = masters()
+    optim = OptimConfig(lr=1e-2, weight_decay=0.0)
+    ours = AdamW(own, optim, rows(model))
+    theirs = torch.optim.AdamW(twin.values(), lr=1e-2, betas=(optim.beta1, optim.beta2), weight_decay=0.0)
+    missed = "layers.1.attention.wo.weight"
+    for step in range(3):
+        for name in own:
+            gradient = torch.randn(own[name].shape, generator=torch.Generator().manual_seed(step))
+            own[name].grad = twin[name].grad = None if name == missed and step == 1 else gradient
+        ours.step()
+        theirs.step()
+    assert all(torch.equal(own[name], twin[name]) for name in own)
+    assert {name: entry["step"].item() for name, entry in ours.state.items()} == dict.fromkeys(own, 3) | {missed: 2}
+    assert ours.updates == 3
+
+
+class Called(TorchDispatchMode):
+    """The names of the operations that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_device_an_update_makes_no_tensor_of_a_parameters_size_and_the_host_does_not_wait(dtype):
+    """On meta tensors: a device that is not the CPU, and whose values the host cannot read."""
+    model, spec = tiny(), cut("EttttL", 1)[0]
+    stage = build_stage(spec, model, seed=5, dtype=dtype, device="cpu").to("meta")
+    weights = Weights(stage.canonical_parameters())
+    optimizer = AdamW(weights.master, OptimConfig(), rows(model))
+    norms = GradientNorm(locate_parameters([spec], model), device="meta")
+    for parameter in weights.master.values():
+        parameter.grad = torch.zeros_like(parameter)
+    for updates in (1, 2):
+        with LiveBytes() as live, Called() as called:
+            unscale(weights.master, LossScale.of(OptimConfig()))
+            norm = norms.measure(weights.master)
+            clip_gradients(weights.master, norm, 1.0)
+            optimizer.step()
+            weights.publish()
+        assert called.names.count("_fused_adamw_") == 2
+        assert live.peak <= 16 * len(weights.master)  # a few numbers for each
+        assert optimizer.updates == updates
+    assert {entry["step"].device.type for entry in optimizer.state.values()} == {"cpu"}
+
+
+def test_the_fused_kernel_moves_parameters_as_the_default_does():
+    own, model = masters()
+    twin, _ = masters()
+    ours, theirs = (AdamW(each, OptimConfig(lr=1e-2), rows(model)) for each in (own, twin))
+    assert not ours.fused
+    ours.fused = True  # torch has the kernel for the CPU as well
+    for step in range(3):
+        step_once(own, ours, step)
+        step_once(twin, theirs, step)
+    for name in own:
+        assert torch.allclose(own[name], twin[name], rtol=1e-5, atol=1e-6), name
+        assert torch.equal(ours.state[name]["step"], theirs.state[name]["step"])

@@ -27,7 +27,8 @@ MODEL = ModelConfig(
         (("embedding",), 0, 8),
         # two norms' inputs and outputs, q and result (8 each), k and v (4 each), four vectors of the feed-forward
         (("decoder.0",), 4 * 8 + 2 * 8 + 2 * 4 + 4 * 16, 4 * (2 + 2)),
-        (("loss",), 2 * 8, 8 * 32 + 8),
+        # a norm's input and output, the logits; labels
+        (("loss",), 2 * 8 + 32, 8),
         ((), 8, 0),
     ],
 )
