@@ -34,7 +34,7 @@ FIXED = {
 }
 """Flags of other systems that mean one value of a key -> the override."""
 
-LATER = ("--overlap-grad-reduce", "--overlap-param-gather", "--fp8-format", "--fp8-recipe")
+LATER = ("--overlap-grad-reduce", "--overlap-param-gather")
 """Flags of features that come in a later release."""
 
 _ATTENTION = "model.attention_backend alone decides which kernel computes attention"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ppctl.config.keys import Finding, as_typed, text_keys, value_of
 from ppctl.config.model_parallel_config import dtype_name
-from ppctl.config.schema import ParallelConfig, RunConfig
+from ppctl.config.schema import ModelConfig, ParallelConfig, RunConfig
 
 _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _SWITCH = {"float32": None, "bfloat16": "parallel.bf16", "float16": "parallel.fp16"}
@@ -42,6 +42,7 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
         return
     yield from _dtypes(config)
     yield from _autocast(parallel)
+    yield from _fp8(config)
     yield from _loss_scale(config)
 
 
@@ -71,6 +72,42 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
     elif cast == "float16" and not parallel.fp16:
         keys = (name, "parallel.fp16")
         yield keys, "gradients in float16 need a scaled loss, which parallel.fp16 brings", f"{name}=bfloat16"
+
+
+def _fp8(config: RunConfig) -> Iterator[Finding]:
+    """Products in 8 bits: of bfloat16, of rows of whole 16 bytes."""
+    model, parallel = config.model, config.parallel
+    if model.fp8 is None:
+        if model.fp8_recipe != ModelConfig().fp8_recipe:
+            keys = ("model.fp8_recipe", "model.fp8")
+            yield keys, "a recipe takes effect with model.fp8 only", _default("model.fp8_recipe")
+        return
+    if weight_dtype(parallel) != "bfloat16" or parallel.enable_autocast:
+        keys = ("model.fp8", "parallel.bf16")
+        remedy = "parallel.enable_autocast=false" if parallel.enable_autocast else "parallel.bf16=true"
+        yield keys, "products in 8 bits are part of training with bfloat16 weights, without autocast", remedy
+    for name, width in _widths(model).items():
+        if width % 16:
+            message = f"a product in 8 bits needs widths that are multiples of 16, and this is {width}"
+            yield (f"model.{name}", "model.fp8"), message, "model.fp8=null"
+
+
+def _widths(model: ModelConfig) -> dict[str, int]:
+    """Key -> a width that a layer's product has because of it."""
+    heads = model.num_attention_heads
+    widths = {"hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_hidden_size}
+    if model.multi_latent_attention:
+        turned = model.qk_pos_emb_head_dim
+        widths |= {"qk_head_dim": heads * (model.qk_head_dim + turned), "v_head_dim": heads * model.v_head_dim}
+        widths |= {"kv_lora_rank": model.kv_lora_rank, "qk_pos_emb_head_dim": model.kv_lora_rank + turned}
+        widths |= {"q_lora_rank": model.q_lora_rank or 0}
+    else:
+        width = model.kv_channels or model.hidden_size // max(1, heads)
+        widths |= {"num_query_groups": width * (model.num_query_groups or heads), "num_attention_heads": width * heads}
+    if model.num_moe_experts is not None:
+        widths |= {"moe_ffn_hidden_size": model.moe_ffn_hidden_size or 0}
+        widths |= {"moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 0}
+    return widths
 
 
 def _loss_scale(config: RunConfig) -> Iterator[Finding]:

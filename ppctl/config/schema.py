@@ -109,6 +109,11 @@ class ModelConfig:
     )
     """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
     `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
+    fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
+    """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
+    dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
+    fp8_recipe: str = key("rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True)
+    """Which numbers share a scale: `rowwise`, a row's; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
     attention_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
     """Share of attention probabilities that is dropped."""
     hidden_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
@@ -435,8 +440,8 @@ class CostConfig:
     allocator: str = key("torch", one_of("torch", "megatron", "megatron_te_2.11"))
     """Who keeps what: `torch` (ppctl's own blocks), `megatron` or `megatron_te_2.11` (Transformer Engine's)."""
     matmul: str | None = key(None, one_of("fp8", "bf16"))
-    """Rate of the linear layers' products: `fp8` or `bf16`; none takes the weights' own. A what-if: training has no
-    fp8."""
+    """Rate of the linear layers' products: `fp8` or `bf16`; none takes what training uses (model.fp8, else the
+    weights' own)."""
     cublas_workspace_mib: float | None = key(None, not_negative(MOST_WORKSPACE_MIB))
     """One cuBLAS workspace in MiB; none takes the preset's."""
     te_workspace_mib: float | None = key(None, not_negative(MOST_WORKSPACE_MIB))

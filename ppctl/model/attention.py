@@ -30,19 +30,20 @@ class Attention(nn.Module):
         dim = self.head_dim = head_dim(model)
         queries = model.num_attention_heads * dim
         keys = query_groups(model) * dim
-        self.wq = Linear(model.hidden_size, queries, bias=model.add_qkv_bias)
-        self.wk = Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
-        self.wv = Linear(model.hidden_size, keys, bias=model.add_qkv_bias)
-        self.wo = Linear(queries, model.hidden_size)
+        self.wq = Linear(model.hidden_size, queries, bias=model.add_qkv_bias, fp8=kernels.fp8)
+        self.wk = Linear(model.hidden_size, keys, bias=model.add_qkv_bias, fp8=kernels.fp8)
+        self.wv = Linear(model.hidden_size, keys, bias=model.add_qkv_bias, fp8=kernels.fp8)
+        self.wo = Linear(queries, model.hidden_size, fp8=kernels.fp8)
         self.interleaved = model.rotary_interleaved
         self.q_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
         self.k_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
-        q = rotate(self.q_norm(self._heads(self.wq(x))), cos, sin, interleaved=self.interleaved)
-        k = rotate(self.k_norm(self._heads(self.wk(x))), cos, sin, interleaved=self.interleaved)
-        v = self._heads(self.wv(x))
+        shared = self.wq.operand(x)
+        q = rotate(self.q_norm(self._heads(self.wq(shared))), cos, sin, interleaved=self.interleaved)
+        k = rotate(self.k_norm(self._heads(self.wk(shared))), cos, sin, interleaved=self.interleaved)
+        v = self._heads(self.wv(shared))
         out: Tensor = self.wo(self.mix(q, k, v, documents))
         return out
 

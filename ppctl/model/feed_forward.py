@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import expert_width
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.linear import Linear, Product, for_each_group, make_weight
+from ppctl.model.linear import Linear, Operand, Product, for_each_group, make_weight
 from ppctl.model.router import Router
 from ppctl.row_order import reorder, repeat_in_order, weighted_sum
 
@@ -30,15 +30,16 @@ into the order of the rows. They are made inside, so that nobody keeps them once
 class FeedForward(nn.Module):
     """SwiGLU [b, s, h] -> [b, s, h]: w2(silu(w1 x) * w3 x) (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.w1 = Linear(hidden_size, ffn_hidden_size)
-        self.w2 = Linear(ffn_hidden_size, hidden_size)
-        self.w3 = Linear(hidden_size, ffn_hidden_size)
+        self.w1 = Linear(hidden_size, ffn_hidden_size, fp8=kernels.fp8)
+        self.w2 = Linear(ffn_hidden_size, hidden_size, fp8=kernels.fp8)
+        self.w3 = Linear(hidden_size, ffn_hidden_size, fp8=kernels.fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to every position."""
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        shared = self.w1.operand(x)
+        out: Tensor = self.w2(F.silu(self.w1(shared)) * self.w3(shared))
         return out
 
 
@@ -47,7 +48,7 @@ class Experts(nn.Module):
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.grouped = kernels.groups_experts
+        self.kernels = kernels
         count, h, width = model.num_moe_experts or 0, model.hidden_size, expert_width(model)
         self.w1 = make_weight(count, width, h)
         self.w2 = make_weight(count, h, width)
@@ -55,9 +56,10 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply to rows [n, h] sorted by expert the expert of each; `counts` [experts] says how many each has."""
-        return for_each_group(self.transform, rows, counts, self.w1, self.w2, self.w3, at_once=self.grouped)
+        stacks, at_once = (self.w1, self.w2, self.w3), self.kernels.groups_experts
+        return for_each_group(self.transform, rows, counts, *stacks, at_once=at_once, fp8=self.kernels.fp8)
 
-    def transform(self, product: Product, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def transform(self, product: Product, rows: Operand, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
         """The SwiGLU of rows [n, h], by the product that suits the weights: those of one expert, or the stacks."""
         return product(self.activate(product(rows, w1), product(rows, w3)), w2)
 
@@ -77,7 +79,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model, kernels)
         shared = model.moe_shared_expert_intermediate_size
-        self.shared_experts = FeedForward(model.hidden_size, shared) if shared else None
+        self.shared_experts = FeedForward(model.hidden_size, shared, kernels) if shared else None
         self.exchange: ExchangeRows | None = None
         """Needed where this rank holds a part of the experts."""
 

@@ -20,6 +20,8 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import expert_width
 from ppctl.geometry.parameters import Sizes
+from ppctl.model.fp8 import E4M3, E5M2, Fp8
+from ppctl.model.linear import multiply_in_float32, multiply_scaled
 
 AttendDocuments = Callable[..., Tensor]
 """`torch.nn.attention.varlen.varlen_attn`, or a function with its contract."""
@@ -44,6 +46,8 @@ class Kernels:
     """Attention of all documents of a microbatch at once; None takes one document after the other."""
     groups_experts: bool = False
     """Whether one grouped product serves all experts; otherwise there is one product for each."""
+    fp8: Fp8 | None = None
+    """How the layers' products with weights are computed in 8 bits; None computes them in the weights' dtype."""
     fuses_optimizer: bool = False
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
@@ -55,6 +59,7 @@ class Kernels:
             "attention": " > ".join(_NAMES[one] for one in self.attention) or "torch's choice",
             "documents": "one by one" if self.attend_documents is None else "varlen",
             "experts": "grouped" if self.groups_experts else "one by one",
+            "weights": _fp8_name(self.fp8),
             "optimizer": "fused" if self.fuses_optimizer else "plain",
             "layers": "compiled" if self.compiles else "eager",
         }
@@ -62,6 +67,13 @@ class Kernels:
     def line(self) -> str:
         """`kernels: attention flash > math, documents varlen, ...`, for a person."""
         return "kernels: " + ", ".join(f"{kind} {name}" for kind, name in self.names().items())
+
+
+def _fp8_name(fp8: Fp8 | None) -> str:
+    if fp8 is None:
+        return "plain"
+    how = "scaled" if fp8.multiply is multiply_scaled else "emulated"
+    return f"fp8 {'blockwise' if fp8.blockwise else 'rowwise'} {how}"
 
 
 ON_CPU = Kernels()
@@ -80,6 +92,10 @@ class Capability:
     """torch's varlen_attn, where it has the arguments that are needed."""
     grouped_products: bool = True
     """Whether torch has grouped_mm."""
+    scaled_products: bool = True
+    """Whether torch has scaled_mm."""
+    cuda: tuple[int, ...] = ()
+    """The version of CUDA that torch was built for."""
 
     @classmethod
     def of(cls, device: torch.device, *, packed: bool) -> Capability:
@@ -87,7 +103,9 @@ class Capability:
         if device.type != "cuda":
             return cls(device.type)
         compute = torch.cuda.get_device_capability(device)
-        return cls(device.type, compute, _varlen_attn() if packed else None, hasattr(F, "grouped_mm"))
+        cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+        grouped, scaled = hasattr(F, "grouped_mm"), hasattr(F, "scaled_mm")
+        return cls(device.type, compute, _varlen_attn() if packed else None, grouped, scaled, cuda)
 
 
 def _varlen_attn() -> AttendDocuments | None:
@@ -108,14 +126,20 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     if reason:
         message = f"model.attention_backend={model.attention_backend} cannot be obeyed: {reason}"
         raise ConfigError(Problem("PP-E771", message, "model.attention_backend=auto"))
+    reason = _unable_fp8(model, can)
+    if reason:
+        raise ConfigError(Problem("PP-E772", f"model.fp8={model.fp8} cannot be computed: {reason}", "model.fp8=null"))
     packed = config.data.reset_attention_mask
     # Under autocast operands have several dtypes, and neither of these two kernels is cast for.
     joins = packed and cast is None and _joins_documents(model, can, dtype)
-    groups = model.num_moe_experts is not None and cast is None and _groups_experts(model, can, dtype)
+    groups = (
+        model.num_moe_experts is not None and model.fp8 is None and cast is None and _groups_experts(model, can, dtype)
+    )
     return Kernels(
         attention=_attention(model.attention_backend, can, lengths_vary=packed and not joins),
         attend_documents=can.attend_documents if joins else None,
         groups_experts=groups,
+        fp8=None if model.fp8 is None else _fp8(model, can),
         fuses_optimizer=cuda,
         compiles=config.train.compile,
     )
@@ -168,3 +192,24 @@ def _groups_experts(model: ModelConfig, can: Capability, dtype: str) -> bool:
     """Whether grouped_mm takes this model's experts: rows of whole 16 bytes."""
     fits = model.hidden_size % MULTIPLE == expert_width(model) % MULTIPLE == 0
     return fits and dtype == "bfloat16" and can.device == "cuda" and can.compute >= (8, 0) and can.grouped_products
+
+
+def _fp8(model: ModelConfig, can: Capability) -> Fp8:
+    gradients = E5M2 if model.fp8 == "hybrid" else E4M3
+    multiply = multiply_scaled if can.device == "cuda" else multiply_in_float32
+    return Fp8(gradients, model.fp8_recipe == "blockwise", multiply)
+
+
+def _unable_fp8(model: ModelConfig, can: Capability) -> str:
+    """Why this GPU cannot compute `model.fp8`; empty where it can. A CPU emulates it."""
+    if model.fp8 is None or can.device != "cuda":
+        return ""
+    if not can.scaled_products:
+        return "this torch has no scaled_mm"
+    if model.num_moe_experts is not None:
+        return "on a GPU experts have no product in 8 bits yet"
+    if can.compute < (8, 9):
+        return f"it needs compute capability 8.9, and this GPU has {can.compute[0]}.{can.compute[1]}"
+    if model.fp8_recipe == "blockwise" and (can.compute[0] != 9 or can.cuda < (12, 9)):
+        return "blockwise scales need Hopper (compute capability 9.0) and a torch for CUDA 12.9 or newer"
+    return ""

@@ -39,22 +39,23 @@ class LatentAttention(nn.Module):
         self.kv_widths = [model.qk_head_dim, model.v_head_dim]
         queries = heads * sum(self.q_widths)
         if model.q_lora_rank is None:
-            self.wq = Linear(h, queries)
+            self.wq = Linear(h, queries, fp8=kernels.fp8)
         else:
-            self.wq_a = Linear(h, model.q_lora_rank)
+            self.wq_a = Linear(h, model.q_lora_rank, fp8=kernels.fp8)
             self.q_norm = nn.RMSNorm(model.q_lora_rank, eps=LATENT_NORM_EPSILON)
-            self.wq_b = Linear(model.q_lora_rank, queries)
-        self.wkv_a = Linear(h, sum(self.latent_widths))
+            self.wq_b = Linear(model.q_lora_rank, queries, fp8=kernels.fp8)
+        self.wkv_a = Linear(h, sum(self.latent_widths), fp8=kernels.fp8)
         self.kv_norm = nn.RMSNorm(model.kv_lora_rank, eps=LATENT_NORM_EPSILON)
-        self.wkv_b = Linear(model.kv_lora_rank, heads * sum(self.kv_widths))
-        self.wo = Linear(heads * model.v_head_dim, h)
+        self.wkv_b = Linear(model.kv_lora_rank, heads * sum(self.kv_widths), fp8=kernels.fp8)
+        self.wo = Linear(heads * model.v_head_dim, h, fp8=kernels.fp8)
         self.compresses_queries = model.q_lora_rank is not None
         self.scale = yarn_magnitude(model, model.mscale_all_dim) ** 2 / sum(self.q_widths) ** 0.5
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
-        compressed = self.wq_a(x) if self.compresses_queries else self.wq(x)
-        q, k, v = self.expand(compressed, self.wkv_a(x), cos, sin)
+        shared = self.wkv_a.operand(x)
+        compressed = self.wq_a(shared) if self.compresses_queries else self.wq(shared)
+        q, k, v = self.expand(compressed, self.wkv_a(shared), cos, sin)
         out: Tensor = self.wo(self.mix(q, k, v, documents))
         return out
 

@@ -23,7 +23,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention = (LatentAttention if model.multi_latent_attention else Attention)(model, kernels)
         self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
-        self.feed_forward = None if moe else FeedForward(model.hidden_size, model.ffn_hidden_size)
+        self.feed_forward = None if moe else FeedForward(model.hidden_size, model.ffn_hidden_size, kernels)
         self.moe = MixtureOfExperts(model, kernels) if moe else None
         self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
 

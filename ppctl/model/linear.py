@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Product = Callable[[Tensor, Tensor], Tensor]
+from ppctl.model.fp8 import BLOCK, Fp8, Quantised
+
+Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
 
 
@@ -30,9 +33,91 @@ def make_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """An activation [..., in] in 8 bits, for several products with it; `x` is what gets the gradient."""
+
+    x: Tensor
+    quantised: Quantised
+
+
+Operand = Tensor | Rounded
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out]. The weight may be a view."""
     return F.linear(x, weight, bias)
+
+
+def rounded(x: Operand, fp8: Fp8) -> Rounded:
+    """`x` in 8 bits, once for all products that are given the result."""
+    return x if isinstance(x, Rounded) else Rounded(x, fp8.activation(x.flatten(0, -2)))
+
+
+def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
+    """The same in 8 bits, in the dtype of `x`; so are both products of the backward.
+
+    Kept for the backward are `x` in 8 bits, with its scales, and the weight as it is. The weight's gradient sums over
+    tokens, for which `x` is scaled and rounded a second time, from its 8 bits.
+    """
+    x = rounded(x, fp8)
+    q = x.quantised
+    out: Tensor = _ProductInFp8.apply(x.x, q.values, q.scales, weight, q, fp8)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ProductInFp8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, quantised: Quantised, fp8: Fp8
+    ) -> Tensor:
+        ctx.save_for_backward(values, scales, weight)
+        ctx.tile, ctx.matrix, ctx.shape, ctx.fp8 = quantised.tile, quantised.shape, x.shape, fp8
+        return fp8.multiply(quantised, fp8.weight(weight)).to(x.dtype).reshape(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor, None, None]:
+        values, scales, weight = ctx.saved_tensors
+        fp8, gradient = ctx.fp8, gradients[0].flatten(0, -2)
+        x = Quantised(values, scales, ctx.tile, ctx.matrix).dequantised()
+        of_x = fp8.multiply(fp8.gradient(gradient), fp8.weight(weight.t()))
+        of_weight = fp8.multiply(fp8.gradient(gradient.t()), fp8.activation(x.t()))
+        return of_x.to(gradient.dtype).reshape(ctx.shape), None, None, of_weight.to(weight.dtype), None, None
+
+
+def multiply_in_float32(a: Quantised, b: Quantised) -> Tensor:
+    """`Multiply` on any device, float32: the 8-bit numbers times their scales, multiplied in float32."""
+    return F.linear(a.dequantised(), b.dequantised())
+
+
+def multiply_scaled(a: Quantised, b: Quantised) -> Tensor:
+    """`Multiply` by CUDA's 8-bit products, bfloat16: sums in float32, without Hopper's short accumulators."""
+    scales_a, kind_a = _scales(a)
+    scales_b, kind_b = _scales(b)
+    out = F.scaled_mm(
+        a.values,
+        b.values.t(),
+        scales_a,
+        kind_a,
+        # A scale for each of b's rows goes beside its columns, as b does itself.
+        scales_b.t() if kind_b is F.ScalingType.RowWise else scales_b,
+        kind_b,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+    return out.narrow(0, 0, a.shape[0]).narrow(1, 0, b.shape[0])
+
+
+def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
+    """Scales in the layout that scaled_mm wants, and their kind."""
+    scales = matrix.scales
+    if matrix.tile == (1, BLOCK):
+        by_column = scales.t().clone(memory_format=torch.contiguous_format).t()
+        return by_column, F.ScalingType.BlockWise1x128
+    if matrix.tile == (BLOCK, BLOCK):
+        # [k / 128 filled up to whole fours, n / 128], column by column.
+        return F.pad(scales, (0, -scales.shape[1] % 4)).t(), F.ScalingType.BlockWise128x128
+    return scales, F.ScalingType.RowWise
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -87,7 +172,12 @@ def _row_by_row(matrix: Tensor) -> Tensor:
 
 
 def for_each_group(
-    block: Callable[..., Tensor], rows: Tensor, counts: Tensor, *stacks: Tensor, at_once: bool = False
+    block: Callable[..., Tensor],
+    rows: Tensor,
+    counts: Tensor,
+    *stacks: Tensor,
+    at_once: bool = False,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """`block(product, rows, *weights)` where each group of rows meets its own matrix of every stack.
 
@@ -95,27 +185,39 @@ def for_each_group(
     in], and the block may treat each row for itself only. `at_once` runs the block once, over all rows, by a kernel
     that most devices lack; else it runs once for each group, and not product by product: torch's elementwise functions
     on the CPU give other bits at the end of a tensor than inside it, and so a group's results would depend on the
-    groups beside it.
+    groups beside it. With `fp8` the products are in 8 bits, of rows that are `rounded` once.
     """
     if at_once and len(rows):
         ends = counts.cumsum(0, dtype=torch.int32)
         return block(partial(grouped_product, ends=ends), rows, *stacks)
     sizes = counts.tolist() if len(rows) else [0] * len(counts)  # the device is waited for where that says something
     parts = zip(rows.split(sizes), *(stack.unbind() for stack in stacks), strict=True)
+    if fp8 is not None:
+        multiply = partial(product_in_fp8, fp8=fp8)
+        return torch.cat([block(multiply, rounded(part, fp8), *weights) for part, *weights in parts])
     return torch.cat([block(product, *part) for part in parts])
 
 
 class Linear(nn.Module):
     """A projection [..., in] -> [..., out]: `weight` [out, in] and, where asked for, `bias` [out]."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, fp8: Fp8 | None = None) -> None:
         super().__init__()
+        self.fp8 = fp8
         self.weight = make_weight(out_features, in_features)
         self.bias = make_weight(out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Operand) -> Tensor:
         """Project the last dimension."""
-        return product(x, self.weight, self.bias)
+        if self.fp8 is None:
+            assert isinstance(x, Tensor)
+            return product(x, self.weight, self.bias)
+        out = product_in_fp8(x, self.weight, self.fp8)
+        return out if self.bias is None else out + self.bias
+
+    def operand(self, x: Tensor) -> Operand:
+        """`x` for this projection and others: where these are in 8 bits, it is rounded and kept once for all."""
+        return x if self.fp8 is None else rounded(x, self.fp8)
 
 
 class Embedding(nn.Module):

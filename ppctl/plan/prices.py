@@ -60,7 +60,8 @@ def pricer(
     """(stage, its layers, whether it is the last) -> its cost. Equal layers are priced once."""
     model, train = config.model, config.train
     setting = setting_of(config, sizes, micro_batch_size)
-    machine = machine_of(device_of(config), config.cost.matmul or precision_of(config).dtype, sizes, model)
+    products = config.cost.matmul or ("fp8" if model.fp8 else precision_of(config).dtype)
+    machine = machine_of(device_of(config), products, sizes, model)
 
     @cache
     def of_kind(kind: Kind, recomputed: tuple[str, ...] | None) -> PartSeconds:

@@ -19,7 +19,9 @@ from ppctl.config.mapping import to_mapping
 from ppctl.devices import nccl_shares_gpus
 from ppctl.engine.recorder import make_recorder
 from ppctl.model.core_attention import core_attention
+from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels
+from ppctl.model.linear import multiply_in_float32, multiply_scaled, product_in_fp8
 from ppctl.model.packing import Documents, bounds_of
 from ppctl.schedule.action import Action, Op
 
@@ -111,6 +113,27 @@ def test_packed_documents_at_once_agree_with_one_by_one(heads: int, groups: int,
     for at_once, one_by_one, exact in zip(*results, strict=True):
         rounded = (one_by_one - exact).abs().max()
         assert (at_once - exact).abs().max() <= 2 * rounded + 1e-3
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize("gradients", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", [(256, 512, 384), (200, 144, 576)])
+def test_scaled_products_agree_with_their_emulation(
+    shape: tuple[int, int, int], gradients: torch.dtype, blockwise: bool
+):
+    if torch.cuda.get_device_capability() < (8, 9) or (blockwise and torch.cuda.get_device_capability()[0] != 9):
+        pytest.skip("no such product on this device")
+    tokens, inside, outside = shape
+    x = torch.randn(1, tokens, inside, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(outside, inside, device="cuda", dtype=torch.bfloat16)
+    g = torch.randn(1, tokens, outside, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for multiply in (multiply_scaled, multiply_in_float32):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, w)]
+        out = product_in_fp8(*inputs, Fp8(gradients, blockwise, multiply))
+        results.append([out, *torch.autograd.grad(out, inputs, g)])
+    for scaled, emulated in zip(*results, strict=True):
+        assert (scaled - emulated).abs().max() <= 2**-7 * emulated.abs().max()
 
 
 def dist_tier(**how: str) -> None:

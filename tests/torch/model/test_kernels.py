@@ -133,13 +133,14 @@ def test_experts_share_one_product_where_the_kernel_can(typed, can, grouped):
 def test_all_kernels_are_named_in_one_line():
     kernels = chosen(f"parallel.bf16=true {PACKED} {EXPERTS} train.compile=true", H100)
     assert kernels.line() == (
-        "kernels: attention cudnn > flash > efficient > math, documents varlen, experts grouped, optimizer fused, "
-        "layers compiled"
+        "kernels: attention cudnn > flash > efficient > math, documents varlen, experts grouped, weights plain, "
+        "optimizer fused, layers compiled"
     )
     assert ON_CPU.names() == {
         "attention": "torch's choice",
         "documents": "one by one",
         "experts": "one by one",
+        "weights": "plain",
         "optimizer": "plain",
         "layers": "eager",
     }

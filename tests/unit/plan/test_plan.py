@@ -398,3 +398,10 @@ def test_memory_is_told_in_the_unit_of_its_largest_number() -> None:
     ]  # fmt: skip
     assert unit_for(2**30).of(2**20) == "0.00"
     assert unit_for(2**29).name == "MiB"
+
+
+def test_products_in_8_bits_are_priced_as_such() -> None:
+    wide: dict[str, object] = dict(model__hidden_size=4096, model__ffn_hidden_size=16384, model__num_attention_heads=32)
+    wide |= dict(parallel__bf16=True, cost__device="h100")
+    plain, eight, what_if = (plan(**wide, **more) for more in ({}, {"model__fp8": "e4m3"}, {"cost__matmul": "fp8"}))
+    assert eight.timing == what_if.timing and eight.timing.pipeline_s < plain.timing.pipeline_s

@@ -1,0 +1,40 @@
+"""Training with products in 8 bits, emulated: the same bits in any cut, and what bfloat16 learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from expert_runs import config_of, train_cut
+from ranks import run_ranks
+
+from ppctl.config.mapping import to_mapping
+
+SIZES = {
+    "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
+
+
+def trained(text, kind, layout, pp, **model):
+    """(Losses and norms, all weights) of STEPS steps."""
+    config = config_of(text, kind, 4, layout, pp)
+    sizes = {name: size for name, size in SIZES.items() if getattr(config.model, name) is not None}
+    config.model, config.parallel.bf16 = replace(config.model, **sizes, **model), True
+    ranks = run_ranks(train_cut, pp, to_mapping(config))
+    weights = {name: value for _, own in ranks for name, value in own.items()}
+    return [(record["loss"], record["grad_norm"]) for record in ranks[0][0]], weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "fp8", "recipe"), [("dense, MTP", "hybrid", "rowwise"), ("deepseek", "e4m3", "blockwise")]
+)
+def test_two_cuts_give_the_same_bits_and_learn_what_bfloat16_does(text, kind, fp8, recipe):
+    whole, weights = trained(text, kind, "Et*5mL", 1, fp8=fp8, fp8_recipe=recipe)
+    cut, others = trained(text, kind, "Et|t*2|t|tmL", 2, fp8=fp8, fp8_recipe=recipe)
+    assert cut == whole
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        assert (value == others[name]).all(), name
+    plain, _ = trained(text, kind, "Et*5mL", 1)
+    assert whole != plain and whole[-1][0] < whole[0][0] - 0.2
+    assert [loss for loss, _ in whole] == pytest.approx([loss for loss, _ in plain], rel=0.01)
