@@ -83,14 +83,15 @@ step() {
   printf '%s\t%d\t%d\t%d\n' "$name" "$limit" "$((SECONDS - began))" "$code" >>"$out/steps.tsv"
 }
 
-# One rank with a cut model, as large as one H200 holds; on the CPU the recipe's miniature.
-one=(pp=1 layout=null nodes=1 gpus_per_node=1 gbs=8 mbs=1 parallel.data_parallel_sharding=none "launch.device=$device")
+# One rank with a cut model, as large as one H200 holds; on the CPU two layers of the recipe's miniature.
+one=(pp=1 layout=null nodes=1 gpus_per_node=1 mbs=1 parallel.data_parallel_sharding=none "launch.device=$device")
 if [ "$device" = cuda ]; then
-  one+=(seq=4096 launch.device_memory=139GiB cost.device=h200)
+  one+=(gbs=8 seq=4096 launch.device_memory=139GiB cost.device=h200)
   dense=(+recipe=llama3_8b vpp=1 model.num_layers=16 "${one[@]}")
   moe=(+recipe=qwen3_30b_a3b ep=1 model.num_layers=8 "${one[@]}")
   steps=20 share=(launch.share_gpu=true)
 else
+  one+=(gbs=2 seq=64 model.num_layers=2)
   dense=(+recipe=llama3_8b +scale=smoke vpp=1 "${one[@]}")
   moe=(+recipe=qwen3_30b_a3b +scale=smoke ep=1 "${one[@]}")
   steps=4 share=()
