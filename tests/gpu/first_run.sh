@@ -89,12 +89,12 @@ if [ "$device" = cuda ]; then
   one+=(gbs=8 seq=4096 launch.device_memory=139GiB cost.device=h200)
   dense=(+recipe=llama3_8b vpp=1 model.num_layers=16 "${one[@]}")
   moe=(+recipe=qwen3_30b_a3b ep=1 model.num_layers=8 "${one[@]}")
-  steps=20 share=(launch.share_gpu=true)
+  steps=20 rounds=9 share=(launch.share_gpu=true)
 else
   one+=(gbs=2 seq=64 model.num_layers=2)
   dense=(+recipe=llama3_8b +scale=smoke vpp=1 "${one[@]}")
   moe=(+recipe=qwen3_30b_a3b +scale=smoke ep=1 "${one[@]}")
-  steps=4 share=()
+  steps=4 rounds=1 share=()
 fi
 small=(+recipe=quickstart "launch.device=$device" steps=10 vpp=1 gbs=16 mbs=2 "${share[@]}")
 measure=("$python" tests/gpu/measure.py)
@@ -102,7 +102,7 @@ measure=("$python" tests/gpu/measure.py)
 step facts 60 "${measure[@]}" facts
 step doctor 90 "$python" -m ppctl doctor --ranks 1
 step tests 480 "$python" -m pytest -m gpu -p no:cacheprovider tests/gpu
-step stage 180 "$python" benchmarks/stage.py --device "$device"
+step stage 180 "$python" benchmarks/stage.py --device "$device" --rounds "$rounds"
 step memory-dense 150 "${measure[@]}" memory dense -- "${dense[@]}"
 step memory-moe 150 "${measure[@]}" memory moe -- "${moe[@]}"
 step mfu-dense 330 "${measure[@]}" train dense --floor 0.38 --goal 0.50 -- "${dense[@]}" train.compile=true "steps=$steps"
