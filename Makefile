@@ -29,9 +29,11 @@ soak: .venv/ready-test       ## faults and full grids: make soak SHARD=1/4, at m
 	@test -n "$(SHARD)" || { echo "say which part: make soak SHARD=1/4"; exit 2; }
 	log=benchmarks/soak-$$(date +%F)-$(subst /,-of-,$(SHARD)); $(call logged,-m "soak" --shard $(SHARD) -vv)
 
-test-gpu: .venv/ready-test   ## what needs a CUDA device; then a stage's step against a bare loop, measured
-	$(PY) -m pytest -m "gpu" tests/gpu
-	$(PY) benchmarks/stage.py --device cuda
+# Without network: make test-gpu WHEELS=DIR PYTHON=python3, with packages from `tests/gpu/first_run.sh wheels DIR` and PYTHON's own torch.
+test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device; then a stage's step against a bare loop. WHEELS=DIR: no network
+	log=runs/test-gpu; tests/gpu/first_run.sh --only tests,stage --out $$log --page $$log.md \
+	  $(if $(WHEELS),--wheels $(WHEELS) --python $(PYTHON),--python $(PY)); code=$$?; \
+	  cat $$log/tests.log $$log/stage.log; exit $$code
 
 check: .venv/ready-dev       ## format, lint, types, import contracts
 	$(PY) -m ruff format --check .

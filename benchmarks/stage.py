@@ -4,7 +4,8 @@
 
 One rank, the whole model as one stage. Both run the same module on the same batch: ppctl its pipeline (schedule,
 recorder, gradient sum), the loop `forward, loss, backward` over the microbatches. They take turns, and the medians are
-compared: 1.00 is as fast as the loop, the floor on a GPU is 0.98. Writes nothing.
+compared: 1.00 is as fast as the loop. Exits with 1 below 0.98 on a GPU, with 77 where a GPU is asked for and none is
+there. Writes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,8 +32,12 @@ SIZES = {"cuda": (8, 2048, 5632, 16, 2048, 4), "cpu": (4, 256, 704, 8, 256, 2)}
 """Layers, hidden size, width of the feed-forward, heads, sequence, samples of a microbatch."""
 
 
-def main() -> None:
-    """Measure and print one line."""
+FLOOR = 0.98
+"""How fast ppctl must be on a GPU beside the loop. On a CPU other processes decide."""
+
+
+def main() -> int:
+    """Measure, print one line, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=usual)
@@ -39,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device here: nothing measured")
-        return
+        return 77
     device = torch.device(arguments.device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -50,6 +56,15 @@ def main() -> None:
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{where}: ppctl {ours * 1e3:.2f} ms, bare loop {bare * 1e3:.2f} ms a step: {bare / ours:.3f}x")
     dist.destroy_process_group()
+    return verdict(bare / ours, device.type)
+
+
+def verdict(ratio: float, kind: str) -> int:
+    """The exit code: 1 on a GPU below the floor, which is said."""
+    if kind == "cuda" and ratio < FLOOR:
+        print(f"below the floor: {ratio:.3f} of the bare loop's speed, and {FLOOR} is the least")
+        return 1
+    return 0
 
 
 def trainer_of(text: Path, device: torch.device) -> Trainer:
@@ -104,4 +119,4 @@ def settle(trainer: Trainer) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -100,3 +100,11 @@ def test_what_is_wrong_comes_first_and_every_edge_has_its_row() -> None:
     table = lines[-1].splitlines()
     assert table[1].split() == ["0", "->", "1", "a", "b", "10", "us", "1.00", "GB/s"]
     assert table[2].split() == ["0", "->", "1", "a", "b", "no", "answer"]
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "told"), [("cpu", ["H9"], True), ("cuda", ["H9"], False), ("cpu", [], False)]
+)
+def test_too_few_gpus_are_said_with_the_key_that_shares_them(device: str, devices: list[str], told: bool) -> None:
+    lines = _lines(FINE | {"device": device, "versions": CUDA_BUILD | {"devices": devices}}, [])
+    assert any("launch.share_gpu=true" in line for line in lines) is told

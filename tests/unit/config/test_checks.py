@@ -54,6 +54,7 @@ MOE = ["model.num_moe_experts=8"]
         (["train.nonfinite=skip"], ["train.nonfinite"]),
         (["launch.device=gpu"], ["launch.device"]),
         (["launch.device_memory=80 apples"], ["launch.device_memory"]),
+        (["launch.share_gpu=true", "launch.device=cpu"], ["launch.share_gpu", "launch.device"]),
         (["log.name=a/b"], ["log.name"]),
         (["log.name=.."], ["log.name"]),
         (["log.name="], ["log.name"]),
