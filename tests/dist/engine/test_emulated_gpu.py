@@ -1,200 +1,104 @@
-"""The engine on devices that compute later, over messages with NCCL's manners: same bits, and where it would hang."""
+"""The engine on devices that compute later, over messages with NCCL's manners: what the first run on GPUs would meet.
+
+The findings are those of the audit of commit 6c28470. Each is shown on what the code did then, beside what it does now.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-import pipeline
 import pytest
 import torch
-from emulated_gpu import Backend, Deadlock, HostQueue, HostSemaphore, HostThread, Mark, World, current_rank
+from devices import Beat
+from emulated_gpu import CURRENT, Entry, Gpu
+from emulated_nccl import Backend, Dist
+from emulated_pipeline import CPU, EmulatedConnections, EmulatedCommunicator, emulation, expected, make_step, run_step
+from emulated_world import Deadlock, World
+from unit_plan import plan
 
-from ppctl.comm.buffers import BufferPool, Message, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd
-from ppctl.comm.communicator import Communicator
-from ppctl.comm.message_batches import LooseBatch, MessageBatch
+from ppctl.comm.channels import DirectEnd, PeerLost
 from ppctl.comm.modes import Modes
-from ppctl.comm.variable_shapes import VariableEnd
-from ppctl.engine import interpreter, pace
-from ppctl.engine.dry_pass import dry_pass
-from ppctl.engine.interpreter import run_schedule
-from ppctl.errors import ScheduleError
-from ppctl.schedule.action import COMPUTE, RECEIVES, Action, Channel, Placement, Schedule
+from ppctl.engine.interpreter import EngineError
+from ppctl.engine.pace import AHEAD
+from ppctl.engine.stage import StageProgram
+from ppctl.hang.verdict import verdict
+from ppctl.rank_records import RankState
+from ppctl.schedule.action import COMPUTE, RECEIVES, Action, B, F, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, make_schedule
-
-CPU = torch.device("cpu")
-CHANNELS = Modes()
+from ppctl.schedule.policies import make_schedule
 
 
-class Emulated(Communicator):
-    """A communicator whose channels are connections of an emulated world, each under its own name."""
-
-    def __init__(
-        self, world: World, rank: int, schedule: Schedule, modes: Modes, name: Callable[[Channel], str]
-    ) -> None:
-        self.world, self.modes, self.pp_rank, self.pp = world, modes, rank, schedule.placement.pp
-        self.device, self.pool = CPU, BufferPool(CPU)
-        self.gpu = world.gpus[rank]
-        self.fused = modes.batched
-        self.group = Backend(world, rank, "pipeline", range(self.pp)) if self.fused else None
-        self._ends = {
-            channel: self._make_end(channel, name) for channel in sorted(schedule.capacities) if rank in channel[:2]
-        }
-
-    def _make_end(self, channel: Channel, name: Callable[[Channel], str]) -> DirectEnd:
-        ends = sorted(channel[:2])
-        peer = ends.index(channel.target if channel.source == self.pp_rank else channel.source)
-
-        def end(part: str) -> DirectEnd:
-            return DirectEnd(channel, Backend(self.world, self.pp_rank, f"{name(channel)}/{part}", ends), peer, 0)
-
-        return VariableEnd(end("body"), end("header"), CPU, CPU) if self.modes.variable else end("body")
-
-    def batch(self) -> MessageBatch:
-        return Group(self) if self.fused and not self.modes.variable else LooseBatch(self.end)
+def lowered(name: str, pp: int, vpp: int, m: int, **how) -> Schedule:
+    return lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m), **how)
 
 
-class Group:
-    """A fused batch: all of its messages are one entry of the pipeline's connection."""
-
-    def __init__(self, communicator: Emulated) -> None:
-        self.communicator = communicator
-        self.moves: list[tuple[int, int, torch.Tensor]] = []
-
-    def send(self, channel: Channel, message: Message) -> None:
-        self.moves += [(channel.source, channel.target, tensor) for tensor in message]
-
-    def post(self, channel: Channel, shelf: Shelf) -> Arrival:
-        message = shelf.take()
-        self.send(channel, message)
-        return Arrival(message, shelf=shelf)
-
-    def settle(self) -> None:
-        moves, self.moves = self.moves, []
-        if moves:
-            self.communicator.group.start(moves).wait()
-        if self.communicator.modes.sync:
-            self.communicator.gpu.synchronize("behind a batch (batch_p2p_sync)")
+# Finding 1: the two ends of a channel look for each other under different names.
 
 
-@pytest.fixture
-def emulate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    """Run a step of a schedule on every rank of a new world; returns the joined outcome."""
+class OldConnections(EmulatedConnections):
+    """`_pair_lane` of commit 6c28470: `new_group(ends, use_local_synchronization=True)`, and torch named the group.
 
-    def run(
-        world: World,
-        schedule: Schedule,
-        *,
-        modes: Modes = CHANNELS,
-        paced: bool = True,
-        dry: bool = False,
-        names: Callable[[int], Callable] = lambda rank: str,
-    ):
-        for name, stand_in in (("Semaphore", HostSemaphore), ("SimpleQueue", HostQueue), ("Thread", HostThread)):
-            monkeypatch.setattr(pace, name, stand_in)
+    The rule is `_hash_ranks_to_str` of torch/distributed/distributed_c10d.py: the group's ranks and the number of
+    groups that the process has made so far. The world's, the pipeline's and the replicas' every rank had made.
+    """
 
-        def make_pace(device, length, heartbeat):
-            beat = pace._Silence() if heartbeat is None else heartbeat
-            gpu = world.gpus[current_rank()]
-            return pace.DevicePace(length, beat, lambda: Mark(gpu)) if paced else pace.HostPace(length, beat)
+    groups = 3
 
-        monkeypatch.setattr(interpreter, "make_pace", make_pace)
-
-        def host(rank: int):
-            communicator = None
-            if schedule.placement.pp > 1:
-                communicator = Emulated(world, rank, schedule, modes, names(rank))
-            stages = {stage: pipeline.build(stage) for stage in schedule.placement.stages_of(rank)}
-            losses: dict = {}
-            programs = pipeline.programs_of(schedule, rank, stages, losses)
-            last = schedule.placement.num_stages - 1
-            for program in [each for each in programs for _ in range(2)] if dry else []:
-                dry_pass(program, rank, 0, CPU, is_last=program.stage == last)
-            for weights in stages.values() if dry else []:
-                for parameter in weights.values():
-                    parameter.grad = None
-            run_schedule(schedule, programs, communicator, variable_shapes=modes.variable)
-            return pipeline.Outcome(losses, {(s, n): p.grad for s, w in stages.items() for n, p in w.items()})
-
-        return pipeline.join(world.run(host))
-
-    return run
+    def name_of(self, what: str, members: Sequence[int]) -> str:
+        ranks = [self.ranks[member] for member in members]
+        name = "_".join([*map(str, ranks), str(self.groups)])
+        self.groups += 1
+        return hashlib.sha1(name.encode(), usedforsecurity=False).hexdigest()
 
 
-def expected(schedule: Schedule):
-    return pipeline.plain_loop(schedule.placement.num_stages, schedule.num_microbatches)
+CUTS = [(2, 2, 4, 0), (3, 1, 4, 2), (4, 1, 6, 4), (4, 2, 8, 6), (8, 1, 14, 12)]
 
 
-def schedules(batched: bool = False):
-    for name in sorted(POLICIES):
-        for pp, vpp, m in ((1, 2, 3), (2, 1, 4), (3, 1, 5), (2, 2, 4), (4, 1, 6), (3, 2, 6), (4, 2, 8)):
-            try:
-                schedule = lower(make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m), batched=batched)
-            except ScheduleError:
-                continue
-            if not schedule.split and any(action.op in COMPUTE for row in schedule.actions for action in row):
-                yield schedule
+@pytest.mark.parametrize(("pp", "vpp", "channels", "apart"), CUTS)
+def test_channels_named_by_the_number_of_groups_do_not_meet(pp: int, vpp: int, channels: int, apart: int) -> None:
+    schedule = lowered("interleaved_1f1b" if vpp > 1 else "1f1b", pp, vpp, 2 * pp)
+    assert len(schedule.capacities) == channels
+
+    def disagree(kind: type[EmulatedConnections], *, variable: bool = False) -> int:
+        world = World(pp)
+        ends = [
+            EmulatedCommunicator(kind(world, rank, pp), schedule, Modes(variable=variable))._ends for rank in range(pp)
+        ]
+
+        def name(rank: int, channel) -> str:
+            end = ends[rank][channel]
+            return (end.body if variable else end).backend[0].connection.name
+
+        return sum(name(each.source, each) != name(each.target, each) for each in schedule.capacities)
+
+    assert disagree(OldConnections) == apart
+    assert disagree(EmulatedConnections) == disagree(EmulatedConnections, variable=True) == 0
 
 
-CASES = {f"{s.name}-{s.placement.pp}-{s.placement.num_stages}": s for s in schedules() if s.name != "forward_only"}
+@pytest.mark.parametrize("connect", [True, False], ids=["connected ahead", "on the first message"])
+def test_ranks_that_look_for_each_other_under_different_names_wait_for_ever(connect: bool) -> None:
+    schedule = lowered("1f1b", 3, 1, 3)
+    with pytest.raises(Deadlock, match=r"host \d waits for all of [0-9a-f]{40}"):
+        run_step(World(3, connected=False), schedule, connections=OldConnections, connect=connect)
+    now = run_step(World(3, connected=False), schedule, connect=connect)
+    assert now.equals(expected(schedule))
 
 
-SAMPLE = random.Random(0).sample(sorted(CASES), 5)
-EVERY = [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.whole) for case in CASES]
+def test_two_ranks_never_saw_it() -> None:
+    schedule = lowered("interleaved_1f1b", 2, 2, 2)
+    then = run_step(World(2, connected=False), schedule, connections=OldConnections, connect=True)
+    assert then.equals(expected(schedule))
 
 
-@pytest.mark.parametrize("case", EVERY)
-def test_every_schedule_ends_with_the_bits_of_a_plain_loop(emulate, case) -> None:
-    schedule = CASES[case]
-    assert emulate(World(schedule.placement.pp, seed=1), schedule).equals(expected(schedule))
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("case", ["1f1b-3-3", "interleaved_1f1b-2-4"])
-def test_no_order_in_which_hosts_and_devices_move_changes_a_bit_or_hangs(emulate, case, seed) -> None:
-    schedule = CASES[case]
-    assert emulate(World(schedule.placement.pp, seed), schedule).equals(expected(schedule))
-
-
-@pytest.mark.parametrize("case", SAMPLE)
-def test_connections_may_be_made_on_their_first_message(emulate, case) -> None:
-    schedule = CASES[case]
-    assert emulate(World(schedule.placement.pp, seed=4, connected=False), schedule).equals(expected(schedule))
-
-
-def test_neither_lazy_connections_nor_lazy_kernels_hang_but_both_together_do(emulate) -> None:
-    """Why a run connects its channels before the first step: a host that connects enqueues nothing meanwhile."""
-    with pytest.raises(Deadlock, match=r"for all of[\s\S]*to load"):
-        emulate(World(2, seed=3, lazy_loading=True, connected=False), CASES["1f1b-2-2"])
-
-
-@pytest.mark.parametrize("eager", [64, 1 << 20])
-@pytest.mark.parametrize("case", SAMPLE)
-def test_sends_may_go_on_without_their_receivers(emulate, case, eager) -> None:
-    schedule = CASES[case]
-    assert emulate(World(schedule.placement.pp, seed=2, eager=eager), schedule).equals(expected(schedule))
-
-
-@pytest.mark.parametrize("case", EVERY)
-def test_kernels_may_be_loaded_at_their_first_use_where_a_dry_pass_goes_before(emulate, case) -> None:
-    schedule = CASES[case]
-    world = World(schedule.placement.pp, seed=3, lazy_loading=True)
-    assert emulate(world, schedule, dry=True).equals(expected(schedule))
-
-
-def test_without_a_dry_pass_two_ranks_can_each_load_a_kernel_behind_the_other_ones_message(emulate) -> None:
-    """The order of the list alone does not help: a kernel is first used in the middle of an action."""
-    with pytest.raises(
-        Deadlock, match=r"host 0 waits for its device, to load[\s\S]*host 1 waits for its device, to load"
-    ):
-        emulate(World(2, seed=3, lazy_loading=True), CASES["interleaved_1f1b-2-4"])
+# Finding 2: the first launch of a kernel waits for the device, and the device for a message that follows from it.
 
 
 def receives_first(schedule: Schedule) -> Schedule:
-    """The list with every receive as early as its channel's order and capacity allow: how it was lowered once."""
+    """The list with every receive as early as its channel's order and capacity allow: how it was lowered then."""
     rows = []
     for row in schedule.actions:
         first = next(action for action in row if action.op in RECEIVES)
@@ -202,94 +106,167 @@ def receives_first(schedule: Schedule) -> Schedule:
     return replace(schedule, actions=tuple(rows))
 
 
-def test_a_receive_ahead_of_everything_hangs_where_kernels_are_loaded_lazily(emulate) -> None:
-    """The first launch of a kernel waits for the device, and the device for a message that follows from it."""
-    early = receives_first(CASES["1f1b-3-3"])
-    assert emulate(World(3, seed=0), early).equals(expected(early)), "it is right where kernels are there"
+def test_a_receive_ahead_of_everything_hangs_where_kernels_are_loaded_lazily() -> None:
+    early = receives_first(lowered("1f1b", 3, 1, 3))
+    assert run_step(World(3), early).equals(expected(early)), "it is right where kernels are there"
     with pytest.raises(Deadlock, match="to load"):
-        emulate(World(3, seed=0, lazy_loading=True), early)
+        run_step(World(3, lazy_loading=True), early)
 
 
-def test_few_queues_can_hang_what_many_do_not(emulate) -> None:
-    """Streams that share a queue wait for each other."""
-    schedule = CASES["1f1b-4-4"]
+def test_without_a_dry_pass_two_ranks_can_each_load_a_kernel_behind_the_other_ones_message() -> None:
+    """The order of the list alone does not help: a kernel is first used in the middle of an action."""
+    both = r"host 0 waits for its device, to load[\s\S]*host 1 waits for its device, to load"
+    with pytest.raises(Deadlock, match=both):
+        for seed in range(8):
+            run_step(World(2, seed, lazy_loading=True), lowered("interleaved_1f1b", 2, 2, 4))
+
+
+def test_neither_lazy_connections_nor_lazy_kernels_hang_but_both_together_do() -> None:
+    """Why a run connects its channels before the first step: a host that connects enqueues nothing meanwhile."""
+    with pytest.raises(Deadlock, match=r"for all of[\s\S]*to load"):
+        for seed in range(8):
+            run_step(World(2, seed, lazy_loading=True, connected=False), lowered("1f1b", 2, 1, 2))
+
+
+# Finding 3: streams that share a queue wait for each other.
+
+
+def test_few_queues_can_hang_what_many_do_not() -> None:
+    schedule = lowered("1f1b", 4, 1, 4)
     with pytest.raises(Deadlock):
-        emulate(World(4, seed=0, queues=1), schedule)
+        run_step(World(4, queues=1), schedule)
     for seed in range(3):
-        assert emulate(World(4, seed, queues=32), schedule).equals(expected(schedule))
+        assert run_step(World(4, seed, queues=32), schedule).equals(expected(schedule))
 
 
-def test_ends_that_name_their_connection_differently_never_meet(emulate) -> None:
-    """Names that follow from how many groups a rank has made."""
-    schedule = CASES["1f1b-3-3"]
-
-    def counted(rank: int) -> Callable[[Channel], str]:
-        made = [c for c in sorted(schedule.capacities) if rank in c[:2]]
-        return lambda channel: f"{sorted(channel[:2])}#{made.index(channel)}"
-
-    with pytest.raises(Deadlock, match="for all of"):
-        emulate(World(3, connected=False), schedule, names=counted)
+# Finding 6: the host runs ahead of its device.
 
 
-def test_a_message_of_another_size_is_waited_for_for_ever() -> None:
-    world = World(2)
+@dataclass
+class State(Beat):
+    """A rank's heartbeat, also outside its list."""
 
-    def host(rank: int) -> None:
-        backend = Backend(world, rank, "channel", (0, 1))
-        if rank == 0:
-            backend.send([torch.ones(3)], 1, 0)
-        else:
-            backend.recv([torch.empty(4)], 0, 0)
+    name: str = "training"
 
-    with pytest.raises(Deadlock, match="device 1: receive 0 from 0 to 1 on channel"):
-        world.run(host)
+    def leave(self) -> None:
+        """The list is over: gradients are summed and weights updated, as a rank sees it."""
+        self.enter(-1)
+        self.name = "updating"
 
 
-MODES = {
-    "batched": Modes(batched=True),
-    "batched, synchronised": Modes(batched=True, sync=True),
-    "one by one, variable": Modes(variable=True),
-    "batched, variable": Modes(batched=True, variable=True),
-}
+class Job:
+    """A step of a plan of which one rank's device stops in one action, and what is known of its ranks."""
+
+    def __init__(self, schedule: Schedule, stuck: str, seed: int, *, watchdog: bool = False) -> None:
+        self.schedule, self.stuck = schedule, Action.parse(stuck)
+        self.world = World(schedule.placement.pp, seed, watchdog=watchdog)
+        self.world.hosts_first = 1.0
+        clock = [0]
+        self.beats = [State(clock) for _ in self.world.gpus]
+        self.finished: list[list[Action]] = [[] for _ in self.world.gpus]
+        """What each device has computed, as it says itself."""
+        self.states: list[RankState] = []
+        self.world.on_still = self.note
+        self.finished_at_failure: dict[int, int] = {}
+        """How much of its list a device had computed when its host failed."""
+
+    def note(self) -> None:
+        """What `ppctl status` would read when nothing moves any more, for the first time."""
+        if not self.states:
+            self.states = [
+                RankState(rank, beat.name, 0, beat.index, float(beat.since), beat.working)
+                for rank, beat in enumerate(self.beats)
+            ]
+
+    def wrap(self, program: StageProgram, rank: int) -> StageProgram:
+        gpu: Gpu = self.world.gpus[rank]
+
+        @contextmanager
+        def computing(action: Action) -> Iterator[None]:
+            if action == self.stuck:
+                gpu.stop()
+            yield
+            gpu.put(CURRENT, Entry(f"end of {action}", lambda: self.finished[rank].append(action)))
+
+        def forward(mb, inputs):
+            with computing(Action(F, program.stage, mb)):
+                return program.forward(mb, inputs)
+
+        def backward(mb, run) -> None:
+            with computing(Action(B, program.stage, mb)):
+                run()
+
+        return replace(program, forward=forward, around_backward=backward)
+
+    def play(self, *, paced: bool = True):
+        step = make_step(self.world, self.schedule, wrap=self.wrap, heartbeats=self.beats)
+
+        def host(rank: int) -> None:
+            try:
+                step(rank)
+            except EngineError:
+                self.finished_at_failure[rank] = len(self.finished[rank])
+                raise
+            self.beats[rank].leave()
+
+        with emulation(self.world, paced=paced):
+            return self.world.play(host, to_the_end=True)
+
+    def ahead(self, rank: int, named: Action) -> int:
+        """Computations in front of an action of the list that the rank's device had not finished at the failure."""
+        row = self.schedule.actions[rank]
+        return sum(action.op in COMPUTE for action in row[: row.index(named)]) - self.finished_at_failure[rank]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
-def test_every_mode_of_messages_changes_no_bit(emulate, mode, name) -> None:
-    modes = MODES[mode]
-    vpp = 2 if name != "1f1b" else 1
-    schedule = lower(make_schedule(name, pp=3, vpp=vpp, num_microbatches=6), batched=modes.batched)
-    assert emulate(World(3, seed=5), schedule, modes=modes).equals(expected(schedule))
+PLAN = plan(pp=3, model__num_layers=3, gbs=6, mbs=1, parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
 
 
-def test_the_host_runs_at_most_four_computations_ahead_and_holds_few_messages(emulate) -> None:
-    """Without the bound every message of the step stays allocated."""
-    schedule = lower(make_schedule("1f1b", pp=2, vpp=1, num_microbatches=24))
-    bounded, free = World(2, seed=7), World(2, seed=7)
-    assert emulate(bounded, schedule).equals(expected(schedule))
-    assert emulate(free, schedule, paced=False).equals(expected(schedule))
-    assert bounded.gpus[0].most_held * 4 <= free.gpus[0].most_held
+def test_hosts_without_a_bound_are_all_in_the_same_collective_when_a_device_stops() -> None:
+    """The engine of then had no pace: `HostPace` is what it did."""
+    then, now = Job(PLAN.schedule, "1B2", seed=0), Job(PLAN.schedule, "1B2", seed=0)
+    then.play(paced=False)
+    assert then.stuck not in then.finished[1]
+    assert {(state.state, state.index) for state in then.states} == {("updating", -1)}
+    assert "all ranks wait in the same collective" in verdict(PLAN, then.states, 200.0, 1e6).message
+    now.play()
+    told = verdict(PLAN, now.states, 200.0, 1e6)
+    assert (told.rank, told.action, told.code) == (1, "1B2", "PP-E706")
 
 
-def test_forwards_and_backwards_never_wait_for_the_device(emulate) -> None:
-    world = World(3, seed=8)
-    emulate(world, CASES["1f1b-3-3"])
-    assert [dict(gpu.waits) for gpu in world.gpus] == [{"at the end": 1}] * 3
+def test_without_a_bound_every_message_of_the_step_stays_allocated() -> None:
+    def memory(m: int, *, paced: bool) -> tuple[int, int]:
+        schedule, world = lowered("1f1b", 2, 1, m), World(2)
+        world.hosts_first = 1.0  # the host is as fast as it can be
+        assert run_step(world, schedule, paced=paced).equals(expected(schedule))
+        return world.gpus[0].memory.most_held, world.gpus[0].memory.reserved
+
+    (held, reserved), (held_of_more, reserved_of_more) = memory(8, paced=False), memory(24, paced=False)
+    assert held >= 8 and held_of_more - held == 24 - 8
+    assert reserved_of_more > 1.5 * reserved
+    (held, reserved), (held_of_more, reserved_of_more) = memory(8, paced=True), memory(24, paced=True)
+    assert held_of_more == held <= AHEAD
+    assert reserved_of_more == reserved
 
 
-V = Schedule(
-    "v",
-    Placement("v", 2, 4),
-    2,
-    tuple(
-        tuple(Action.parse(cell) for cell in row.split())
-        for row in ("0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1")
-    ),
-)
+# The watchdog of NCCL, and ppctl's own verdict.
+
+
+CULPRITS = ["0F0", "1F3", "1B2", "2B5", "0B5"]
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("modes", [Modes(), Modes(batched=True), Modes(variable=True)], ids=str)
-def test_a_v_runs_in_every_mode(emulate, modes, seed) -> None:
-    schedule = lower(V, batched=modes.batched)
-    assert emulate(World(2, seed), schedule, modes=modes).equals(expected(schedule))
+@pytest.mark.parametrize("stuck", CULPRITS)
+def test_a_device_that_stops_is_named_and_its_peers_lose_a_connection(stuck: str, seed: int) -> None:
+    """First the records tell who it is; later NCCL's watchdogs abort what does not end, and every other rank fails."""
+    job = Job(PLAN.schedule, stuck, seed, watchdog=True)
+    fates = job.play()
+    culprit = job.schedule.placement.rank_of(job.stuck.stage)
+    told = verdict(PLAN, job.states, 200.0, 1e6)
+    assert (told.rank, told.action) == (culprit, stuck)
+    assert fates[culprit].waits, "no watchdog of NCCL helps a host whose own device stands"
+    for rank, fate in enumerate(fates):
+        if rank != culprit and fate.failure is not None:
+            assert isinstance(fate.failure, EngineError)
+            assert isinstance(fate.failure.__cause__, PeerLost)
+            assert "NCCL communicator was aborted on rank" in str(fate.failure)
+            assert 0 <= job.ahead(rank, fate.failure.action) <= AHEAD
