@@ -10,9 +10,11 @@ and what stands behind a waiting entry of its queue waits as well.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -28,10 +30,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import ppctl
+
 if TYPE_CHECKING:
     from emulated_nccl import Transfer
 
 aten = torch.ops.aten
+PPCTL = Path(ppctl.__file__).parent
 
 CURRENT = 0
 """The stream that operations go to."""
@@ -94,7 +99,7 @@ class Gpu:
         self.error: Exception | None = None
         self.memory = Memory(self.mark, records=record_streams)
         self.waits: Counter[str] = Counter()
-        """How often the host waited for the device, by what made it wait."""
+        """How often the host waited for the device, by the function of ppctl's, or what else made it wait."""
 
     def make_stream(self) -> int:
         self.streams += 1
@@ -135,7 +140,7 @@ class Gpu:
 
     def synchronize(self, why: str) -> None:
         """Hold the host until what the current stream holds now is over."""
-        self.waits[why] += 1
+        self.waits[_place() or why] += 1
         mark = Mark(self)
         mark.record()
         mark.synchronize()
@@ -152,6 +157,12 @@ class Gpu:
     def heads(self) -> list[deque[Entry]]:
         """The queues that hold something."""
         return [queue for queue in self.queues if queue]
+
+
+def _place() -> str:
+    """`file: function` of ppctl's innermost frame; empty if there is none."""
+    own = [frame for frame in traceback.extract_stack() if PPCTL in Path(frame.filename).parents]
+    return f"{Path(own[-1].filename).name}: {own[-1].name}" if own else ""
 
 
 class OnDevice(TorchDispatchMode):
