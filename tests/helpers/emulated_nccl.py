@@ -21,6 +21,7 @@ import torch
 from emulated_gpu import CURRENT, Entry, Gpu, Mark
 from emulated_hosts import current_actor
 from emulated_memory import beneath
+from torch._C._distributed_c10d import ErrorType
 
 if TYPE_CHECKING:
     from emulated_world import World
@@ -167,6 +168,16 @@ class Backend:
     def size(self) -> int:
         return len(self.connection.members)
 
+    def get_error(self) -> ErrorType:
+        """What the watchdog has found."""
+        return ErrorType.TIMEOUT if self.gpu.rank in self.connection.aborted else ErrorType.SUCCESS
+
+    _device_types = (torch.device("cpu"),)
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        """Itself: it is group and backend in one."""
+        return self
+
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
         return self.start([(tensors[0], dst, True)])
 
@@ -206,7 +217,7 @@ class Dist:
     isend, irecv = "send", "receive"
 
     @staticmethod
-    def P2POp(op: str, tensor: torch.Tensor, *, group: Backend, group_peer: int) -> SimpleNamespace:  # noqa: N802
+    def P2POp(op: str, tensor: torch.Tensor, *, group: Backend, group_peer: int) -> SimpleNamespace:
         return SimpleNamespace(move=(tensor, group_peer, op == Dist.isend), group=group)
 
     @staticmethod

@@ -12,8 +12,8 @@ from typing import Any
 import pipeline
 import pytest
 import torch
-from emulated_hosts import HostQueue, HostSemaphore, HostThread
 from emulated_gpu import Mark
+from emulated_hosts import HostQueue, HostSemaphore, HostThread
 from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
 
@@ -31,6 +31,8 @@ from ppctl.parallel import dispatch
 from ppctl.schedule.action import Schedule
 
 CPU = torch.device("cpu")
+CHANNELS = Modes()
+"""Every message on its channel."""
 WHOLE = 2
 """A microbatch of `pipeline.BATCH` rows, also where they are ragged."""
 
@@ -96,7 +98,7 @@ def make_step(
     world: World,
     schedule: Schedule,
     *,
-    modes: Modes = Modes(),
+    modes: Modes = CHANNELS,
     dry: bool = False,
     connect: bool = False,
     connections: Callable[[World, int, int], EmulatedConnections] = EmulatedConnections,
@@ -121,9 +123,7 @@ def make_step(
             for parameter in [each for weights in stages.values() for each in weights.values()]:
                 parameter.grad = None
         heartbeat = None if heartbeats is None else heartbeats[rank]
-        run_schedule(
-            schedule, programs, communicator, variable_shapes=modes.variable, heartbeat=heartbeat, **options
-        )
+        run_schedule(schedule, programs, communicator, variable_shapes=modes.variable, heartbeat=heartbeat, **options)
         return pipeline.Outcome(losses, {(s, n): p.grad for s, w in stages.items() for n, p in w.items()})
 
     return host

@@ -6,7 +6,6 @@ The findings are those of the audit of commit 6c28470. Each is shown on what the
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,18 +13,28 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from devices import Beat
-from emulated_gpu import CURRENT, Entry, Gpu
+from emulated_gpu import CURRENT, Entry, Gpu, Mark
 from emulated_nccl import Backend, Dist
-from emulated_pipeline import CPU, EmulatedConnections, EmulatedCommunicator, emulation, expected, make_step, run_step
+from emulated_pipeline import (
+    CHANNELS,
+    EmulatedCommunicator,
+    EmulatedConnections,
+    emulation,
+    expected,
+    make_step,
+    run_step,
+)
 from emulated_world import Deadlock, World
 from unit_plan import plan
 
+from ppctl.comm import channel_ends
 from ppctl.comm.channels import DirectEnd, PeerLost
 from ppctl.comm.modes import Modes
 from ppctl.engine.interpreter import EngineError
 from ppctl.engine.pace import AHEAD
 from ppctl.engine.stage import StageProgram
 from ppctl.hang.verdict import verdict
+from ppctl.plan import Plan
 from ppctl.rank_records import RankState
 from ppctl.schedule.action import COMPUTE, RECEIVES, Action, B, F, Schedule
 from ppctl.schedule.passes import lower
@@ -157,7 +166,10 @@ class State(Beat):
 class Job:
     """A step of a plan of which one rank's device stops in one action, and what is known of its ranks."""
 
-    def __init__(self, schedule: Schedule, stuck: str, seed: int, *, watchdog: bool = False) -> None:
+    def __init__(
+        self, schedule: Schedule, stuck: str, seed: int, *, modes: Modes = CHANNELS, watchdog: bool = False
+    ) -> None:
+        self.modes = modes
         self.schedule, self.stuck = schedule, Action.parse(stuck)
         self.world = World(schedule.placement.pp, seed, watchdog=watchdog)
         self.world.hosts_first = 1.0
@@ -199,7 +211,7 @@ class Job:
         return replace(program, forward=forward, around_backward=backward)
 
     def play(self, *, paced: bool = True):
-        step = make_step(self.world, self.schedule, wrap=self.wrap, heartbeats=self.beats)
+        step = make_step(self.world, self.schedule, modes=self.modes, wrap=self.wrap, heartbeats=self.beats)
 
         def host(rank: int) -> None:
             try:
@@ -218,7 +230,7 @@ class Job:
         return sum(action.op in COMPUTE for action in row[: row.index(named)]) - self.finished_at_failure[rank]
 
 
-PLAN = plan(pp=3, model__num_layers=3, gbs=6, mbs=1, parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
+PLAN = plan(pp=3, model__num_layers=3, gbs=8, mbs=1, parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
 
 
 def test_hosts_without_a_bound_are_all_in_the_same_collective_when_a_device_stops() -> None:
@@ -251,22 +263,147 @@ def test_without_a_bound_every_message_of_the_step_stays_allocated() -> None:
 # The watchdog of NCCL, and ppctl's own verdict.
 
 
-CULPRITS = ["0F0", "1F3", "1B2", "2B5", "0B5"]
+BATCHED = plan(pp=3, model__num_layers=3, gbs=8, mbs=1, parallel__overlap_p2p_comm=False, parallel__batch_p2p_comm=True)
+STOPS = [
+    pytest.param(PLAN, CHANNELS, stuck, id=f"channels {stuck}") for stuck in ("0F0", "1F3", "1B2", "2B7", "0B6")
+] + [pytest.param(BATCHED, Modes(batched=True), stuck, id=f"batched {stuck}") for stuck in ("0F3", "1B2", "2B7")]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("stuck", CULPRITS)
-def test_a_device_that_stops_is_named_and_its_peers_lose_a_connection(stuck: str, seed: int) -> None:
-    """First the records tell who it is; later NCCL's watchdogs abort what does not end, and every other rank fails."""
-    job = Job(PLAN.schedule, stuck, seed, watchdog=True)
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.whole), pytest.param(2, marks=pytest.mark.whole)]
+)
+@pytest.mark.parametrize(("plan", "modes", "stuck"), STOPS)
+def test_a_device_that_stops_is_named_and_its_peers_lose_a_connection(
+    plan: Plan, modes: Modes, stuck: str, seed: int
+) -> None:
+    """First the records tell who it is. Later NCCL's watchdogs abort what does not end: whose connection it was, fails.
+
+    Kernels then leave without their messages. A rank may have waited for all of them before: only what it asks for at
+    the end of its list keeps it from going on with what was in the buffers.
+    """
+    job = Job(plan.schedule, stuck, seed, modes=modes, watchdog=True)
     fates = job.play()
     culprit = job.schedule.placement.rank_of(job.stuck.stage)
-    told = verdict(PLAN, job.states, 200.0, 1e6)
-    assert (told.rank, told.action) == (culprit, stuck)
+    told = verdict(plan, job.states, 200.0, 1e6)
+    assert (told.rank, told.action, told.code) == (culprit, stuck, "PP-E706")
     assert fates[culprit].waits, "no watchdog of NCCL helps a host whose own device stands"
+    connections = job.world.network.connections.values()
+    lost = {rank for connection in connections for rank in connection.aborted} - {culprit}
+    assert lost
     for rank, fate in enumerate(fates):
-        if rank != culprit and fate.failure is not None:
-            assert isinstance(fate.failure, EngineError)
-            assert isinstance(fate.failure.__cause__, PeerLost)
-            assert "NCCL communicator was aborted on rank" in str(fate.failure)
-            assert 0 <= job.ahead(rank, fate.failure.action) <= AHEAD
+        if rank not in lost:
+            continue
+        assert isinstance(fate.failure, EngineError), "it would go on with what it has not received"
+        assert isinstance(fate.failure.__cause__, PeerLost)
+        assert rank in fate.failure.__cause__.channel[:2]
+        assert 0 <= job.ahead(rank, fate.failure.action) <= AHEAD
+
+
+# Lifetimes: memory that the host frees is used again, and what a message uses only when the device is through with it.
+
+
+def test_what_was_sent_is_not_used_again_before_the_device_has_sent_it_and_the_host_has_looked() -> None:
+    world = World(2)
+    world.hosts_first = 1.0  # no device moves while a host can
+    memory = world.gpus[0].memory
+    addresses: list[int] = []
+
+    def address() -> int:
+        return torch.empty(100).untyped_storage().data_ptr()
+
+    def host(rank: int) -> None:
+        backend = Backend(world, rank, "channel", (0, 1))
+        if rank == 1:
+            backend.recv([torch.empty(100)], 0, 0).wait()
+            return
+        addresses.append(address())
+        addresses.append(address())
+        sent = torch.empty(100)
+        sent.fill_(3.0)
+        work = backend.send([sent], 1, 0)
+        addresses.append(sent.untyped_storage().data_ptr())
+        del sent
+        addresses.append(address())
+        assert len(memory.held) == 1, "freed by the host, and not sent yet"
+        work.wait()
+        world.gpus[0].drain("until it is sent")
+        assert len(memory.held) == 1, "sent, and the host has not looked"
+        addresses.append(address())
+        assert not memory.held
+
+    world.run(host)
+    before, again, sent, meanwhile, afterwards = addresses
+    assert before == again == sent, "what only the current stream uses is free at once"
+    assert meanwhile != sent
+    assert afterwards in (sent, meanwhile) and memory.reserved == 2 * 448
+
+
+class Forgetful(DirectEnd):
+    """An end that does not keep what it sends until the stream has waited for it."""
+
+    __slots__ = ()
+
+    def send(self, message) -> None:
+        self.start_send(message)
+
+
+def test_a_lifetime_that_is_too_short_shows_in_the_bits(monkeypatch) -> None:
+    """ppctl keeps a message until its stream waits for the send, so it does not need recordStream; else it would."""
+    schedule = lowered("1f1b", 2, 1, 8)
+
+    def is_right(*, record_streams: bool) -> bool:
+        world = World(2, record_streams=record_streams)
+        world.hosts_first = 1.0
+        return run_step(world, schedule).equals(expected(schedule))
+
+    assert is_right(record_streams=True) and is_right(record_streams=False)
+    monkeypatch.setattr(channel_ends, "DirectEnd", Forgetful)
+    assert is_right(record_streams=True)
+    assert not is_right(record_streams=False)
+
+
+def test_a_buffer_that_is_given_back_too_early_shows_in_the_bits(monkeypatch) -> None:
+    """Receives wait for what the current stream holds: without that a message overwrites one that is still read."""
+    schedule = lowered("1f1b", 3, 1, 8)
+    monkeypatch.setattr(Mark, "hold", lambda mark, stream: None if stream != CURRENT else HOLD(mark, stream))
+    seen = []
+    for seed in range(4):
+        world = World(3, seed)
+        world.hosts_first = 1.0
+        seen.append(run_step(world, schedule).equals(expected(schedule)))
+    assert not all(seen)
+
+
+HOLD = Mark.hold
+
+
+def test_a_message_of_another_size_is_waited_for_for_ever() -> None:
+    world = World(2)
+
+    def host(rank: int) -> None:
+        backend = Backend(world, rank, "channel", (0, 1))
+        if rank == 0:
+            backend.send([torch.ones(3)], 1, 0)
+        else:
+            backend.recv([torch.empty(4)], 0, 0)
+
+    with pytest.raises(Deadlock, match="device 1: receive 0 from 0 to 1 on channel"):
+        world.run(host)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fused_messages_are_over_together_and_a_wait_holds_the_stream_alone(seed: int) -> None:
+    """Each rank sends and receives in one group: neither side has to go first."""
+    world = World(2, seed)
+
+    def host(rank: int) -> torch.Tensor:
+        group = Backend(world, rank, "pipeline", (0, 1))
+        sent, received = torch.full((4,), float(rank)), torch.empty(4)
+        ops = [Dist.P2POp(op, t, group=group, group_peer=1 - rank) for op, t in (("send", sent), ("receive", received))]
+        for work in Dist.batch_isend_irecv(ops):
+            work.wait()
+        doubled = received * 2
+        assert world.gpus[rank].waits.total() == 0
+        return doubled
+
+    assert [found.tolist() for found in world.run(host)] == [[2.0] * 4, [0.0] * 4]

@@ -185,6 +185,8 @@ def test_the_orders_hold_every_policy_that_runs() -> None:
     """A new policy is added to the grid."""
     named = {order.partition(",")[0] for order in ORDERS}
     for name in POLICIES.keys() - named - {"forward_only"}:
-        made = next(make_schedule(name, pp=2, vpp=vpp, num_microbatches=4) for vpp in (1, 2) if POLICIES[name].runs(vpp))
+        made = next(
+            make_schedule(name, pp=2, vpp=vpp, num_microbatches=4) for vpp in (1, 2) if POLICIES[name].runs(vpp)
+        )
         assert made.split, name
         assert any(action.op in COMPUTE for row in made.actions for action in row)
