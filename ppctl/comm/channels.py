@@ -54,6 +54,20 @@ def wait_for(works: Iterable[Pending], channel: Channel) -> None:
         raise PeerLost(channel, error) from error
 
 
+def check_connection(backend: object, channel: Channel) -> None:
+    """Raise PeerLost if a backend's watchdog has ended the connection. Only NCCL's keeps such a record.
+
+    Where TORCH_NCCL_ASYNC_ERROR_HANDLING=2 lets the process live, NCCL's kernels then leave without their messages and
+    the device goes on with what was in the buffers: nothing raises any more that was waited for before.
+    """
+    try:
+        error = backend.get_error()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # gloo has none: its works raise
+        return
+    if error.name != "SUCCESS":
+        raise PeerLost(channel, RuntimeError(f"NCCL's watchdog ended it ({error.name})"))
+
+
 class Arrival:
     """A message that is on its way, or (between two stages of one rank) already there."""
 
@@ -110,6 +124,9 @@ class ChannelEnd(Protocol):
 
     def flush(self) -> None:
         """Wait until every send is delivered."""
+
+    def check(self) -> None:
+        """Raise PeerLost if the connection was ended under its messages; asked when the device is through with them."""
 
 
 class DirectEnd:
@@ -171,6 +188,10 @@ class DirectEnd:
         """Wait until every send is delivered."""
         while self._pending:
             self._wait_for_oldest()
+
+    def check(self) -> None:
+        """Raise PeerLost if the connection was ended under its messages."""
+        check_connection(self._backend, self.channel)
 
     def _wait_for_oldest(self) -> None:
         works, _ = self._pending.popleft()

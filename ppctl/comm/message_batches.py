@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.buffers import Message, Shelf
-from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, wait_for
+from ppctl.comm.channels import Arrival, DirectEnd, PeerLost, Pending, check_connection, wait_for
 from ppctl.schedule.action import Channel
 
 
@@ -28,6 +28,9 @@ class MessageBatch(Protocol):
 
     def settle(self) -> None:
         """Wait for everything that was added. Raises PeerLost."""
+
+    def check(self, channel: Channel) -> None:
+        """Raise PeerLost if what carries the channel was ended under its messages."""
 
 
 class LooseBatch:
@@ -56,6 +59,10 @@ class LooseBatch:
             wait_for(works, channel)
         self._arrivals.clear()
         self._sends.clear()
+
+    def check(self, channel: Channel) -> None:
+        """Raise PeerLost if the channel's connection was ended."""
+        self._end(channel).check()
 
 
 class FusedBatch:
@@ -93,6 +100,11 @@ class FusedBatch:
         if self._sync is not None:
             torch.cuda.synchronize(self._sync)
 
+    def check(self, channel: Channel) -> None:
+        """Raise PeerLost if the group's connections were ended."""
+        for device in self._group._device_types:
+            check_connection(self._group._get_backend(device), channel)
+
     def _add(self, op: Callable[..., object], channel: Channel, peer: int, message: Message) -> None:
         self._ops += [dist.P2POp(op, tensor, group=self._group, group_peer=peer) for tensor in message]
         self._channels.append(channel)
@@ -120,3 +132,7 @@ class BatchedEnd:
 
     def flush(self) -> None:
         """Do nothing: no send is outstanding after a batch."""
+
+    def check(self) -> None:
+        """Raise PeerLost if the channel's connection was ended."""
+        self._batch.check(self.channel)

@@ -67,6 +67,11 @@ class VariableEnd(DirectEnd):
         """Take the whole capacity."""
         self.send_slots = capacity
 
+    def check(self) -> None:
+        """Raise PeerLost if one of the two connections was ended."""
+        self.headers.check()
+        self.body.check()
+
     def start_send(self, message: Message) -> Sequence[Pending]:
         """Start sending the header, then the tensors."""
         sizes = header(message, self.header_device)

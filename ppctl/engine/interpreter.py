@@ -121,6 +121,7 @@ class Engine:
                 enter(index)
                 handlers[action.op](self, action)
             self._pace.finish(self._flush)
+            self._check()
         except Exception as error:
             self._pace.abandon()
             raise EngineError(self.pp_rank, self.actions, self._pace.at, error) from error
@@ -129,6 +130,13 @@ class Engine:
     def _flush(self) -> None:
         for end in self._outgoing.values():
             end.flush()
+
+    def _check(self) -> None:
+        """The device is through: it must have had every message."""
+        for end in self._outgoing.values():
+            end.check()
+        for end, _ in self._incoming.values():
+            end.check()
 
     def _forward(self, action: Action) -> None:
         stage = self._stages[action.stage]

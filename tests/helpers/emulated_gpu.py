@@ -1,77 +1,68 @@
-"""GPUs that exist in one process: hosts enqueue, devices compute later, and messages have NCCL's manners.
+"""A GPU that exists in one process: its host enqueues, and the device computes later.
 
-What a CUDA device and NCCL do to a program, on plain CPU tensors and with their numbers. A `World` has one host thread
-per rank and one device per rank. Under a host's dispatch mode a view is made at once, and every other operation
-allocates its outputs and goes to the end of a queue of the device; `.item()` and its like wait for the device. Streams
-share a bounded number of queues, and what stands behind a waiting entry of its queue waits as well. A connection is
-joined by its members under its name, lazily: the first use holds the host until all have come. A message is an entry of
-its connection's stream, behind what the current stream holds; its two ends stand at the head of their queues together
-(rendezvous), or the sender goes on (eager, up to a size). `Work.wait` lets the current stream wait, never the host.
+Knows streams, queues, events and kernels, with what CUDA and torch do to a program, on plain CPU tensors and with their
+numbers. Must not know messages between devices (`emulated_nccl`), nor whose turn it is (`emulated_world`).
 
-One thing moves at a time, chosen by a seeded generator among everything that can. When nothing can, and a host is not
-through, that is a deadlock, found without a clock; `Deadlock` says what everybody waits for.
+Under a host's dispatch mode a view is made at once, and every other operation takes memory for its outputs and goes to
+the end of the current stream. `.item()` and its like wait for that stream. Streams share a bounded number of queues,
+and what stands behind a waiting entry of its queue waits as well.
 """
 
 from __future__ import annotations
 
-import random
-import threading
+import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from emulated_hosts import current_actor, take_turns
+from emulated_memory import Memory, beneath
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import ppctl
+
+if TYPE_CHECKING:
+    from emulated_nccl import Transfer
 
 aten = torch.ops.aten
+PPCTL = Path(ppctl.__file__).parent
+
+CURRENT = 0
+"""The stream that operations go to."""
 
 
-class Deadlock(Exception):
-    """Nothing can move, and some host is not through."""
+def _always() -> bool:
+    return True
 
 
-class Aborted(Exception):
-    """Raised in hosts that still wait when the world has ended."""
+def _nothing() -> None:
+    """What an entry does that only waits."""
 
 
-class Actor:
-    """A thread that runs only when it is chosen, and that may wait for something to become true."""
+@dataclass(eq=False)
+class Entry:
+    """One entry of a queue."""
 
-    def __init__(self, world: World, name: str, body: Callable[[], object]) -> None:
-        self.world, self.name, self.body = world, name, body
-        self.ready: Callable[[], bool] = lambda: True
-        self.why = "to begin"
-        self.is_over = False
-        self.result: object = None
-        self.failure: BaseException | None = None
-        self.turn = threading.Semaphore(0)
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+    what: str
+    run: Callable[[], object] = _nothing
+    ready: Callable[[], bool] = _always
+    transfers: list[Transfer] = field(default_factory=list)
+    """Of a message or a fused group: it is over when all of them are."""
 
-    def wait(self, ready: Callable[[], bool], why: str) -> None:
-        """Give the turn away until `ready`."""
-        self.ready, self.why = ready, why
-        self.world.returned.release()
-        self.turn.acquire()
-        if self.world.is_over:
-            raise Aborted(why)
-
-    def _run(self) -> None:
-        self.turn.acquire()
-        _current.actor = self
-        try:
-            if not self.world.is_over:
-                self.result = self.body()
-        except BaseException as error:
-            self.failure = error
-        self.is_over = True
-        self.world.returned.release()
-
-
-_current = threading.local()
+    @property
+    def carried(self) -> bool:
+        return all(transfer.is_over for transfer in self.transfers)
 
 
 class Mark:
@@ -81,324 +72,188 @@ class Mark:
         self.gpu = gpu
         self.ticket = SimpleNamespace(passed=True)
 
-    def record(self, stream: int = 0) -> None:
-        ticket = self.ticket = SimpleNamespace(passed=False)
-
-        def run() -> None:
-            ticket.passed = True
-
-        self.gpu.put(stream, Entry("event", run))
+    def record(self, stream: int = CURRENT) -> None:
+        self.ticket = self.gpu.mark(stream)
+        take_turns()
 
     def hold(self, stream: int) -> None:
         """What is enqueued on `stream` from now on waits for the mark."""
         ticket = self.ticket
-        self.gpu.put(stream, Entry("wait for an event", lambda: None, lambda: ticket.passed))
+        self.gpu.put(stream, Entry("wait for an event", ready=lambda: ticket.passed))
 
     def synchronize(self) -> None:
         ticket = self.ticket
-        _current.actor.wait(lambda: ticket.passed, "for an event")
+        current_actor().wait(lambda: ticket.passed, "for an event")
         if self.gpu.error is not None:
             raise self.gpu.error
 
 
-@dataclass(eq=False)
-class Entry:
-    """One entry of a queue."""
-
-    what: str
-    run: Callable[[], object]
-    ready: Callable[[], bool] = lambda: True
-    transfers: list[Transfer] = field(default_factory=list)
-    """Of a message or a fused group: it is over when all of them are."""
-
-
-@dataclass(eq=False)
-class Transfer:
-    """One tensor's send or receive on a connection: the `number`-th from `source` to `target`."""
-
-    connection: Connection
-    source: int
-    target: int
-    number: int
-    sends: bool
-    tensor: torch.Tensor
-    is_over: bool = False
-
-    @property
-    def key(self) -> tuple[int, int, int]:
-        return self.source, self.target, self.number
-
-    def __str__(self) -> str:
-        move = "send" if self.sends else "receive"
-        return f"{move} {self.number} from {self.source} to {self.target} on {self.connection.name}"
-
-
-class Connection:
-    """A communicator: its members meet under its name, and number what they send and receive there."""
-
-    def __init__(self, name: str, members: Sequence[int]) -> None:
-        self.name = name
-        self.members = tuple(members)
-        self.joined: set[int] = set()
-        self.numbers: Counter[tuple[int, int, int, bool]] = Counter()
-        self.mail: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Eager messages on their way."""
-
-    def transfer(self, own: int, source: int, target: int, tensor: torch.Tensor) -> Transfer:
-        sends = own == source
-        number = self.numbers[own, source, target, sends]
-        self.numbers[own, source, target, sends] += 1
-        return Transfer(self, source, target, number, sends, tensor)
-
-
 class Gpu:
-    """One device: queues, streams that share them, and what has run on it for the first time."""
+    """One device. `queues` is how many it has, `lazy_loading` whether a kernel's first launch waits for the device."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.queues: list[deque[Entry]] = [deque() for _ in range(world.queues)]
+    def __init__(self, rank: int, *, queues: int, lazy_loading: bool, record_streams: bool) -> None:
+        self.rank, self.lazy_loading = rank, lazy_loading
+        self.queues: list[deque[Entry]] = [deque() for _ in range(queues)]
         self.streams = 1
-        """Stream 0 is where operations go."""
         self.loaded: set[object] = set()
         self.error: Exception | None = None
+        self.memory = Memory(self.mark, records=record_streams)
         self.waits: Counter[str] = Counter()
-        """How often the host waited for the device, by what made it wait."""
-        self.held: list[tuple[SimpleNamespace, int]] = []
-        self.most_held = 0
-        """Bytes of sent tensors that the allocator could not give away yet, at most."""
+        """How often the host waited for the device, by the function of ppctl's, or what else made it wait."""
 
     def make_stream(self) -> int:
         self.streams += 1
         return self.streams - 1
 
+    def queue(self, stream: int) -> deque[Entry]:
+        return self.queues[stream % len(self.queues)]
+
     def put(self, stream: int, entry: Entry) -> None:
-        self.queues[stream % len(self.queues)].append(entry)
-        _current.actor.wait(lambda: True, "for its next turn")
+        self.queue(stream).append(entry)
+        take_turns()
+
+    def mark(self, stream: int) -> SimpleNamespace:
+        """Put a mark behind what a stream holds; its `passed` becomes true. Others get no turn."""
+        ticket = SimpleNamespace(passed=False)
+
+        def run() -> None:
+            ticket.passed = True
+
+        self.queue(stream).append(Entry("event", run))
+        return ticket
 
     def launch(self, kernel: object, run: Callable[[], object]) -> None:
         """Enqueue a kernel. Under lazy loading its first launch waits until the whole device is drained."""
-        if self.world.lazy_loading and kernel not in self.loaded:
+        if self.lazy_loading and kernel not in self.loaded:
             self.loaded.add(kernel)
             self.drain(f"to load {kernel}")
-        self.put(0, Entry(str(kernel), run))
+        self.put(CURRENT, Entry(str(kernel), run))
+
+    def stop(self) -> None:
+        """Enqueue a kernel that never ends."""
+        self.put(CURRENT, Entry("a kernel that does not end", ready=lambda: False))
 
     def drain(self, why: str) -> None:
         """Hold the host until every queue is empty."""
         self.waits[why] += 1
-        _current.actor.wait(lambda: not any(self.queues), f"for its device, {why}")
+        current_actor().wait(lambda: not any(self.queues), f"for its device, {why}")
 
     def synchronize(self, why: str) -> None:
         """Hold the host until what the current stream holds now is over."""
-        self.waits[why] += 1
+        self.waits[_place() or why] += 1
         mark = Mark(self)
         mark.record()
         mark.synchronize()
 
-    def note_sent(self, tensors: Iterable[torch.Tensor], ticket: SimpleNamespace) -> None:
-        """As with recordStream: memory of what was sent is free when the host, at an allocation, finds it is over."""
-        self.held.append((ticket, sum(t.untyped_storage().nbytes() for t in tensors)))
-        self.most_held = max(self.most_held, sum(size for _, size in self.held))
-
-    def poll(self) -> None:
-        self.held = [(ticket, size) for ticket, size in self.held if not ticket.passed]
-
-    @property
-    def heads(self) -> list[deque[Entry]]:
-        return [queue for queue in self.queues if queue]
-
-
-class World:
-    """Ranks with their devices. `run` gives every rank a host; the same seed gives the same interleaving.
-
-    `queues` is how many queues a device has, `eager` up to how many bytes a send goes on without its receiver,
-    `lazy_loading` whether the first launch of a kernel waits for the whole device, and `connected` whether connections
-    were made before (by the warm-up) or are made on their first use.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        seed: int = 0,
-        *,
-        queues: int = 32,
-        eager: int = 0,
-        lazy_loading: bool = False,
-        connected: bool = True,
-    ) -> None:
-        self.queues, self.eager, self.lazy_loading, self.connected = queues, eager, lazy_loading, connected
-        self.random = random.Random(seed)
-        self.returned = threading.Semaphore(0)
-        self.is_over = False
-        self.actors: list[Actor] = []
-        self.connections: dict[str, Connection] = {}
-        self.gpus = [Gpu(self, rank) for rank in range(size)]
-
-    def spawn(self, name: str, body: Callable[[], object]) -> Actor:
-        actor = Actor(self, name, body)
-        self.actors.append(actor)
-        return actor
-
-    def run(self, host: Callable[[int], object]) -> list[object]:
-        """`host(rank)` on every rank's thread; what they return. Raises Deadlock, or the first host's failure."""
-
-        def body(rank: int) -> object:
-            with OnDevice(self.gpus[rank]), HostReads(self.gpus[rank]):
-                result = host(rank)
-                self.gpus[rank].drain("at the end")
-                return result
-
-        hosts = [self.spawn(f"host {rank}", lambda rank=rank: body(rank)) for rank in range(len(self.gpus))]
-        try:
-            while not all(actor.is_over for actor in hosts):
-                self._move()
-                failed = next((actor for actor in self.actors if actor.failure is not None), None)
-                if failed is not None:
-                    raise failed.failure
-        finally:
-            self._end()
-        return [actor.result for actor in hosts]
-
-    def _move(self) -> None:
-        """Let one thing that can move do so."""
-        moves: list[Callable[[], object]] = [
-            lambda actor=actor: self._resume(actor) for actor in self.actors if not actor.is_over and actor.ready()
-        ]
-        for gpu in self.gpus:
-            for queue in gpu.heads:
-                moves += self._moves_of(gpu, queue)
-        if not moves:
-            raise Deadlock(self._why())
-        self.random.choice(moves)()
-
-    def _moves_of(self, gpu: Gpu, queue: deque[Entry]) -> list[Callable[[], object]]:
-        entry = queue[0]
-        if not entry.transfers:
-            return [lambda: self._execute(gpu, queue)] if entry.ready() else []
-        return [
-            lambda transfer=transfer: self._carry(transfer)
-            for transfer in entry.transfers
-            if not transfer.is_over and self._can_go(transfer)
-        ]
-
-    def _can_go(self, transfer: Transfer) -> bool:
-        """A receive with its message there, an eager send; of a rendezvous the receiving end moves both."""
-        if transfer.sends:
-            return transfer.tensor.nbytes <= self.eager
-        mail = transfer.connection.mail.get(transfer.key)
-        source = self._sending(transfer)
-        sent = mail if mail is not None else None if source is None else source.tensor
-        return sent is not None and sent.nbytes == transfer.tensor.nbytes
-
-    def _sending(self, transfer: Transfer) -> Transfer | None:
-        """The other end of a receive, if it is at the head of its queue."""
-        for queue in self.gpus[transfer.source].heads:
-            for other in queue[0].transfers:
-                same = other.connection is transfer.connection and other.key == transfer.key
-                if same and other.sends and not other.is_over:
-                    return other
-        return None
-
-    def _carry(self, transfer: Transfer) -> None:
-        mail = transfer.connection.mail
-        if transfer.sends:
-            mail[transfer.key] = transfer.tensor.clone()
-        elif transfer.key in mail:
-            _write(transfer.tensor, mail.pop(transfer.key))
-        else:
-            other = self._sending(transfer)
-            assert other is not None  # or it could not go
-            _write(transfer.tensor, other.tensor)
-            other.is_over = True
-        transfer.is_over = True
-        for gpu in self.gpus:
-            for queue in gpu.heads:
-                if queue[0].transfers and all(each.is_over for each in queue[0].transfers):
-                    self._execute(gpu, queue)
-
-    def _execute(self, gpu: Gpu, queue: deque[Entry]) -> None:
+    def execute(self, queue: deque[Entry]) -> None:
+        """Run a queue's head. Of several errors the first one stays."""
         entry = queue.popleft()
         try:
             entry.run()
         except Exception as error:
-            gpu.error = gpu.error or error
+            self.error = self.error or error
 
-    def _resume(self, actor: Actor) -> None:
-        actor.turn.release()
-        self.returned.acquire()
-
-    def _why(self) -> str:
-        lines = [f"{actor.name} waits {actor.why}" for actor in self.actors if not actor.is_over]
-        for gpu in self.gpus:
-            for queue in gpu.heads:
-                stuck = [str(t) for t in queue[0].transfers if not t.is_over] or [queue[0].what]
-                lines.append(f"device {gpu.rank}: {', '.join(stuck)}; {len(queue) - 1} behind it")
-        return "\n".join(lines)
-
-    def _end(self) -> None:
-        self.is_over = True
-        for actor in self.actors:
-            if not actor.is_over:
-                self._resume(actor)
+    @property
+    def heads(self) -> list[deque[Entry]]:
+        """The queues that hold something."""
+        return [queue for queue in self.queues if queue]
 
 
-def _write(target: torch.Tensor, value: torch.Tensor) -> None:
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        target.copy_(value.view(target.shape))
+def _place() -> str:
+    """`file: function` of ppctl's innermost frame; empty if there is none."""
+    own = [frame for frame in traceback.extract_stack() if PPCTL in Path(frame.filename).parents]
+    return f"{Path(own[-1].filename).name}: {own[-1].name}" if own else ""
 
 
 class OnDevice(TorchDispatchMode):
-    """The host's tensors live on its device: what is computed is enqueued."""
+    """The host's tensors live on its device: what is computed is enqueued. Random numbers are drawn on the host."""
 
     WAITS = (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default)
+    EMPTY = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
+    EMPTY += (aten.new_empty.default, aten.new_empty_strided.default)
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
         self.gpu = gpu
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        flat, spec = tree_flatten((args, kwargs or {}))
         if func in self.WAITS:
-            self.gpu.synchronize(str(func))
-            return func(*args, **kwargs)
-        if func.is_view or not tensors:
-            return func(*args, **kwargs)
-
-        def compute() -> object:
-            with torch._C._AutoDispatchBelowADInplaceOrView():
-                return func(*args, **kwargs)
-
+            return self._wait(func, args, kwargs)
+        if func.is_view or "generator" in (kwargs or {}):
+            return func(*args, **(kwargs or {}))
         if func._schema.is_mutable:
-            self.gpu.launch(func, compute)
+            self.gpu.launch(func, self._computing(func, flat, spec))
             changed = [i for i, argument in enumerate(func._schema.arguments) if argument.alias_info is not None]
             return args[changed[0]] if func._schema.returns and changed[0] < len(args) else kwargs.get("out")
-        self.gpu.poll()
-        outputs, flat = self._outputs(func, args, kwargs)
+        made = _metadata(func, flat, spec)
+        if made is None:
+            return self._wait(func, args, kwargs)
+        forms, form_spec = made
+        outputs = [self.gpu.memory.empty(*each) if isinstance(each, tuple) else each for each in forms]
+        if func not in self.EMPTY:
+            compute = self._computing(func, flat, spec)
+            targets = [self.gpu.memory.seen_by_device(t) if isinstance(t, torch.Tensor) else None for t in outputs]
 
-        def run() -> None:
-            for made, value in zip(flat, tree_flatten(compute())[0], strict=True):
-                if isinstance(made, torch.Tensor):
-                    with torch._C._AutoDispatchBelowADInplaceOrView():
-                        made.copy_(value)
+            def run() -> None:
+                values = tree_flatten(compute())[0]
+                with beneath():
+                    for target, value in zip(targets, values, strict=True):
+                        if target is not None:
+                            target.copy_(value)
 
-        self.gpu.launch(func, run)
-        return outputs
+            self.gpu.launch(func, run)
+        return tree_unflatten(outputs, form_spec)
 
-    def _outputs(self, func, args, kwargs):
-        with self.fake:
-            fakes = tree_map(
-                lambda each: self.fake.from_tensor(each) if isinstance(each, torch.Tensor) else each, (args, kwargs)
-            )
-            made = func(*fakes[0], **fakes[1])
+    def _wait(self, func, args, kwargs):
+        self.gpu.synchronize(str(func))
+        return func(*args, **(kwargs or {}))
 
-        def real(each):
-            if not isinstance(each, torch.Tensor):
-                return each
-            return torch.empty_strided(each.size(), each.stride(), dtype=each.dtype)
+    def _computing(self, func, flat, spec) -> Callable[[], object]:
+        see = self.gpu.memory.seen_by_device
+        args, kwargs = tree_unflatten([see(each) if isinstance(each, torch.Tensor) else each for each in flat], spec)
 
-        outputs = tree_map(real, made)
-        return outputs, tree_flatten(outputs)[0]
+        def compute() -> object:
+            with beneath():
+                return func(*args, **kwargs)
+
+        return compute
+
+
+_known: dict[object, object] = {}
+_fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _metadata(func, flat, spec):
+    """([(size, stride, dtype) of each output tensor], their tree); None where they depend on values."""
+    forms = tuple(
+        (tuple(each.size()), each.stride(), each.dtype) if isinstance(each, torch.Tensor) else each for each in flat
+    )
+    key = (func, spec, forms, tuple(map(type, forms)))
+    if key not in _known:
+        _known[key] = _infer(func, flat, spec)
+    return _known[key]
+
+
+def _infer(func, flat, spec):
+    with _fake:
+        args, kwargs = tree_unflatten(
+            [
+                torch.empty_strided(each.size(), each.stride(), dtype=each.dtype)
+                if isinstance(each, torch.Tensor)
+                else each
+                for each in flat
+            ],
+            spec,
+        )
+        try:
+            made, made_spec = tree_flatten(func(*args, **kwargs))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return None
+    return [
+        (tuple(map(int, t.size())), tuple(map(int, t.stride())), t.dtype) if isinstance(t, torch.Tensor) else t
+        for t in made
+    ], made_spec
 
 
 class HostReads(TorchFunctionMode):
@@ -414,101 +269,3 @@ class HostReads(TorchFunctionMode):
         if func in self.READS:
             self.gpu.synchronize(func.__name__)
         return func(*args, **(kwargs or {}))
-
-
-class Work:
-    """A message or a group under way."""
-
-    def __init__(self, gpu: Gpu, done: Mark) -> None:
-        self._gpu, self._done = gpu, done
-
-    def wait(self) -> bool:
-        """Let the current stream wait; the host goes on."""
-        self._done.hold(0)
-        return True
-
-
-class Backend:
-    """One rank's end of a connection, as `dist.ProcessGroupNCCL` is a channel's. Ranks are positions in `members`."""
-
-    def __init__(self, world: World, rank: int, name: str, members: Sequence[int]) -> None:
-        self.gpu = world.gpus[rank]
-        self.connection = world.connections.setdefault(name, Connection(name, members))
-        self.position = list(members).index(rank)
-        self.stream = self.gpu.make_stream()
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
-        return self.start([(self.position, dst, tensors[0])])
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
-        return self.start([(src, self.position, tensors[0])])
-
-    def start(self, moves: Sequence[tuple[int, int, torch.Tensor]]) -> Work:
-        """Enqueue (source, target, tensor) as one group, behind what the current stream holds."""
-        self._meet()
-        members, own = self.connection.members, self.gpu.rank
-        transfers = [self.connection.transfer(own, members[a], members[b], tensor) for a, b, tensor in moves]
-        before, done = Mark(self.gpu), Mark(self.gpu)
-        before.record()
-        before.hold(self.stream)
-        self.gpu.put(self.stream, Entry("messages", lambda: None, transfers=transfers))
-        done.record(self.stream)
-        self.gpu.note_sent([t.tensor for t in transfers if t.sends], done.ticket)
-        return Work(self.gpu, done)
-
-    def _meet(self) -> None:
-        """The first use holds the host until all members have come."""
-        joined, members = self.connection.joined, set(self.connection.members)
-        if not self.gpu.world.connected and self.gpu.rank not in joined:
-            joined.add(self.gpu.rank)
-            _current.actor.wait(lambda: joined == members, f"for all of {self.connection.name}")
-
-
-@dataclass(eq=False)
-class HostSemaphore:
-    """`threading.Semaphore` for code that runs in a world."""
-
-    value: int
-
-    def acquire(self) -> None:
-        _current.actor.wait(lambda: self.value > 0, "for a semaphore")
-        self.value -= 1
-
-    def release(self) -> None:
-        self.value += 1
-
-
-class HostQueue:
-    """`queue.SimpleQueue` for code that runs in a world."""
-
-    def __init__(self) -> None:
-        self.items: deque[object] = deque()
-
-    def put(self, item: object) -> None:
-        self.items.append(item)
-
-    def get(self) -> object:
-        _current.actor.wait(lambda: bool(self.items), "for a queue's item")
-        return self.items.popleft()
-
-    def empty(self) -> bool:
-        return not self.items
-
-
-class HostThread:
-    """`threading.Thread` for code that runs in a world: an actor beside the host that starts it."""
-
-    def __init__(self, *, target: Callable[[], object], name: str, daemon: bool) -> None:
-        self.target, self.name = target, name
-
-    def start(self) -> None:
-        starter = _current.actor
-        self.actor = starter.world.spawn(f"{self.name} of {starter.name}", self.target)
-
-    def join(self) -> None:
-        _current.actor.wait(lambda: self.actor.is_over, f"for {self.name} to end")
-
-
-def current_rank() -> int:
-    """The rank whose host calls this."""
-    return int(_current.actor.name.removeprefix("host "))

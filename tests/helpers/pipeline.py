@@ -49,6 +49,11 @@ def data(mb):
     return torch.randn(BATCH, width(0), generator=torch.Generator().manual_seed(mb))
 
 
+def ragged(mb):
+    """Microbatches of 1 to 4 rows, for messages of variable shape."""
+    return torch.randn(1 + mb % 4, width(0), generator=torch.Generator().manual_seed(mb))
+
+
 def compute(stage, weights, mb, inputs):
     """One stage: a linear attention over the batch between two linear maps."""
     x = data(mb) if stage == 0 else inputs[0]

@@ -30,11 +30,6 @@ MODES = {
 SAMPLE = 18
 
 
-def ragged(mb):
-    """Microbatches of 1 to 4 rows."""
-    return torch.randn(1 + mb % 4, pipeline.width(0), generator=torch.Generator().manual_seed(mb))
-
-
 def communicator_of(mode, schedule=None):
     config = SimpleNamespace(pipeline_dtype=torch.float32, **MODES[mode])
     return P2PCommunicator(dist.group.WORLD, config, channels=schedule and schedule.capacities)
@@ -60,7 +55,7 @@ def grid(pp):
 def outcomes(pp, cases):
     results = []
     for mode, name, vpp, m in cases:
-        pipeline.data = ragged if "variable" in mode else FIXED
+        pipeline.data = pipeline.ragged if "variable" in mode else FIXED
         results.append(pipeline.run_case(schedule_of(mode, name, pp, vpp, m), communicator_of(mode)))
     return results
 
@@ -71,7 +66,7 @@ FIXED = pipeline.data
 def plain_loops(sizes):
     results = []
     for stages, m, variable in sizes:
-        pipeline.data = ragged if variable else FIXED
+        pipeline.data = pipeline.ragged if variable else FIXED
         results.append(pipeline.plain_loop(stages, m))
     return results
 
@@ -122,7 +117,7 @@ V = Schedule(
 
 
 def one_v(mode):
-    pipeline.data = ragged if "variable" in mode else FIXED
+    pipeline.data = pipeline.ragged if "variable" in mode else FIXED
     schedule = lower(V, batched=not MODES[mode].get("overlap_p2p_comm", False))
     return pipeline.run_case(schedule, communicator_of(mode, schedule))
 
@@ -134,7 +129,7 @@ def test_a_v_runs_in_every_mode(mode):
 
 
 def on_one_rank():
-    pipeline.data = ragged
+    pipeline.data = pipeline.ragged
     schedule = lower(make_schedule("interleaved_1f1b", pp=1, vpp=3, num_microbatches=5))
     return pipeline.run_case(schedule, None, variable_shapes=True).equals(pipeline.plain_loop(3, 5))
 
@@ -154,7 +149,7 @@ def test_variable_lengths_hang_at_no_capacity_that_verify_passes(capacity):
 
 
 def at_capacity(schedule):
-    pipeline.data = ragged
+    pipeline.data = pipeline.ragged
     return pipeline.run_case(schedule, communicator_of("channels, variable"))
 
 

@@ -1,0 +1,140 @@
+"""A pipeline's step on emulated devices: ppctl's engine and communicator, with the network below them exchanged.
+
+Knows which names of torch and of ppctl stand for a device and its messages; all else is ppctl's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pipeline
+import pytest
+import torch
+from emulated_gpu import Mark
+from emulated_hosts import HostQueue, HostSemaphore, HostThread
+from emulated_nccl import Backend, Dist
+from emulated_world import World, current_rank
+
+from ppctl.comm import channel_ends, message_batches
+from ppctl.comm.buffers import BufferPool
+from ppctl.comm.communicator import Communicator
+from ppctl.comm.connections import Connections, connection_name
+from ppctl.comm.modes import Modes
+from ppctl.engine import interpreter, pace
+from ppctl.engine.dry_pass import dry_pass
+from ppctl.engine.interpreter import run_schedule
+from ppctl.engine.pace import Heartbeat
+from ppctl.engine.stage import StageProgram
+from ppctl.parallel import dispatch
+from ppctl.schedule.action import Schedule
+
+CPU = torch.device("cpu")
+CHANNELS = Modes()
+"""Every message on its channel."""
+WHOLE = 2
+"""A microbatch of `pipeline.BATCH` rows, also where they are ragged."""
+
+
+class EmulatedConnections(Connections):
+    """A pipeline's connections under ppctl's own names, as backends of an emulated world."""
+
+    def __init__(self, world: World, rank: int, pp: int) -> None:
+        self.world, self.rank, self.ranks, self.number = world, rank, tuple(range(pp)), 0
+        self._made = {}
+
+    def name_of(self, what: str, members: Sequence[int]) -> str:
+        return connection_name(self.ranks, self.number, what)
+
+    def _get(self, kind: str, what: str, members: Sequence[int]) -> Backend:
+        if what not in self._made:
+            self._made[what] = Backend(self.world, self.rank, self.name_of(what, members), members)
+        return self._made[what]
+
+
+class EmulatedCommunicator(Communicator):
+    """ppctl's communicator as it is on NCCL: batches are fused, every channel is a connection of its own."""
+
+    def __init__(
+        self, connections: EmulatedConnections, schedule: Schedule, modes: Modes, *, connect: bool = False
+    ) -> None:
+        self.modes, self.pp_rank, self.pp = modes, connections.rank, schedule.placement.pp
+        self.device, self.pool = CPU, BufferPool(CPU)
+        self.fused, self.sync = modes.batched, CPU if modes.sync else None
+        self.pp_group = connections.of_all("nccl", "pipeline") if self.fused else None
+        self._ends = {}
+        if not self.fused or modes.variable:
+            own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]
+            self._ends = channel_ends._pair_ends(
+                connections, "nccl", CPU, own, variable=modes.variable, connect=connect
+            )
+
+
+@contextmanager
+def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
+    """ppctl on the devices of a world; without `paced` hosts run ahead without bound."""
+
+    def make_pace(device, length, heartbeat):
+        beat = pace._Silence() if heartbeat is None else heartbeat
+        gpu = world.gpus[current_rank()]
+        return pace.DevicePace(length, beat, lambda: Mark(gpu)) if paced else pace.HostPace(length, beat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in (("Semaphore", HostSemaphore), ("SimpleQueue", HostQueue), ("Thread", HostThread)):
+            patch.setattr(pace, name, stand_in)
+        patch.setattr(interpreter, "make_pace", make_pace)
+        patch.setattr(message_batches, "dist", Dist)
+        patch.setattr(dispatch, "dist", Dist)
+        patch.setattr(torch.cuda, "synchronize", lambda *_: world.gpus[current_rank()].drain("torch.cuda.synchronize"))
+        yield
+
+
+Wrap = Callable[[StageProgram, int], StageProgram]
+"""`wrap(program, rank)`: the program that the engine gets in its place."""
+
+
+def make_step(
+    world: World,
+    schedule: Schedule,
+    *,
+    modes: Modes = CHANNELS,
+    dry: bool = False,
+    connect: bool = False,
+    connections: Callable[[World, int, int], EmulatedConnections] = EmulatedConnections,
+    wrap: Wrap = lambda program, rank: program,
+    heartbeats: Sequence[Heartbeat | None] | None = None,
+    **options: Any,
+) -> Callable[[int], pipeline.Outcome]:
+    """The host of every rank: a step of `schedule` through the stages of `pipeline`, with the engine's `options`."""
+    place = schedule.placement
+
+    def host(rank: int) -> pipeline.Outcome:
+        communicator = None
+        if place.pp > 1:
+            communicator = EmulatedCommunicator(connections(world, rank, place.pp), schedule, modes, connect=connect)
+        stages = {stage: pipeline.build(stage) for stage in place.stages_of(rank)}
+        losses: dict = {}
+        programs = [wrap(program, rank) for program in pipeline.programs_of(schedule, rank, stages, losses)]
+        if dry:
+            for program in [each for each in programs for _ in range(2)]:
+                dry_pass(program, rank, WHOLE, CPU, is_last=program.stage == place.num_stages - 1)
+            losses.clear()
+            for parameter in [each for weights in stages.values() for each in weights.values()]:
+                parameter.grad = None
+        heartbeat = None if heartbeats is None else heartbeats[rank]
+        run_schedule(schedule, programs, communicator, variable_shapes=modes.variable, heartbeat=heartbeat, **options)
+        return pipeline.Outcome(losses, {(s, n): p.grad for s, w in stages.items() for n, p in w.items()})
+
+    return host
+
+
+def run_step(world: World, schedule: Schedule, *, paced: bool = True, **options) -> pipeline.Outcome:
+    """The joined outcome of a step on every rank of a new world. Raises Deadlock, or the first host's failure."""
+    with emulation(world, paced=paced):
+        return pipeline.join(world.run(make_step(world, schedule, **options)))
+
+
+def expected(schedule: Schedule) -> pipeline.Outcome:
+    """What a plain loop makes of the same microbatches."""
+    return pipeline.plain_loop(schedule.placement.num_stages, schedule.num_microbatches)
