@@ -6,7 +6,7 @@ ranks or devices. Sources: Korthikanti et al., arXiv 2205.05198, for the parts a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -38,15 +38,14 @@ class Allocator(NamedTuple):
     """Hidden states of a microbatch that stay alive for every chunk."""
     receives: bool
     """Whether receives are posted ahead into buffers of their own."""
-    gradients: tuple[int, int] = (0, 0)
-    """Gradients of activations that live at once in a layer's backward: vectors of the inner width, and of the hidden
-    width."""
+    backward: bool = False
+    """Whether what only lives while a layer's backward runs is counted (`_in_backward`)."""
     transformer_engine: bool = False
     dummy_weight_gradients: bool = False
     """One 16-bit weight gradient for every distinct shape of a weight."""
 
 
-_TORCH = Allocator("torch", 4, 2, True, False, None, None, 2, 0, receives=True, gradients=(2, 3))
+_TORCH = Allocator("torch", 4, 2, True, False, None, None, 2, 0, receives=True, backward=True)
 _MEGATRON = Allocator("megatron", 3, 1, False, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
 
 ALLOCATORS = {
@@ -136,7 +135,8 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         groups = sizes.groups
         normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
-        yield Part("attention", sizes.head * (normed + plain) / tp)
+        statistics = 4 * (heads + groups) if normed and setting.allocator.norm_statistics else 0
+        yield Part("attention", (sizes.head * (normed + plain) + statistics) / tp)
     yield Part("core_attn", 4 * heads / tp + _scores(model, setting))
     if setting.packed:
         yield Part("core_attn", size * heads * sizes.value_head / tp)
@@ -176,8 +176,11 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
         copies = keeps.expert_copies * h * over.etp / over.tp
         inner = chosen * sizes.expert / over.tp
-        yield Part("moe", size * (chosen * copies + (vectors - 1) * inner) + 8 * sizes.experts)
-        yield Part("moe_act", size * inner)
+        activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
+        # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
+        routing = 4 * sizes.experts + 30 * chosen
+        yield Part("moe", size * (chosen * copies + (vectors - activated) * inner) + routing)
+        yield Part("moe_act", size * activated * inner)
         yield Part("moe", size * vectors * sizes.shared / over.tp)
     else:
         yield Part("mlp", size * vectors * sizes.ffn / over.tp)
@@ -195,20 +198,67 @@ def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting)
         vectors = sum(_norm_sizes(setting)) * hidden
         return [Part(INPUT, _outputs(model) * (vectors + per_logit * model.vocab_size / setting.sizes.tp) + 8)]
     layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
-    # Two norms, their outputs side by side in one vector of 2h, and the projection's result.
-    return [*layer, Part("mtp", (2 * sum(_norm_sizes(setting)) + setting.element) * hidden)] if kind == "mtp" else layer
+    return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind == "mtp" else layer
 
 
-def gradient_bytes(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> float:
-    """Bytes per token of the activations' gradients that live at once while a layer's backward runs."""
-    tp, sizes = setting.sizes.tp, Sizes.of(model)
-    inner, hidden = setting.allocator.gradients
-    if kind == "embedding":
-        return 0.0
+def _mtp_vectors(setting: Setting) -> float:
+    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes.
+
+    The embedding, normalised with the state, and the two side by side in one vector of 2h; the state itself is kept by
+    what comes before. Norms in float32 keep their inputs and what they put out as well.
+    """
+    inside, outside = _norm_sizes(setting)
+    return 2 * (inside + outside) + setting.element if setting.allocator.fp32_norms else inside + 2 * outside
+
+
+def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
+    """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch.
+
+    `again` are the bytes that each recomputed module makes again. A weight's gradient lives beside the activations'
+    until it is added to the others. Checked against `ppctl rehearse` by tests/torch/test_rehearsal_of_recipes.py.
+    """
+    if kind == "embedding" or not setting.allocator.backward:
+        return sum(again.values())
     if kind == "loss":
-        return _loss_backward(model, setting) / setting.tokens if setting.logit_bytes is None else 0.0
-    width = model.moe_router_topk * sizes.expert if moe else sizes.ffn
-    return setting.element * (inner * width / tp + hidden * sizes.hidden / setting.sp)
+        return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
+    feed_forward = _moe_backward if moe else _dense_backward
+    size, sizes, tp = setting.element * setting.tokens, Sizes.of(model), setting.sizes.tp
+    hidden = setting.hidden_bytes(model)
+    normed = again.get("layernorm", 0.0) / 2
+    # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
+    kept = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
+    freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "moe_act"))
+    keys = sizes.heads if sizes.latent else sizes.groups
+    heads = sizes.heads * (sizes.query_head + sizes.value_head) + keys * (sizes.query_head + sizes.value_head)
+    attention = hidden + size * heads / tp - freed + again.get("core_attn", 0.0) + again.get("mla_up_proj", 0.0)
+    return max(feed_forward(model, setting, again, normed), attention + 2 * normed)
+
+
+def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
+    """Of a dense feed-forward: what the last product gives its input, and then both factors, or the weight."""
+    sizes, tp = Sizes.of(model), setting.sizes.tp
+    inner = setting.element * setting.tokens * sizes.ffn / tp
+    weight = setting.element * sizes.ffn * sizes.hidden / tp
+    made = again.get("mlp", 0.0)
+    return made + max(2 * inner, inner + weight) + (normed if made else 0.0)
+
+
+def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
+    """Of experts: the gradients of the weighted sum's rows, then as in a dense one, beside rows that are free by then.
+
+    Shared experts come first, and what they kept is free. Computing the layer again has its peak at the weighted sum,
+    with as many bytes.
+    """
+    sizes, over, chosen = Sizes.of(model), setting.sizes, model.moe_router_topk
+    size = setting.element * setting.tokens
+    rows = size * chosen * sizes.hidden * over.etp / over.tp
+    inner = size * chosen * sizes.expert / over.tp
+    weight = setting.element * sizes.experts / over.ep * sizes.expert / over.etp * sizes.hidden
+    shared = size * sizes.shared / over.tp
+    ahead = setting.hidden_bytes(model) - setting.allocator.gated_vectors * shared + normed if shared else 0.0
+    activated = again.get("moe_act", 0.0)  # its product stays until both are read
+    last = 2 * inner - rows + (inner if activated else 0.0)
+    return again.get("moe", 0.0) + ahead + max(rows, activated + max(inner + weight, last))
 
 
 def _outputs(model: ModelConfig) -> int:
@@ -245,27 +295,36 @@ def stage_activations(
 ) -> StageActivations:
     """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
     tokens, held = setting.tokens, tuple(layers)
-    hidden = model.hidden_size * setting.element / setting.sp
+    hidden = setting.hidden_bytes(model)
     if not held:
-        return StageActivations(int(tokens * hidden), 0)
+        return StageActivations(hidden, 0)
     runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
 
     @cache
     def price(kind: KindName, moe: bool) -> tuple[float, float, float]:
-        """Bytes per token that stay, that `modules` compute again, and of gradients."""
+        """Bytes that stay, that a recomputed layer would make again, and that live only while its backward runs."""
         found = layer_parts(model, kind, moe, setting)
-        dropped = sum(size for module, size in found if module in modules)
-        return sum(size for _, size in found) - dropped, dropped, gradient_bytes(model, kind, moe, setting)
+        again: dict[str, float] = {}
+        for module, size in found:
+            made = "moe" if module == "moe_act" and "moe" in modules else module
+            if made in modules:
+                again[made] = again.get(made, 0.0) + tokens * size
+        whole = tokens * sum(part.size for part in found)
+        outside = tokens * sum(part.size for part in found if part.module == "mtp")
+        return whole - sum(again.values()), whole - outside, _in_backward(model, kind, moe, setting, again)
 
-    kept = largest = 0.0
+    kept, largest = 0.0, 0.0
     for run in runs:
         priced = [price(*kind) for kind in layer_kinds(model, run)]
-        kept += hidden
-        again = sum(stays + dropped for stays, dropped, _ in priced) - hidden
-        largest = max(largest, again + max(gradient for _, _, gradient in priced))
+        kept += hidden + sum(stays - made for stays, made, _ in priced)
+        largest = max(largest, sum(made for _, made, _ in priced) - hidden + max(more for _, _, more in priced))
     recomputed = {layer for run in runs for layer in run}
     for kind in layer_kinds(model, [layer for layer in held if layer not in recomputed]):
-        stays, dropped, gradient = price(*kind)
+        stays, _, more = price(*kind)
         kept += stays
-        largest = max(largest, dropped + gradient)
-    return StageActivations(int(tokens * kept), round(tokens * largest))
+        largest = max(largest, more)
+    if Layer("embedding") in held and setting.allocator.backward:
+        # The table's gradient comes last, when all else is free.
+        table = setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp
+        largest = max(largest, table + hidden - kept)
+    return StageActivations(round(kept), round(largest))

@@ -52,8 +52,11 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.overwrite, ctx.overwritten = overwrite, False
-        blocks = zip(*(each.split(LOSS_ROWS) for each in (logits.flatten(0, 1), labels.flatten())), strict=True)
-        losses = [F.cross_entropy(rows.float(), wanted, reduction="none") for rows, wanted in blocks]
+        wide = _in_float32(logits, 2)
+        losses = [
+            F.nll_loss(_log_softmax(rows, *wide), wanted, reduction="none")
+            for rows, wanted in _blocks(logits.flatten(0, 1), labels.flatten())
+        ]
         return torch.cat(losses).view_as(labels)
 
     @staticmethod
@@ -64,21 +67,46 @@ class _TokenLosses(torch.autograd.Function):
         logits, labels = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite and logits.is_contiguous() and not _shared(logits)
         found = logits.detach() if ctx.overwritten else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), found.view(-1, found.shape[-1]))
-        for rows, wanted, gradient, into in zip(*(tensor.split(LOSS_ROWS) for tensor in each), strict=True):
-            into.copy_(_of_rows(rows, wanted, gradient))
+        first, second, third = _in_float32(logits, 3)
+        each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), found.flatten(0, 1))
+        for rows, wanted, gradient, into in _blocks(*each):
+            logs = _log_softmax(rows, first, second)
+            of_logs = _nll_backward(gradient, logs, wanted, first)
+            into.copy_(_log_softmax_backward(of_logs, logs, third))
         return found, None, None
 
 
-def _of_rows(logits: Tensor, labels: Tensor, gradients: Tensor) -> Tensor:
-    """The gradient, float32 [n, vocab_size], of logits [n, vocab_size], from those of their losses [n].
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors' rows, as many as are taken at once."""
+    return zip(*(tensor.split(LOSS_ROWS) for tensor in tensors), strict=True)
 
-    The two operations that autograd runs in the backward of `F.cross_entropy`.
-    """
-    logs = torch.log_softmax(logits.float(), -1)
-    whole, no_reduction = logs.new_ones(()), 0
-    of_logs = torch.ops.aten.nll_loss_backward(gradients, logs, labels, None, no_reduction, NO_TOKEN, whole)
-    found: Tensor = torch.ops.aten._log_softmax_backward_data(of_logs, logs, -1, torch.float32)
+
+def _in_float32(logits: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Memory for `count` blocks, which all blocks of a pass share: the system clears what a process takes anew."""
+    tokens, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
+    wide = torch.empty(count, min(LOSS_ROWS, tokens), vocabulary, dtype=torch.float32, device=logits.device)
+    return wide.unbind()
+
+
+def _log_softmax(rows: Tensor, wide: Tensor, out: Tensor) -> Tensor:
+    """In float32, in the memory of `out`; that of `wide` is free again."""
+    found: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
+    return found
+
+
+def _nll_backward(gradient: Tensor, logs: Tensor, labels: Tensor, out: Tensor) -> Tensor:
+    """What autograd runs for `F.nll_loss(logs, labels, reduction="none")`, in the memory of `out`."""
+    no_weights, no_reduction, unread = None, 0, gradient.new_empty(())
+    found: Tensor = torch.ops.aten.nll_loss_backward.grad_input(
+        gradient, logs, labels, no_weights, no_reduction, NO_TOKEN, unread, grad_input=out[: len(logs)]
+    )
+    return found
+
+
+def _log_softmax_backward(gradient: Tensor, logs: Tensor, out: Tensor) -> Tensor:
+    """What autograd runs for `logs`, in the memory of `out`."""
+    backward = torch.ops.aten._log_softmax_backward_data.out
+    found: Tensor = backward(gradient, logs, -1, torch.float32, out=out[: len(logs)])
     return found
 
 

@@ -55,7 +55,7 @@ class GradientReducer:
         if group is None:
             return
         for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
-            flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in bucket])
+            flat = _flat([_gradient(parameter) for parameter in bucket])
             for parameter, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter)  # frees the gradient that was copied
             work = dist.all_reduce(flat, group=group, async_op=True)
@@ -67,6 +67,11 @@ class GradientReducer:
         for work in self._running:
             work.wait()
         self._running.clear()
+
+
+def _flat(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The gradients one after another; a single one (a large table's) is not copied."""
+    return gradients[0].reshape(-1) if len(gradients) == 1 else torch.cat([each.reshape(-1) for each in gradients])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

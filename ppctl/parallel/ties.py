@@ -61,6 +61,7 @@ class TiedGradients:
             part = torch.zeros_like(some) if gradient is None else gradient.contiguous()
             if self.group is not None:
                 dist.broadcast(part, src=use.rank, group=self.group)
-            total = part.clone() if total is None else total.add_(part)
-        for parameter in self.own.values():
-            parameter.grad = total.clone() if total is not None else None
+            # Into the first one's memory: a gradient that was sent is needed no more.
+            total = part if total is None else total.add_(part)
+        for number, parameter in enumerate(self.own.values()):
+            parameter.grad = total.clone() if number and total is not None else total
