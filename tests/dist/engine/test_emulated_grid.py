@@ -108,7 +108,7 @@ def scheduled(mode: str, order: str, pp: int, vpp: int, m: int, capacity: int | 
 
 ENOUGH = 600
 """Rows that hold every pair of values: 300 and 1,500 hold the same ones."""
-PARTS = 3
+PARTS = 5
 
 Row = tuple[str, str, int, int, int | None, bool, str, int]
 
