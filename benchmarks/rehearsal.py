@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from ppctl.config.resources import recipes
@@ -48,9 +47,8 @@ def waits_text(rank: dict[str, Any]) -> str:
 def main() -> int:
     """Rehearse all recipes and print."""
     wrong = []
-    print(
-        "| recipe | microbatches | rank | same | state | kept, MiB planned and measured | waits in F and B | operations | launches |"
-    )
+    columns = ("recipe", "microbatches", "rank", "same", "state", "kept, MiB planned and measured", "waits in F and B")
+    print(f"| {' | '.join(columns)} | operations | launches |")
     print("|---|--:|--:|--:|---|---|---|--:|--:|")
     peaks = [
         "| recipe | pp_ranks | highest peak, planned GiB | measured | worst difference of a pp_rank | seconds |",
