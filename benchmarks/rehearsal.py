@@ -2,8 +2,8 @@
 
     python benchmarks/rehearsal.py        (make bench-plan)
 
-Prints the tables of a results page. Exit code 1 where state differs by a byte, what a microbatch keeps or a peak by more
-than 1 %, or a host waits more often than once for each MoE layer's exchange.
+Prints the tables of a results page. Exit code 1 where state differs by a byte, or what a microbatch keeps or a peak by
+more than 1 %, or a host waits more often than once for the exchange of each MoE layer.
 """
 
 from __future__ import annotations

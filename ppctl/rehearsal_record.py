@@ -56,6 +56,8 @@ class StageMemory:
     """At most, beside what was there when its forward began."""
     in_backward: int
     """At most, beside what was there when its backward began."""
+    received: int = 0
+    """Of `kept`, the message that came in: its memory goes back to a pool, and not to the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.geometry.layers import LOSS_ROWS, KindName, Layer, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.geometry.layers import (
+    LOSS_ROWS,
+    KindName,
+    Layer,
+    holds_final_norm,
+    layer_kinds,
+    recomputed_modules,
+    recomputed_runs,
+)
 from ppctl.geometry.parameters import Sizes
 from ppctl.topology import ParallelSizes
 
@@ -195,20 +203,26 @@ def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting)
     if kind == "loss":
         per_logit = setting.logit_bytes
         per_logit = setting.element if per_logit is None else per_logit
-        vectors = sum(_norm_sizes(setting)) * hidden
-        return [Part(INPUT, _outputs(model) * (vectors + per_logit * model.vocab_size / setting.sizes.tp) + 8)]
+        states = _outputs(model) * (setting.element * hidden + per_logit * model.vocab_size / setting.sizes.tp)
+        return [Part(INPUT, states + 8 + (0 if model.mtp_num_layers else _final_norm(setting) * hidden))]
     layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
     return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind == "mtp" else layer
+
+
+def _final_norm(setting: Setting) -> float:
+    """Bytes per element that the final norm keeps; what it puts out is kept by what reads it."""
+    inside, outside = _norm_sizes(setting)
+    return inside + outside - setting.element
 
 
 def _mtp_vectors(setting: Setting) -> float:
     """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes.
 
-    The embedding, normalised with the state, and the two side by side in one vector of 2h; the state itself is kept by
-    what comes before. Norms in float32 keep their inputs and what they put out as well.
+    The embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep
+    the state as well.
     """
     inside, outside = _norm_sizes(setting)
-    return 2 * (inside + outside) + setting.element if setting.allocator.fp32_norms else inside + 2 * outside
+    return inside + 2 * outside + _final_norm(setting) + (inside if setting.allocator.fp32_norms else 0)
 
 
 def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
@@ -217,8 +231,10 @@ def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting
     `again` are the bytes that each recomputed module makes again. A weight's gradient lives beside the activations'
     until it is added to the others. Checked against `ppctl rehearse` by tests/torch/test_rehearsal_of_recipes.py.
     """
-    if kind == "embedding" or not setting.allocator.backward:
+    if not setting.allocator.backward:
         return sum(again.values())
+    if kind == "embedding":  # the table's gradient, and its rows'
+        return setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp + setting.hidden_bytes(model)
     if kind == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
     feed_forward = _moe_backward if moe else _dense_backward
@@ -257,8 +273,9 @@ def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, floa
     shared = size * sizes.shared / over.tp
     ahead = setting.hidden_bytes(model) - setting.allocator.gated_vectors * shared + normed if shared else 0.0
     activated = again.get("moe_act", 0.0)  # its product stays until both are read
-    last = 2 * inner - rows + (inner if activated else 0.0)
-    return again.get("moe", 0.0) + ahead + max(rows, activated + max(inner + weight, last))
+    factors = 2 * inner - rows + (inner if activated else 0.0)
+    inputs = weight + rows - (setting.allocator.gated_vectors - 1) * inner
+    return again.get("moe", 0.0) + ahead + max(rows, inputs, activated + max(inner + weight, factors))
 
 
 def _outputs(model: ModelConfig) -> int:
@@ -313,18 +330,31 @@ def stage_activations(
         outside = tokens * sum(part.size for part in found if part.module == "mtp")
         return whole - sum(again.values()), whole - outside, _in_backward(model, kind, moe, setting, again)
 
-    kept, largest = 0.0, 0.0
+    pieces: dict[int, tuple[float, float]] = {}  # by the first layer's place: bytes that stay, more in the backward
     for run in runs:
         priced = [price(*kind) for kind in layer_kinds(model, run)]
-        kept += hidden + sum(stays - made for stays, made, _ in priced)
-        largest = max(largest, sum(made for _, made, _ in priced) - hidden + max(more for _, _, more in priced))
+        outside = sum(stays - made for stays, made, _ in priced)
+        again = sum(made for _, made, _ in priced) - hidden
+        pieces[held.index(run[0])] = hidden + outside, again + max(more for _, _, more in priced)
     recomputed = {layer for run in runs for layer in run}
-    for kind in layer_kinds(model, [layer for layer in held if layer not in recomputed]):
-        stays, _, more = price(*kind)
-        kept += stays
-        largest = max(largest, more)
-    if Layer("embedding") in held and setting.allocator.backward:
-        # The table's gradient comes last, when all else is free.
-        table = setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp
-        largest = max(largest, table + hidden - kept)
-    return StageActivations(round(kept), round(largest))
+    for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
+        if layer not in recomputed:
+            stays, _, more = price(*kind)
+            pieces[place] = stays, more
+    kept = _passed_on(model, held, setting)
+    largest = 0.0
+    freed = 0.0
+    for _, (stays, more) in sorted(pieces.items(), reverse=True):  # a backward frees what comes later first
+        largest = max(largest, more - freed)
+        freed += stays
+    return StageActivations(round(kept + freed), round(largest))
+
+
+def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
+    """Bytes beside layers, in models with MTP: the final norm behind the decoder, and states that go to the loss."""
+    if not model.mtp_num_layers:
+        return 0.0
+    normed = setting.tokens * _final_norm(setting) * model.hidden_size / setting.sp
+    first = next((layer.index for layer in held if layer.kind == "mtp"), None)
+    states = 0 if first is None or Layer("loss") in held else 1 + first
+    return normed * holds_final_norm(model, held) + states * setting.hidden_bytes(model)

@@ -79,6 +79,19 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     return count
 
 
+def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
+    """The same without what gets no gradient: routers' biases, which `float32_buffers` counts."""
+    count: Count = Counter()
+    for row, number in stage_rows(model, layers):
+        count[row.axes] += number * row.elements * (row.gradient != "none")
+    return count
+
+
+def float32_buffers(model: ModelConfig, layers: Iterable[Layer]) -> int:
+    """Bytes of what a stage holds in float32 whatever its weights are, and no optimizer steps: routers' biases."""
+    return sum(4 * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")
+
+
 def largest_matrix(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> int:
     """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
     rows = stage_rows(model, layers)

@@ -16,7 +16,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import Count, on_device
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
-from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F
+from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F, Op
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.topology import ParallelSizes
 
@@ -126,6 +126,29 @@ def peaks(
             alive -= 1
             held -= bytes_of[stage]
     return most, largest
+
+
+def while_summing(
+    actions: Iterable[Action], bytes_of: Sequence[int], while_backward: Sequence[int], received: Sequence[int]
+) -> int:
+    """The most bytes of activations of one rank while gradients are being summed, as `peaks` counts them.
+
+    Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
+    """
+    held = waiting = pool = largest = 0
+    sums = False
+    for op, stage, _ in actions:
+        sums = sums or op is Op.REDUCE_GRAD
+        if op is F:
+            waiting += received[stage]
+            pool = max(pool, waiting)
+            held += bytes_of[stage] - received[stage]
+        elif op in LIFE_ENDS:
+            if sums:
+                largest = max(largest, held + pool + while_backward[stage])
+            held -= bytes_of[stage] - received[stage]
+            waiting -= received[stage]
+    return largest
 
 
 class Passing(NamedTuple):

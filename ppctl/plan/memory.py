@@ -13,8 +13,8 @@ from math import prod
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
-from ppctl.cost.parameters import largest_matrix, stage_count
-from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes
+from ppctl.cost.parameters import float32_buffers, largest_matrix, stage_count, trained_count
+from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes, while_summing
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, unit_for
 from ppctl.plan.stages import precision_of
@@ -56,6 +56,7 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
+    received = [message_bytes(stage.receives) for stage in stages]
     sharding = _sharding(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
     for stage in stages:
@@ -64,19 +65,24 @@ def rank_costs(
     costs = []
     for pp_rank, actions in enumerate(schedule.actions):
         own = of_rank[pp_rank]
-        counts = [stage_count(model, stage.layers) for stage in own]
+        counts = [trained_count(model, stage.layers) for stage in own]
+        biases = sum(float32_buffers(model, stage.layers) for stage in own)
         state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
+        state = state._replace(weights=state.weights + biases)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
         in_step = state.total + activations
+        if sharding == "optimizer_gradients":  # beside the gradients there is a copy on its way
+            copies = max(each.leaving for each in _passing(config, own, sizes).values())
+            in_step = max(in_step, state.total + copies + while_summing(actions, kept, again, received))
         if sharding == "full":
             held = most(actions, kept, again, _passing(config, own, sizes))
-            state = State(held.weights, held.gradients, state.optimizer)
-            in_step = held.total + state.optimizer
+            state = State(held.weights + biases, held.gradients, state.optimizer)
+            in_step = held.total + biases + state.optimizer
         buffers = _buffers(config, own, sizes, setting)
         costs.append(
             RankCost(
                 pp_rank,
-                sum(count.total() for count in counts),
+                sum(stage_count(model, stage.layers).total() for stage in own),
                 *state,
                 activation_bytes=activations,
                 peak_bytes=in_step + buffers + messages[pp_rank],
@@ -111,9 +117,10 @@ def held_bytes(
 
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
-    setting, count = setting_of(config, sizes, micro_batch_size), stage_count(config.model, layers)
+    setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
     state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
-    return state.total, stage_activations(config.model, layers, setting, stage).kept
+    held = state.total + float32_buffers(config.model, layers)
+    return held, stage_activations(config.model, layers, setting, stage).kept
 
 
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:
@@ -121,7 +128,7 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) 
     model, precision = config.model, precision_of(config)
     matrices = [largest_matrix(model, stage.layers, sizes.ep * sizes.etp) for stage in own]
     bucket = max(BUCKET_ELEMENTS, *matrices)
-    return {stage.stage: passing(stage_count(model, stage.layers), sizes, precision, bucket) for stage in own}
+    return {stage.stage: passing(trained_count(model, stage.layers), sizes, precision, bucket) for stage in own}
 
 
 def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:

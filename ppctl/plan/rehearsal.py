@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ppctl.config.schema import RunConfig
+from ppctl.cost.activations import stage_activations
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.build import build_plan
+from ppctl.plan.memory import setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.types import StageSpec
 from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
-from ppctl.schedule.action import LIFE_ENDS, Action, F
+from ppctl.schedule.action import LIFE_ENDS, Action, F, Op
 from ppctl.topology import RankGrid
 
-_ROUNDS = (2, 3, 4, 6, 8, 12, 16)
+_ROUNDS = (2, 3, 4, 5, 6, 8, 12, 16)
 """Microbatches of a rehearsal, in units of what the schedule does in one round of all pp_ranks."""
 
 
@@ -69,7 +71,7 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
     round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
     if "pipeline.pp_batch_size" in plan.provenance and plan.provenance["pipeline.pp_batch_size"] != "default":
         return config, plan  # its calls have a size of their own
-    whole = [cost.activation_bytes for cost in plan.pp_ranks]
+    whole = _fullest(config, plan)
     for rounds in _ROUNDS:
         count = rounds * round_of_ranks
         if count >= plan.num_microbatches:
@@ -81,9 +83,29 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
             found = build_plan(shorter, plan.provenance)
         except ConfigError:
             continue
-        if found.num_microbatches == count and [cost.activation_bytes for cost in found.pp_ranks] == whole:
+        if found.num_microbatches == count and _fullest(shorter, found) == whole:
             return shorter, found
     return config, plan
+
+
+def _fullest(config: RunConfig, plan: Plan) -> list[int]:
+    """The most bytes of activations on each pp_rank while all gradients are there and none is being summed."""
+    setting = setting_of(config, plan.sizes, config.train.micro_batch_size)
+    planned = {}
+    for spec in plan.stages:
+        kept, more = stage_activations(config.model, spec.layers, setting, spec.stage)
+        planned[spec.stage] = StageMemory(spec.stage, kept, kept, more)
+    return [
+        max((step.most for step in replayed(row, planned) if step.index in steady(row)), default=0)
+        for row in plan.schedule.actions
+    ]
+
+
+def steady(actions: Sequence[Action]) -> range:
+    """The indexes of a rank's list from where all of its stages have gradients to where the first ones are summed."""
+    first = {action.stage: index for index, action in reversed([*enumerate(actions)]) if action.op in LIFE_ENDS}
+    sums = (index for index, action in enumerate(actions) if action.op is Op.REDUCE_GRAD)
+    return range(max(first.values(), default=-1) + 1, next(sums, len(actions)))
 
 
 def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
@@ -107,27 +129,33 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward or backward in a replay: bytes before it, at its end, and the most in between."""
+    """A forward or backward in a replay, and the most bytes while it runs."""
 
     index: int
     """Of its action in the list."""
-    before: int
-    after: int
     most: int
 
 
 def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> Iterator[Step]:
-    """The activations of a list of actions, each stage holding what was measured of it. Starts from 0 bytes."""
-    held = 0
+    """The activations of a list of actions, each stage holding what was measured of it. Starts from 0 bytes.
+
+    The memory of received messages is used again, and never given back: it counts as much as there ever was at once.
+    """
+    held = waiting = pool = 0
     for index, action in enumerate(actions):
+        if action.op is not F and action.op not in LIFE_ENDS:
+            continue
+        memory = stages[action.stage]
+        own = memory.kept - memory.received
         if action.op is F:
-            memory = stages[action.stage]
-            yield Step(index, held, held + memory.kept, held + max(memory.in_forward, memory.kept))
-            held += memory.kept
-        elif action.op in LIFE_ENDS:
-            memory = stages[action.stage]
-            yield Step(index, held, held - memory.kept, held + memory.in_backward)
-            held -= memory.kept
+            waiting += memory.received
+            pool = max(pool, waiting)
+            yield Step(index, held + pool + max(memory.in_forward, own))
+            held += own
+        else:
+            yield Step(index, held + pool + memory.in_backward)
+            held -= own
+            waiting -= memory.received
 
 
 UPDATE = "update"
@@ -151,26 +179,39 @@ class RankPeak:
 def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[RankPeak]:
     """The peaks of all pp_ranks of a kind in the whole step, from what was measured of one over the `short` one.
 
-    Each list is replayed with the stages as they were measured. What the rehearsed rank held beside them at its peak is
-    what every rank of its kind holds.
+    Each list is replayed with the stages as they were measured. What the rehearsed rank held beside activations, while
+    gradients add up and while they are summed, is what every rank of its kind holds.
     """
     chosen = short.for_rank(measured.rank).pp_rank
     found = {memory.stage: memory for memory in measured.stages}
+    most = {moment.index: moment.most for moment in measured.moments}  # the later of an action's two: while it ran
     place = plan.schedule.placement
 
     def stages_of(pp_rank: int) -> dict[int, StageMemory]:
-        pairs = zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)
-        return {own: found[other] for own, other in pairs}
+        return {own: found[other] for own, other in zip(place.stages_of(pp_rank), place.stages_of(chosen), strict=True)}
 
-    top = max(replayed(short.schedule.actions[chosen], stages_of(chosen)), key=lambda step: step.most)
-    base = max(moment.most for moment in measured.moments) - top.most
+    def replay(of: Plan, pp_rank: int) -> tuple[list[Step], list[Step]]:
+        """The steps before the first sum, and those behind it."""
+        row = of.schedule.actions[pp_rank]
+        steps = [*replayed(row, stages_of(pp_rank))]
+        end = steady(row).stop
+        return [step for step in steps if step.index < end], [step for step in steps if step.index >= end]
+
+    def beside(steps: list[Step]) -> list[int]:
+        """What the rehearsed rank held beside activations."""
+        return [most[step.index] - step.most for step in steps] or [0]
+
+    adding, summing = replay(short, chosen)
+    before, behind = max(beside(adding)), beside(summing)
     peaks = []
     for pp_rank in kind.pp_ranks:
-        stages, actions = stages_of(pp_rank), plan.schedule.actions[pp_rank]
-        top = max(replayed(actions, stages), key=lambda step: step.most)
-        peak, action = base + top.most, str(actions[top.index])
+        adding, summing = replay(plan, pp_rank)
+        held = [(before + step.most, step.index) for step in adding]
+        held += [(behind[min(i, len(behind) - 1)] + step.most, step.index) for i, step in enumerate(summing)]
+        peak, index = max(held)
+        action = str(plan.schedule.actions[pp_rank][index])
         if measured.in_update > peak:
             peak, action = measured.in_update, UPDATE
         workspaces = plan.pp_ranks[pp_rank].buffer_bytes
-        peaks.append(RankPeak(pp_rank, base + workspaces, peak + workspaces, action, stages))
+        peaks.append(RankPeak(pp_rank, before + workspaces, peak + workspaces, action, stages_of(pp_rank)))
     return peaks

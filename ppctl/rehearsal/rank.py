@@ -124,14 +124,15 @@ def _state(session: Session) -> tuple[int, int]:
     parameters = (*weights.model.values(), *weights.master.values())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sums = weights.sums.values() if isinstance(weights, ShardedWeights) else ()
-    return _bytes(weights.model.values()), _bytes([*gradients, *sums])
+    buffers = [tensor for stage in session.stages.values() for tensor in stage.canonical_buffers().values()]
+    return _bytes([*weights.model.values(), *buffers]), _bytes([*gradients, *sums])
 
 
 def _stage_memory(session: Session, recorder: MemoryRecorder) -> Iterable[StageMemory]:
     """By stage, of its last microbatches: the first ones also make gradients and tables."""
     ends = {moment.index: moment for moment in recorder.moments}  # the later of two is an action's end
     for spec in session.own.stages:
-        kept = in_forward = in_backward = 0
+        kept = in_forward = in_backward = received = 0
         for index, action in enumerate(recorder.actions):
             if action.stage != spec.stage or index not in recorder.before:
                 continue
@@ -141,7 +142,7 @@ def _stage_memory(session: Session, recorder: MemoryRecorder) -> Iterable[StageM
                 kept, in_forward = ends[index].bytes - recorder.before[index] - sent + received, more
             elif action.op in BACKWARDS:
                 in_backward = more
-        yield StageMemory(spec.stage, kept, in_forward, in_backward)
+        yield StageMemory(spec.stage, kept, in_forward, in_backward, received)
 
 
 def _rounded(edge: Sequence[Any]) -> int:
