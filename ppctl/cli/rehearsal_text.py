@@ -10,7 +10,7 @@ from math import ceil
 
 from ppctl.cli.plan_text import prose
 from ppctl.cli.table import aligned
-from ppctl.plan.memory_limit import GIB, MIB, Unit, amount, available_text
+from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
 from ppctl.plan.rehearsal_result import Rehearsal
 from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
 
@@ -19,6 +19,7 @@ LAUNCH_SECONDS = 5e-6
 lower end, since this is a bound."""
 
 _MIB = Unit("MiB", MIB)
+_EQUAL = "equal to the byte"
 
 
 def rehearsal_text(rehearsal: Rehearsal, width: int) -> str:
@@ -46,9 +47,10 @@ def _verdict(rehearsal: Rehearsal) -> _Part:
         )
     kept = ((rehearsal.planned_kept(memory.stage), memory.kept) for _, memory in _stages(rehearsal))
     peaks = ((rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes) for peak in rehearsal.peaks)
-    state = ((planned, measured) for _, _, planned, measured in _state_of(rehearsal))
+    state = max(abs(measured - planned) for _, _, planned, measured in _state_of(rehearsal))
     lines.append(
-        f"against the plan: weights, gradients and optimizer {_within(state)}, "
+        f"against the plan: weights, gradients and optimizer "
+        f"{f'within {_bytes(state)}' if state else _EQUAL}, "
         f"kept activations {_within(kept)}, peaks {_within(peaks)}"
     )
     return [*lines, _rehearsed(rehearsal)], ""
@@ -74,7 +76,7 @@ def _fits(rehearsal: Rehearsal, peak: int) -> str:
 def _within(pairs: Iterable[tuple[int, int]]) -> str:
     """How far apart planned and measured are at most."""
     shares = [abs(_share(*pair)) for pair in pairs if pair[0] != pair[1]]
-    return f"within {ceil(1000 * max(shares)) / 1000:.1%}" if shares else "equal to the byte"
+    return f"within {ceil(1000 * max(shares)) / 1000:.1%}" if shares else _EQUAL
 
 
 def _share(planned: int, measured: int) -> float:
@@ -85,14 +87,21 @@ def _difference(planned: int, measured: int) -> str:
     return "equal" if planned == measured else f"{_share(planned, measured):+.2%}"
 
 
+def _bytes(size: int) -> str:
+    return amount(size) if size >= MIB else f"{size:,} bytes"
+
+
 def _peaks(rehearsal: Rehearsal) -> _Part:
     rows = [["pp_rank", "planned", "measured", "difference", "at", "from"]]
+    unit = unit_for(max(peak.peak_bytes for peak in rehearsal.peaks))
     source = {pp_rank: each.rank for kind, each in rehearsal.measured for pp_rank in kind.pp_ranks}
     for peak in rehearsal.peaks:
         pair = rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes
-        cells = [*map(GIB.of, pair), _difference(*pair), peak.peak_action, f"rank {source[peak.pp_rank]}"]
+        cells = [*map(unit.of, pair), _difference(*pair), peak.peak_action, f"rank {source[peak.pp_rank]}"]
         rows.append([str(peak.pp_rank), *cells])
-    return ["Peak memory in GiB, the action at the peak, and the rank that it follows from"], aligned(rows, right=4)
+    return [f"Peak memory in {unit.name}, the action at the peak, and the rank that it follows from"], aligned(
+        rows, right=4
+    )
 
 
 def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
@@ -107,7 +116,7 @@ def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
 def _state(rehearsal: Rehearsal) -> _Part:
     """Only where it is not as planned."""
     rows = [
-        [f"rank {rank} {what}", *map(_MIB.of, pair), _difference(*pair)]
+        [f"rank {rank} {what}", *map(_MIB.of, pair), f"{'-+'[pair[1] > pair[0]]}{_bytes(abs(pair[1] - pair[0]))}"]
         for rank, what, *pair in _state_of(rehearsal)
         if pair[0] != pair[1]
     ]
@@ -148,12 +157,11 @@ def _waits(rehearsal: Rehearsal) -> _Part:
 
 
 def _times(counts: Sequence[int], during: str, microbatches: int) -> str:
-    """`once a step`, `12 to 14 x 576 microbatches, in forward`."""
-    if during == STEP:
-        return "once a step" if counts[-1] == 1 else f"{_range(counts)} times a step"
-    if any(count % microbatches for count in counts):
-        return f"{_range(counts)} times a step, in {during}"
-    return f"{_range([count // microbatches for count in counts])} x {microbatches:,} microbatches, in {during}"
+    """`once per step`, `12 to 14 per microbatch in forward`."""
+    whole = during != STEP and not any(count % microbatches for count in counts)
+    often = [count // microbatches if whole else count for count in counts]
+    times = "once" if often[-1] == 1 else _range(often)
+    return f"{times} per {'microbatch' if whole else 'step'}{'' if during == STEP else f' in {during}'}"
 
 
 def _launching(rehearsal: Rehearsal) -> _Part:
@@ -175,11 +183,12 @@ def _messages(rehearsal: Rehearsal) -> _Part:
         for each in rehearsal.ranks
         for part in each.traffic
     )
-    rows = [["what", "over", "count", "GiB", "ranks"]]
+    unit = unit_for(max((size for sums in found.values() for _, size in sums.values()), default=0))
+    rows = [["what", "over", "count", unit.name, "ranks"]]
     for (what, group), sums in sorted(found.items()):
         counts, sizes = (sorted(column) for column in zip(*sums.values(), strict=True))
-        gib = " to ".join(dict.fromkeys(map(GIB.of, (sizes[0], sizes[-1]))))
-        rows.append([what, group, _range(counts), gib, _ranks(rehearsal, sums)])
+        size = " to ".join(dict.fromkeys(map(unit.of, (sizes[0], sizes[-1]))))
+        rows.append([what, group, _range(counts), size, _ranks(rehearsal, sums)])
     return (["Messages and collectives of one rank in a step"] if found else []), aligned(rows, right=4)
 
 
@@ -200,7 +209,7 @@ def _range(counts: Sequence[int]) -> str:
 
 def _ranks(rehearsal: Rehearsal, ranks: Iterable[int]) -> str:
     numbers = list(ranks)
-    return "every rank" if len(numbers) == len(rehearsal.ranks) else f"rank {_runs(numbers)}"
+    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {_runs(numbers)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

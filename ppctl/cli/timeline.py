@@ -1,4 +1,4 @@
-"""`--timeline FILE` of `plan`, `simulate` and `rehearse`: the picture of a step, in the form that the file's ending names.
+"""`--timeline FILE` of `plan`, `simulate` and `rehearse`: the picture of a step, in the form of the file's ending.
 
 Knows names of files. Must not know what is drawn or how.
 """

@@ -15,7 +15,7 @@ from ppctl.schedule.trace import Span
 
 
 def perfetto_json(picture: Picture) -> str:
-    """The picture as one JSON object: a process for the pipeline, a thread and counters of memory (planned, measured) for each pp_rank."""
+    """The picture as one JSON object: a process for the pipeline; for each pp_rank a thread and counters of memory."""
     events = [*_names(picture), *_spans(picture), *_counters(picture)]
     return json.dumps({"displayTimeUnit": "ms", "otherData": {"title": picture.title}, "traceEvents": events})
 
