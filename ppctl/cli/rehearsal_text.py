@@ -84,7 +84,10 @@ def _share(planned: int, measured: int) -> float:
 
 
 def _difference(planned: int, measured: int) -> str:
-    return "equal" if planned == measured else f"{_share(planned, measured):+.2%}"
+    if planned == measured:
+        return "equal"
+    share = f"{_share(planned, measured):+.2%}"
+    return "<0.01%" if share[1:] == "0.00%" else share
 
 
 def _bytes(size: int) -> str:

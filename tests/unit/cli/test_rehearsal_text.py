@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 
+from ppctl.cli import rehearse
+from ppctl.cli.main import main
 from ppctl.cli.plan import planned
 from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.plan.rehearsal import kinds_of
@@ -154,3 +158,28 @@ def test_no_wait_is_said_in_words() -> None:
     assert "The host never waits for the device" in text
     assert "Messages" not in text
     assert text == text.strip()
+
+
+def test_a_picture_of_an_unknown_form_is_refused_before_anything_is_rehearsed(capsys, monkeypatch):
+    monkeypatch.setattr(rehearse, "_rehearse", lambda *_: pytest.fail("rehearsed for nothing"))
+    for option in ("--timeline", "--page"):
+        assert main(["rehearse", *SMALL, option, "step.png"]) == 2
+        assert "PP-E129: --timeline step.png: a picture is one of .html, .json, .txt" in capsys.readouterr().err
+
+
+class Terminal(StringIO):
+    """A stream that is drawn on."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_which_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, pipe = Terminal(), StringIO()
+    for stream in (terminal, pipe):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with rehearse._live() as shown, shown(12):
+            pass
+    assert "rank 12" in terminal.getvalue()
+    assert pipe.getvalue() == ""
