@@ -1,132 +1,218 @@
-"""A rehearsal as text: what was planned beside what was measured. Standard library only.
+"""A rehearsal as text: the verdict, then what was planned beside what was measured. Standard library only.
 
 Knows columns and units. Must not know streams or how anything was measured.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 
 from ppctl.cli.plan_text import prose
 from ppctl.cli.table import aligned
-from ppctl.plan.memory_limit import GIB, MIB, Unit, available_text
+from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
 from ppctl.plan.rehearsal_result import Rehearsal
-from ppctl.rehearsal_record import STEP
+from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
 
 LAUNCH_SECONDS = 5e-6
 """What a host takes to start one kernel from PyTorch without CUDA graphs: 5 to 10 us (facts of many profiles); the
 lower end, since this is a bound."""
 
-_SAME = 0.0005
-"""Differences below this share are not shown."""
+_MIB = Unit("MiB", MIB)
+_EQUAL = "equal to the byte"
 
 
 def rehearsal_text(rehearsal: Rehearsal, width: int) -> str:
-    """Everything, in paragraphs."""
-    parts = [_state(rehearsal), _peaks(rehearsal), _kept(rehearsal), _waits(rehearsal), _launching(rehearsal)]
-    return "\n\n".join([*parts, _messages(rehearsal), prose([_verdict(rehearsal)], width)])
+    """Everything, in paragraphs: the verdict first."""
+    parts = [_verdict(rehearsal), _peaks(rehearsal), _state(rehearsal), _kept(rehearsal), _waits(rehearsal)]
+    parts += [_launching(rehearsal), _messages(rehearsal)]
+    return "\n\n".join(f"{prose(head, width)}\n{table}".rstrip() for head, table in parts if head)
 
 
-def _state(rehearsal: Rehearsal) -> str:
-    names = ("weights", "gradients", "optimizer")
-    rows = [["rank", "same kind", *(f"{name} planned, measured (MiB)" for name in names)]]
-    for (kind, _), each in zip(rehearsal.measured, rehearsal.ranks, strict=True):
-        cost = rehearsal.cost_of(each.rank)
-        pairs = zip(
-            (cost.weight_bytes, cost.gradient_bytes, cost.optimizer_bytes),
-            (each.weight_bytes, each.gradient_bytes, each.optimizer_bytes),
-            strict=True,
+_Part = tuple[list[str], str]
+"""Lines of words, which are wrapped, and below them a table, which is not; without lines it is left out."""
+_Key = tuple[str, str]
+
+
+def _verdict(rehearsal: Rehearsal) -> _Part:
+    most = max(rehearsal.peaks, key=lambda peak: peak.peak_bytes)
+    planned = rehearsal.plan.pp_ranks[most.pp_rank].peak_bytes
+    peak = f"{amount(most.peak_bytes)} on pp_rank {most.pp_rank} in {most.peak_action} (planned: {amount(planned)})"
+    lines = [f"{rehearsal.plan.name} {_fits(rehearsal, most.peak_bytes)}: memory peaks at {peak}"]
+    limit = rehearsal.plan.limit
+    if limit is not None and limit.available_bytes > 0:
+        share = most.peak_bytes / limit.available_bytes
+        lines.append(
+            f"a {'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)}: {share:.1%} of it is used"
         )
-        rows.append([str(each.rank), f"pp_rank {_runs(kind.pp_ranks)}", *(_pair(*pair) for pair in pairs)])
-    return aligned(rows)
+    kept = ((rehearsal.planned_kept(memory.stage), memory.kept) for _, memory in _stages(rehearsal))
+    peaks = ((rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes) for peak in rehearsal.peaks)
+    state = max(abs(measured - planned) for _, _, planned, measured in _state_of(rehearsal))
+    lines.append(
+        f"against the plan: weights, gradients and optimizer "
+        f"{f'within {_bytes(state)}' if state else _EQUAL}, "
+        f"kept activations {_within(kept)}, peaks {_within(peaks)}"
+    )
+    return [*lines, _rehearsed(rehearsal)], ""
 
 
-def _pair(planned: int, measured: int) -> str:
-    unit = Unit("MiB", MIB)
-    return f"{unit.of(planned)}, {'equal' if planned == measured else unit.of(measured)}"
+def _rehearsed(rehearsal: Rehearsal) -> str:
+    plan, (short, whole) = rehearsal.plan, rehearsal.microbatches
+    covered = [peak.pp_rank for peak in rehearsal.peaks]
+    kinds = "one of each kind" if len(covered) == len(plan.pp_ranks) else f"for pp_rank {_runs(covered)}"
+    count = f"{short} of a step's {whole} microbatches" if short < whole else f"all {whole} microbatches"
+    return f"rehearsed: {len(rehearsal.ranks)} of {plan.sizes.world} ranks, {kinds}, with {count}"
 
 
-def _peaks(rehearsal: Rehearsal) -> str:
-    rows = [["peak of pp_rank", "planned GiB", "measured GiB", "difference", "in"]]
-    for peak in rehearsal.peaks:
-        planned = rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes
-        rows.append(
-            [
-                str(peak.pp_rank),
-                GIB.of(planned),
-                GIB.of(peak.peak_bytes),
-                _difference(planned, peak.peak_bytes),
-                peak.peak_action,
-            ]
-        )
-    return aligned(rows, right=3)
+def _fits(rehearsal: Rehearsal, peak: int) -> str:
+    limit = rehearsal.plan.limit
+    if limit is None:
+        return "is held against no limit (launch.device_memory=null)"
+    if peak > limit.available_bytes:
+        return "does not fit"
+    return "fits, tight" if rehearsal.tight else "fits"
+
+
+def _within(pairs: Iterable[tuple[int, int]]) -> str:
+    """How far apart planned and measured are at most."""
+    shares = [abs(_share(*pair)) for pair in pairs if pair[0] != pair[1]]
+    return f"within {ceil(1000 * max(shares)) / 1000:.1%}" if shares else _EQUAL
+
+
+def _share(planned: int, measured: int) -> float:
+    return measured / planned - 1 if planned else float(bool(measured))
 
 
 def _difference(planned: int, measured: int) -> str:
-    share = measured / planned - 1 if planned else 0.0
-    return "equal" if abs(share) < _SAME else f"{share:+.1%}"
+    if planned == measured:
+        return "equal"
+    share = f"{_share(planned, measured):+.2%}"
+    return "<0.01%" if share[1:] == "0.00%" else share
 
 
-def _kept(rehearsal: Rehearsal) -> str:
-    unit = Unit("MiB", MIB)
-    rows = [["kept per microbatch", "planned MiB", "measured MiB", "difference", "more in F", "more in B"]]
+def _bytes(size: int) -> str:
+    return amount(size) if size >= MIB else f"{size:,} bytes"
+
+
+def _peaks(rehearsal: Rehearsal) -> _Part:
+    rows = [["pp_rank", "planned", "measured", "difference", "at", "from"]]
+    unit = unit_for(max(peak.peak_bytes for peak in rehearsal.peaks))
+    source = {pp_rank: each.rank for kind, each in rehearsal.measured for pp_rank in kind.pp_ranks}
+    for peak in rehearsal.peaks:
+        pair = rehearsal.plan.pp_ranks[peak.pp_rank].peak_bytes, peak.peak_bytes
+        cells = [*map(unit.of, pair), _difference(*pair), peak.peak_action, f"rank {source[peak.pp_rank]}"]
+        rows.append([str(peak.pp_rank), *cells])
+    return [f"Peak memory in {unit.name}, the action at the peak, and the rank that it follows from"], aligned(
+        rows, right=4
+    )
+
+
+def _state_of(rehearsal: Rehearsal) -> Iterator[tuple[int, str, int, int]]:
+    """Rank, what, planned and measured bytes."""
     for each in rehearsal.ranks:
-        for memory in each.stages:
-            planned = rehearsal.planned_kept(memory.stage)
-            cells = [unit.of(planned), unit.of(memory.kept), _difference(planned, memory.kept)]
-            more = [unit.of(memory.in_forward - memory.kept), unit.of(memory.in_backward)]
-            rows.append([f"stage {memory.stage} (rank {each.rank})", *cells, *more])
-    return aligned(rows, right=6)
+        cost = rehearsal.cost_of(each.rank)
+        yield each.rank, "weights", cost.weight_bytes, each.weight_bytes
+        yield each.rank, "gradients", cost.gradient_bytes, each.gradient_bytes
+        yield each.rank, "optimizer", cost.optimizer_bytes, each.optimizer_bytes
 
 
-def _waits(rehearsal: Rehearsal) -> str:
-    lines = []
-    for each in rehearsal.ranks:
-        found: Counter[tuple[str, int, str]] = Counter()
-        for wait in each.host_waits:
-            found[wait.file, wait.line, wait.during] += wait.count
-        lines += [
-            f"rank {each.rank} waits for its device at {file}:{line} {count:,} times a step"
-            f"{'' if during == STEP else f', in the {during}'}"
-            for (file, line, during), count in sorted(found.items(), key=lambda item: item[0][2] == STEP)
-        ]
-    return "\n".join(lines)
+def _state(rehearsal: Rehearsal) -> _Part:
+    """Only where it is not as planned."""
+    rows = [
+        [f"rank {rank} {what}", *map(_MIB.of, pair), f"{'-+'[pair[1] > pair[0]]}{_bytes(abs(pair[1] - pair[0]))}"]
+        for rank, what, *pair in _state_of(rehearsal)
+        if pair[0] != pair[1]
+    ]
+    head = ["", "planned", "measured", "difference"]
+    return (["State in MiB, where it is not as planned"] if rows else []), aligned([head, *rows], right=4)
 
 
-def _launching(rehearsal: Rehearsal) -> str:
-    lines = []
+def _stages(rehearsal: Rehearsal) -> Iterator[tuple[Rehearsed, StageMemory]]:
+    return ((each, memory) for each in rehearsal.ranks for memory in each.stages)
+
+
+def _kept(rehearsal: Rehearsal) -> _Part:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for _, memory in _stages(rehearsal):
+        pair = rehearsal.planned_kept(memory.stage), memory.kept
+        more = max(memory.in_forward - memory.kept, 0), memory.in_backward
+        rows.setdefault((*map(_MIB.of, pair), _difference(*pair), *map(_MIB.of, more)), []).append(memory.stage)
+    head = ["stage", "planned", "measured", "difference", "more in F", "more in B"]
+    text = (
+        "Activations of a microbatch in MiB: kept from forward to backward, and what is needed besides while these run"
+    )
+    return [text], aligned([head, *([_runs(stages), *cells] for cells, stages in rows.items())], right=6)
+
+
+def _waits(rehearsal: Rehearsal) -> _Part:
+    found = _by_rank(
+        ((f"{wait.file}:{wait.line}", wait.during), each.rank, wait.count, 0)
+        for each in rehearsal.ranks
+        for wait in each.host_waits
+    )
+    if not found:
+        return ["The host never waits for the device"], ""
+    rows = []
+    for (place, during), sums in sorted(found.items(), key=lambda item: (item[0][1] == STEP, item[0])):
+        counts = sorted(count for count, _ in sums.values())
+        rows.append([place, _times(counts, during, rehearsal.microbatches[1]), _ranks(rehearsal, sums)])
+    return ["Where the host waits for the device"], aligned(rows)
+
+
+def _times(counts: Sequence[int], during: str, microbatches: int) -> str:
+    """`once per step`, `12 to 14 per microbatch in forward`."""
+    whole = during != STEP and not any(count % microbatches for count in counts)
+    often = [count // microbatches if whole else count for count in counts]
+    times = "once" if often[-1] == 1 else _range(often)
+    return f"{times} per {'microbatch' if whole else 'step'}{'' if during == STEP else f' in {during}'}"
+
+
+def _launching(rehearsal: Rehearsal) -> _Part:
+    rows = [["rank", "operations", "launches", "seconds"]]
     for each in rehearsal.ranks:
         operations = sum(part.count for part in each.operations)
         launches = sum(part.launches for part in each.operations)
-        lines.append(
-            f"rank {each.rank}: {operations:,} operations and {launches:,} launches a step: at least "
-            f"{launches * LAUNCH_SECONDS:.3g} s at {1e6 * LAUNCH_SECONDS:.0f} us each, and the plan's step takes "
-            f"{rehearsal.plan.step_time_s:.3g} s"
-        )
-    return "\n".join(lines)
+        rows.append([str(each.rank), f"{operations:,}", f"{launches:,}", f"{launches * LAUNCH_SECONDS:.3g}"])
+    head = (
+        f"Operations and kernel launches of a step, and the least that the host needs for them at "
+        f"{1e6 * LAUNCH_SECONDS:.0f} us a launch (the plan's step: {rehearsal.plan.step_time_s:.3g} s)"
+    )
+    return [head], aligned(rows, right=4)
 
 
-def _messages(rehearsal: Rehearsal) -> str:
-    rows = [["messages of a step", "over", "during", "count", "GiB"]]
-    rows += [
-        [f"rank {each.rank} {part.kind}", part.group, part.during, f"{part.count:,}", f"{GIB.of(part.bytes)}"]
+def _messages(rehearsal: Rehearsal) -> _Part:
+    found = _by_rank(
+        ((part.kind, part.group), each.rank, part.count, part.bytes)
         for each in rehearsal.ranks
         for part in each.traffic
-    ]
-    return aligned(rows)
-
-
-def _verdict(rehearsal: Rehearsal) -> str:
-    limit, most = rehearsal.plan.limit, max(rehearsal.peaks, key=lambda peak: peak.peak_bytes)
-    if limit is None:
-        return "launch.device_memory is not given: nothing is held against it"
-    if most.peak_bytes > limit.available_bytes:
-        return f"does not fit: a device has {available_text(limit)}"
-    share = most.peak_bytes / limit.available_bytes
-    return (
-        f"fits{', tight' if rehearsal.tight else ''}: a device has {available_text(limit)}; {share:.1%} of it is used"
     )
+    unit = unit_for(max((size for sums in found.values() for _, size in sums.values()), default=0))
+    rows = [["what", "over", "count", unit.name, "ranks"]]
+    for (what, group), sums in sorted(found.items()):
+        counts, sizes = (sorted(column) for column in zip(*sums.values(), strict=True))
+        size = " to ".join(dict.fromkeys(map(unit.of, (sizes[0], sizes[-1]))))
+        rows.append([what, group, _range(counts), size, _ranks(rehearsal, sums)])
+    return (["Messages and collectives of one rank in a step"] if found else []), aligned(rows, right=4)
+
+
+def _by_rank(parts: Iterable[tuple[_Key, int, int, int]]) -> dict[_Key, dict[int, tuple[int, int]]]:
+    """Counts and bytes of the same key, added up for each rank. A part is its key, rank, count and bytes."""
+    found: dict[_Key, dict[int, tuple[int, int]]] = {}
+    for key, rank, count, size in parts:
+        sums = found.setdefault(key, {})
+        counts, sizes = sums.get(rank, (0, 0))
+        sums[rank] = counts + count, sizes + size
+    return found
+
+
+def _range(counts: Sequence[int]) -> str:
+    """Of sorted counts."""
+    return f"{counts[0]:,}" if counts[0] == counts[-1] else f"{counts[0]:,} to {counts[-1]:,}"
+
+
+def _ranks(rehearsal: Rehearsal, ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return "all ranks" if len(numbers) == len(rehearsal.ranks) else f"rank {_runs(numbers)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -13,16 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
-from ppctl.cli.console import note, print_problems, width
+from ppctl.cli.console import console, note, print_problems, width
 from ppctl.cli.plan import MEMORY, planned
 from ppctl.cli.rehearsal_text import rehearsal_text
-from ppctl.cli.timeline import write_timeline
+from ppctl.cli.timeline import add_timeline_argument, check_form, write_timeline
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
@@ -34,6 +34,8 @@ from ppctl.rundir import RunDir
 
 _GPU = "launch.device=cuda"
 _LAST_LINES = 12
+_Shown = Callable[[int], AbstractContextManager[None]]
+"""A rank's line on the terminal while it runs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="rehearse this global rank only")
     which.add_argument("--all-kinds", action="store_true", help="rehearse one rank of every kind (the default)")
-    parser.add_argument("--page", metavar="FILE.html", help="draw the step, and memory as planned and as measured")
+    add_timeline_argument(parser, "--page")
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
 
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Exit code 0; 1 if a rank fails; 2 for the config; 4 if the memory does not fit."""
+    if args.timeline is not None:
+        check_form(Path(args.timeline))  # a rehearsal takes a minute: what is wrong is known before
     composed, plan, problems = _planned_for_gpus(args.overrides, args.problems)
     blocking = [problem for problem in problems if problem.code != "PP-E801"]
     if composed is None or plan is None or blocking:
@@ -59,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
     rehearsal = _rehearse(composed.config, plan, args.rank)
     problems = [*rehearsal.problems()]
-    if args.page is not None:
-        write_timeline(rehearsal.picture(), Path(args.page))
+    if args.timeline is not None:
+        write_timeline(rehearsal.picture(), Path(args.timeline))
     if args.json:
         print(json.dumps(rehearsal.report() | {"problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
@@ -112,7 +116,7 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
         files = RunDir(Path(directory))
         files.write_config(short_config)
         files.write_plan(short)
-        with _ranks(Path(directory)) as ranks:
+        with _live() as shown, _ranks(Path(directory), shown) as ranks:
             measured = list(ranks.map([each for _, each in chosen]))
     kinds_measured = tuple((kind, each) for (kind, _), each in zip(chosen, measured, strict=True))
     return Rehearsal(config, plan, short, kinds_measured)
@@ -121,8 +125,9 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
 class _Ranks:
     """Processes that rehearse a rank each, as many at a time as there are cores."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, shown: _Shown) -> None:
         self.directory = directory
+        self.shown = shown
         self.running: set[subprocess.Popen[str]] = set()
         self.ended = False
 
@@ -138,7 +143,8 @@ class _Ranks:
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         self.running.add(process)
-        out, error = process.communicate()
+        with self.shown(rank):
+            out, error = process.communicate()
         self.running.discard(process)
         if process.returncode and not self.ended:
             raise TrainingError(_failure(rank, error))
@@ -153,12 +159,34 @@ class _Ranks:
 
 
 @contextmanager
-def _ranks(directory: Path) -> Iterator[_Ranks]:
-    ranks = _Ranks(directory)
+def _ranks(directory: Path, shown: _Shown) -> Iterator[_Ranks]:
+    ranks = _Ranks(directory, shown)
     try:
         yield ranks
     finally:
         ranks.end()
+
+
+@contextmanager
+def _live() -> Iterator[_Shown]:
+    """Shows a line for each rank while it runs, with its seconds so far, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda rank: nullcontext()
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console(stderr=True), transient=True) as lines:
+
+        @contextmanager
+        def shown(rank: int) -> Iterator[None]:
+            line = lines.add_task(f"rank {rank}", total=None)
+            try:
+                yield
+            finally:
+                lines.remove_task(line)
+
+        yield shown
 
 
 def _failure(rank: int, error: str) -> Problem:

@@ -1,4 +1,4 @@
-"""`--timeline FILE` of `plan` and `simulate`: the picture of a step, in the form that the file's ending names.
+"""`--timeline FILE` of `plan`, `simulate` and `rehearse`: the picture of a step, in the form of the file's ending.
 
 Knows names of files. Must not know what is drawn or how.
 """
@@ -24,9 +24,10 @@ FORMS = {
 """A file's ending -> the function that draws it; its module is imported only when it is needed."""
 
 
-def add_timeline_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare --timeline."""
-    parser.add_argument("--timeline", metavar="FILE", help="draw the step into FILE: .html, .txt, or .json (Perfetto)")
+def add_timeline_argument(parser: argparse.ArgumentParser, *other_names: str) -> None:
+    """Declare --timeline, and other names of it."""
+    shown = "draw the step into FILE: .html, .txt, or .json (Perfetto)"
+    parser.add_argument("--timeline", *other_names, metavar="FILE", help=shown)
 
 
 def plain(picture: Picture) -> str:
@@ -36,12 +37,18 @@ def plain(picture: Picture) -> str:
     return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"
 
 
+def check_form(path: Path) -> None:
+    """Raise ConfigError (PP-E129) if the file's ending is none of a picture."""
+    if path.suffix in FORMS:
+        return
+    message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
+    remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
+    raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
+
+
 def write_timeline(picture: Picture, path: Path) -> None:
     """Write the picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
-    if path.suffix not in FORMS:
-        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
-        remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
-        raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
+    check_form(path)
     module, function = FORMS[path.suffix]
     try:
         write_atomically(path, getattr(importlib.import_module(module), function)(picture))

@@ -16,7 +16,7 @@ from ppctl.plan.memory import held_bytes
 from ppctl.plan.memory_limit import amount, available_text
 from ppctl.plan.plan import Plan
 from ppctl.plan.plan_picture import picture
-from ppctl.plan.rehearsal import Kind, RankPeak, peaks_of, scaled
+from ppctl.plan.rehearsal import UPDATE, Kind, RankPeak, peaks_of, scaled
 from ppctl.plan.types import RankCost
 from ppctl.rehearsal_record import Rehearsed
 from ppctl.schedule.picture import Picture, RankMemory
@@ -136,4 +136,5 @@ def _memory(peak: RankPeak) -> RankMemory:
         {stage: memory.kept for stage, memory in peak.stages.items()},
         {stage: memory.in_forward for stage, memory in peak.stages.items()},
         {stage: memory.in_backward for stage, memory in peak.stages.items()},
+        peak.peak_bytes if peak.peak_action == UPDATE else 0,
     )

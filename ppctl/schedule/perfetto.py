@@ -15,7 +15,7 @@ from ppctl.schedule.trace import Span
 
 
 def perfetto_json(picture: Picture) -> str:
-    """The picture as one JSON object: a process for the pipeline, a thread and a memory counter for each pp_rank."""
+    """The picture as one JSON object: a process for the pipeline; for each pp_rank a thread and counters of memory."""
     events = [*_names(picture), *_spans(picture), *_counters(picture)]
     return json.dumps({"displayTimeUnit": "ms", "otherData": {"title": picture.title}, "traceEvents": events})
 
@@ -52,12 +52,13 @@ def _arguments(span: Span, note: StageNote | None) -> dict[str, Any]:
 
 
 def _counters(picture: Picture) -> Iterator[dict[str, Any]]:
-    for pp_rank, levels in enumerate(memory_over_time(picture.trace, picture.memory)):
-        for time, held in levels:
-            yield {
-                "ph": "C",
-                "pid": 0,
-                "name": f"memory of pp_rank {pp_rank}",
-                "ts": 1e6 * time,
-                "args": {"GiB": held / 2**30},
-            }
+    for name, memory in (("memory", picture.memory), ("measured memory", picture.measured)):
+        for pp_rank, levels in enumerate(memory_over_time(picture.trace, memory)):
+            for time, held in levels:
+                yield {
+                    "ph": "C",
+                    "pid": 0,
+                    "name": f"{name} of pp_rank {pp_rank}",
+                    "ts": 1e6 * time,
+                    "args": {"GiB": held / 2**30},
+                }

@@ -47,6 +47,8 @@ class RankMemory:
     """At most while its forward runs, beside what was there before."""
     in_backward: dict[int, int] = field(default_factory=dict)
     """At most while its backward runs, beside what was there before."""
+    behind: int = 0
+    """At most behind the last action, all bytes counted."""
 
 
 class Level(NamedTuple):
@@ -93,6 +95,10 @@ def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple
         elif op in LIFE_ENDS:
             more = held.in_backward.get(stage, 0)
             changes[pp_rank] += [(start, more), (end, -more - size)]
+    end = max((span.end for span in trace.spans), default=0.0)
+    for held, rank in zip(memory, changes, strict=True):
+        if held is not None and held.behind > held.fixed:
+            rank.append((end, held.behind - held.fixed - sum(change for _, change in rank)))
     return tuple(() if held is None else _levels(held.fixed, rank) for held, rank in zip(memory, changes, strict=True))
 
 

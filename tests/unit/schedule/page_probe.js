@@ -8,6 +8,11 @@ const text = () => $("explain").innerText;
 const shownPixels = () => { const row = pen.getImageData(0, TOP + 12, canvas.width, 1).data; const seen = new Set(); for (let i = 0; i < row.length; i += 4) seen.add(row.slice(i, i + 3).join()); return seen.size; };
 const inside = t => x(t);
 report.colours = shownPixels();
+// Pixels of the colour of measured memory, below the lane of rank 0.
+const below = pen.getImageData(0, TOP + LANE, canvas.width, MEMORY).data, line = color("found").match(/\w\w/g).map(part => parseInt(part, 16));
+report.lines = 0;
+for (let i = 0; i < below.length; i += 4) report.lines += line.every((part, n) => Math.abs(below[i + n] - part) < 8);
+report.keys = $("keys").innerText;
 report.view = [from, to];
 point("pointermove", inside(0.5), TOP + 5);
 report.block = text();

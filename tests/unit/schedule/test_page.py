@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ppctl.schedule.page import timeline_html
-from ppctl.schedule.picture import Picture, RankMemory, StageNote
+from ppctl.schedule.perfetto import perfetto_json
+from ppctl.schedule.picture import Picture, RankMemory, StageNote, memory_over_time
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 
@@ -21,12 +23,12 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-ne
 PROBE = f"<script>{Path(__file__).with_name('page_probe.js').read_text()}</script>"
 
 
-def picture() -> Picture:
+def picture(*measured: RankMemory | None) -> Picture:
     schedule = make_schedule("1f1b", pp=2, num_microbatches=7)
     trace = simulate(schedule, Costs.uniform(2, 1e-3, 2e-3))
     notes = (StageNote(0, 0, 0, "embedding, decoder 0-1", ("1.5 B parameters",)), StageNote(1, 1, 0, "decoder 2, loss"))
     held = (RankMemory(2**30, {0: 2**28}), RankMemory(2**30, {1: 2**27}))
-    return Picture("two </script> ranks & more", "uncalibrated", trace, notes, held, limit=2**31)
+    return Picture("two </script> ranks & more", "uncalibrated", trace, notes, held, measured, limit=2**31)
 
 
 def test_the_page_stands_alone_and_its_data_cannot_end_its_script() -> None:
@@ -37,16 +39,23 @@ def test_the_page_stands_alone_and_its_data_cannot_end_its_script() -> None:
     assert "@DATA@" not in page
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
-def test_a_browser_draws_zooms_pans_and_explains(tmp_path: Path) -> None:
+def worked(drawn: Picture, tmp_path: Path) -> dict[str, Any]:
+    """What the probe saw on the page of a picture."""
+    assert BROWSER is not None
     page = tmp_path / "step.html"
-    page.write_text(timeline_html(picture()).replace("</body>", PROBE + "</body>"))
+    page.write_text(timeline_html(drawn).replace("</body>", PROBE + "</body>"))
     command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
     dom = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True).stdout
     found = re.search(r'<pre id="report">(.*?)</pre>', dom, re.DOTALL)
     assert found, dom[-2000:]
     text = found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    report = json.loads(text)
+    report: dict[str, Any] = json.loads(text)
+    return report
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
+def test_a_browser_draws_zooms_pans_and_explains(tmp_path: Path) -> None:
+    report = worked(picture(), tmp_path)
 
     assert report["errors"] == []
     assert report["fetched"] == 0
@@ -55,7 +64,7 @@ def test_a_browser_draws_zooms_pans_and_explains(tmp_path: Path) -> None:
     assert "0F0" in report["block"]
     assert "embedding, decoder 0-1" in report["block"]
     assert "1.5 B parameters" in report["block"]
-    assert "holds 1.25 GiB then" in report["block"]
+    assert report["block"].endswith("holds 1.25 GiB then")
     assert "pp_rank 0 is idle" in report["idle"]
     assert "next is 0B0, which needs 1B0 of pp_rank 1" in report["idle"]
     assert report["zoomed"][1] - report["zoomed"][0] < 15
@@ -68,3 +77,39 @@ def test_a_browser_draws_zooms_pans_and_explains(tmp_path: Path) -> None:
     assert report["shorter"]
     assert "peak memory" in report["map"]
     assert "1.50 GiB" in report["map"]
+    assert "measured" not in report["map"] + report["keys"]
+    assert report["lines"] == 0
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
+def test_a_browser_draws_measured_memory_over_planned(tmp_path: Path) -> None:
+    """Rank 0 holds more than planned, most of it for a moment of its backward; rank 1 was not rehearsed."""
+    report = worked(picture(RankMemory(2**30, {0: 2**28 + 2**26}, in_backward={0: 2**25}), None), tmp_path)
+
+    assert report["errors"] == []
+    assert "holds 1.25 GiB then as planned, 1.31 GiB as measured" in report["block"]
+    assert report["lines"] > 0
+    assert "memory as planned" in report["keys"]
+    assert "memory as measured" in report["keys"]
+    assert "a rank's limit, 2.00 GiB" in report["keys"]
+    rows = [row.split("\t") for row in report["map"].splitlines() if "\t" in row]
+    assert rows[0][-3:] == ["peak, planned", "peak, measured", "difference"]
+    assert rows[1][-3:] == ["1.50 GiB", "1.66 GiB", "+10.42 %"]
+    assert rows[2][-3:] == ["1.13 GiB", "", ""]
+
+
+def test_what_is_held_behind_the_last_action_ends_the_levels() -> None:
+    drawn = picture()
+    levels, _ = memory_over_time(drawn.trace, (RankMemory(100, {0: 10}, behind=400), None))
+    assert levels[-1] == (max(span.end for span in drawn.trace.spans), 400)
+    assert max(held for _, held in memory_over_time(drawn.trace, (RankMemory(100, {0: 10}), None))[0]) == 120
+
+
+def test_perfetto_counts_planned_and_measured_memory_apart() -> None:
+    events = json.loads(perfetto_json(picture(RankMemory(2**31, {0: 2**28}), None)))["traceEvents"]
+    first = {event["name"]: event["args"]["GiB"] for event in reversed(events) if event["ph"] == "C"}
+    assert first == {
+        "memory of pp_rank 0": 1.25,
+        "memory of pp_rank 1": 1.0,
+        "measured memory of pp_rank 0": 2.25,
+    }
