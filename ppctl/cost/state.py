@@ -128,29 +128,6 @@ def peaks(
     return most, largest
 
 
-def while_summing(
-    actions: Iterable[Action], bytes_of: Sequence[int], while_backward: Sequence[int], received: Sequence[int]
-) -> int:
-    """The most bytes of activations of one rank while gradients are being summed, as `peaks` counts them.
-
-    Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
-    """
-    held = waiting = pool = largest = 0
-    sums = False
-    for op, stage, _ in actions:
-        sums = sums or op is Op.REDUCE_GRAD
-        if op is F:
-            waiting += received[stage]
-            pool = max(pool, waiting)
-            held += bytes_of[stage] - received[stage]
-        elif op in LIFE_ENDS:
-            if sums:
-                largest = max(largest, held + pool + while_backward[stage])
-            held -= bytes_of[stage] - received[stage]
-            waiting -= received[stage]
-    return largest
-
-
 class Passing(NamedTuple):
     """State of one stage under `full` sharding, in bytes, which lives only while the stage computes.
 
@@ -185,6 +162,37 @@ def passing(count: Count, sizes: ParallelSizes, precision: Precision, bucket: in
     copied = min(max(dense, experts), bucket)
     weight, gradient = precision.weight, precision.gradient
     return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, copied * gradient)
+
+
+def while_summing(
+    actions: Iterable[Action],
+    bytes_of: Sequence[int],
+    while_backward: Sequence[int],
+    received: Sequence[int],
+    stages: Mapping[int, Passing],
+) -> int:
+    """The most bytes of one rank beside its state while gradients are summed, in parts: activations as in `peaks`,
+    copies on their way, and this rank's parts of the sums.
+
+    Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
+    """
+    held = waiting = pool = parts = largest = 0
+    sums = False
+    for op, stage, _ in actions:
+        if op is F:
+            waiting += received[stage]
+            pool = max(pool, waiting)
+            held += bytes_of[stage] - received[stage]
+        elif op in LIFE_ENDS:
+            if sums:
+                largest = max(largest, parts + held + pool + while_backward[stage])
+            held -= bytes_of[stage] - received[stage]
+            waiting -= received[stage]
+        elif op is Op.REDUCE_GRAD:
+            sums = True
+            largest = max(largest, parts + held + pool + stages[stage].leaving)
+            parts += stages[stage].parts
+    return largest
 
 
 def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], stages: Mapping[int, Passing]) -> Most:

@@ -71,9 +71,9 @@ def rank_costs(
         state = state._replace(weights=state.weights + biases)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
         in_step = state.total + activations
-        if sharding == "optimizer_gradients":  # beside the gradients there is a copy on its way
-            copies = max(each.leaving for each in _passing(config, own, sizes).values())
-            in_step = max(in_step, state.total + copies + while_summing(actions, kept, again, received))
+        if sharding == "optimizer_gradients":
+            summing = while_summing(actions, kept, again, received, _passing(config, own, sizes))
+            in_step = max(in_step, state.total + summing)
         if sharding == "full":
             held = most(actions, kept, again, _passing(config, own, sizes))
             state = State(held.weights + biases, held.gradients, state.optimizer)

@@ -129,7 +129,7 @@ def scaled(measured: Rehearsed, microbatches: int, of_all: int) -> Rehearsed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward or backward in a replay, and the most bytes while it runs."""
+    """A forward, a backward or a sum in a replay, and the most bytes of activations while it runs."""
 
     index: int
     """Of its action in the list."""
@@ -143,6 +143,8 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
     """
     held = waiting = pool = 0
     for index, action in enumerate(actions):
+        if action.op is Op.REDUCE_GRAD:
+            yield Step(index, held + pool)
         if action.op is not F and action.op not in LIFE_ENDS:
             continue
         memory = stages[action.stage]
