@@ -215,7 +215,7 @@ def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting
     """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch.
 
     `again` are the bytes that each recomputed module makes again. A weight's gradient lives beside the activations'
-    until it is added to the others. Checked against `ppctl rehearse` by tests/torch/test_rehearsal_of_recipes.py.
+    until it is added to the others. Checked against `ppctl rehearse` by tests/torch/rehearsal/test_recipes.py.
     """
     if kind == "embedding" or not setting.allocator.backward:
         return sum(again.values())
@@ -313,16 +313,23 @@ def stage_activations(
         outside = tokens * sum(part.size for part in found if part.module == "mtp")
         return whole - sum(again.values()), whole - outside, _in_backward(model, kind, moe, setting, again)
 
-    kept, largest = 0.0, 0.0
-    for run in runs:
-        priced = [price(*kind) for kind in layer_kinds(model, run)]
-        kept += hidden + sum(stays - made for stays, made, _ in priced)
-        largest = max(largest, sum(made for _, made, _ in priced) - hidden + max(more for _, _, more in priced))
-    recomputed = {layer for run in runs for layer in run}
-    for kind in layer_kinds(model, [layer for layer in held if layer not in recomputed]):
-        stays, _, more = price(*kind)
-        kept += stays
-        largest = max(largest, more)
+    pieces: list[tuple[float, float]] = []  # in order: what each keeps, and more while its backward runs
+    run_from = {run[0]: run for run in runs}
+    inside = {layer for run in runs for layer in run}
+    for layer in held:
+        if layer in run_from:
+            priced = [price(*kind) for kind in layer_kinds(model, run_from[layer])]
+            made = sum(made for _, made, _ in priced) - hidden + max(more for _, _, more in priced)
+            pieces.append((hidden + sum(stays - made for stays, made, _ in priced), made))
+        elif layer not in inside:
+            ((stays, _, more),) = (price(*kind) for kind in layer_kinds(model, [layer]))
+            pieces.append((stays, more))
+    kept, largest, freed = sum(stays for stays, _ in pieces), 0.0, 0.0
+    for number, (stays, more) in enumerate(reversed(pieces)):
+        # What is behind had its backward before, and is free but for the gradient that it gave.
+        ahead = hidden - freed if number and setting.allocator.backward else 0.0
+        largest = max(largest, more + ahead)
+        freed += stays
     if Layer("embedding") in held and setting.allocator.backward:
         # The table's gradient comes last, when all else is free.
         table = setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp

@@ -79,6 +79,15 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     return count
 
 
+def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
+    """Of what a stage builds, what has a gradient: routers' corrections are buffers that the optimizer does not know."""
+    count: Count = Counter()
+    for row, number in stage_rows(model, layers):
+        if row.role != "correction":
+            count[row.axes] += number * row.elements
+    return count
+
+
 def largest_matrix(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> int:
     """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
     rows = stage_rows(model, layers)

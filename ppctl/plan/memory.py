@@ -13,7 +13,7 @@ from math import prod
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
-from ppctl.cost.parameters import largest_matrix, stage_count
+from ppctl.cost.parameters import largest_matrix, stage_count, trained_count
 from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, unit_for
@@ -64,7 +64,7 @@ def rank_costs(
     costs = []
     for pp_rank, actions in enumerate(schedule.actions):
         own = of_rank[pp_rank]
-        counts = [stage_count(model, stage.layers) for stage in own]
+        counts = [trained_count(model, stage.layers) for stage in own]
         state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
         in_step = state.total + activations
@@ -76,7 +76,7 @@ def rank_costs(
         costs.append(
             RankCost(
                 pp_rank,
-                sum(count.total() for count in counts),
+                sum(stage_count(model, stage.layers).total() for stage in own),
                 *state,
                 activation_bytes=activations,
                 peak_bytes=in_step + buffers + messages[pp_rank],
@@ -111,7 +111,7 @@ def held_bytes(
 
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
-    setting, count = setting_of(config, sizes, micro_batch_size), stage_count(config.model, layers)
+    setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
     state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
     return state.total, stage_activations(config.model, layers, setting, stage).kept
 
@@ -121,7 +121,7 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) 
     model, precision = config.model, precision_of(config)
     matrices = [largest_matrix(model, stage.layers, sizes.ep * sizes.etp) for stage in own]
     bucket = max(BUCKET_ELEMENTS, *matrices)
-    return {stage.stage: passing(stage_count(model, stage.layers), sizes, precision, bucket) for stage in own}
+    return {stage.stage: passing(trained_count(model, stage.layers), sizes, precision, bucket) for stage in own}
 
 
 def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:

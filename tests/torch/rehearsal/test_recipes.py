@@ -116,7 +116,8 @@ def test_the_plan_is_what_is_measured(recipe, mode):
         finally:
             dist.destroy_process_group()
         for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
-            assert getattr(measured, name) == getattr(cost, name), name
+            if getattr(measured, name) != getattr(cost, name):
+                off.append(f"pp_rank {cost.pp_rank}: {name} {getattr(measured, name):,} of {getattr(cost, name):,}")
         for memory in measured.stages:
             layers = plan.stages[memory.stage].layers
             kept = held_bytes(config, memory.stage, layers, plan.sizes, config.train.micro_batch_size)[1]
