@@ -122,7 +122,9 @@ def test_the_plan_is_what_is_measured(recipe, mode):
             layers = plan.stages[memory.stage].layers
             kept = held_bytes(config, memory.stage, layers, plan.sizes, config.train.micro_batch_size)[1]
             if not close(kept, memory.kept, KEPT_CLOSE):
-                off.append(f"stage {memory.stage} keeps {memory.kept:,} of {kept:,} planned ({memory.kept/kept-1:+.2%})")
+                off.append(
+                    f"stage {memory.stage} keeps {memory.kept:,} of {kept:,} planned ({memory.kept / kept - 1:+.2%})"
+                )
         peak = cost.peak_bytes - cost.buffer_bytes
         if not close(peak, measured.peak_bytes):
             share = measured.peak_bytes / peak - 1
