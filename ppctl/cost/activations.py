@@ -130,7 +130,9 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         inside, outside = _norm_sizes(setting)
         latent = (sizes.q_rank or 0) + sizes.kv_rank
         yield Part("attention", latent * inside + size * (sizes.turned + heads * sizes.v_head / tp))
-        yield Part("mla_up_proj", latent * outside + size * heads * (2 * sizes.query_head + sizes.v_head) / tp)
+        queries = size * heads * sizes.query_head / tp
+        yield Part("attention" if sizes.q_rank is None else "mla_up_proj", queries)  # without a latent they are input
+        yield Part("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
         groups = sizes.groups
         normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0

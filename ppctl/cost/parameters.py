@@ -80,7 +80,7 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """Of what a stage builds, what has a gradient: routers' corrections are buffers that the optimizer does not know."""
+    """Of what a stage builds, what has a gradient: corrections of routers are buffers without one."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         if row.role != "correction":

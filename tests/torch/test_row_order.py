@@ -1,4 +1,4 @@
-"""Rows in another order and their weighted sums: the values and gradients of autograd's own forms, in half the memory."""
+"""Rows in another order and their weighted sums: values and gradients of autograd's own forms in half the memory."""
 
 import pytest
 import torch
