@@ -25,7 +25,16 @@ MODES = (
 )  # fmt: skip
 PP = 3
 MICROBATCHES = 2 * PP
-OFF: dict[tuple[str, str], str] = {}
+UPDATE = "the update behind the schedule needs more than the schedule, and is not planned"
+EXTRA = "a layer keeps one more tensor of the queries' size than planned; with full, the update is not planned"
+FORWARD = "a forward's own peak is higher than planned"
+OFF = {
+    ("deepseek_v3", "full 1"): UPDATE,
+    ("deepseek_v3", "full 2"): UPDATE,
+    ("deepseek_v3", "block 1"): UPDATE,
+    ("deepseek_v3", "mla_up_proj"): FORWARD,
+    ("deepseek_v3", "mla_up_proj layernorm"): FORWARD,
+} | {("glm4_5", mode): EXTRA for mode in MODES if mode != "core_attn"}
 """Cases whose plan is off by more, and why."""
 
 
