@@ -1,4 +1,4 @@
-"""`ppctl rehearse` as a person runs it: what it prints, what it refuses, its exit codes, and that it leaves no process."""
+"""`ppctl rehearse` as a person runs it: what it prints and refuses, and its exit codes."""
 
 import json
 from pathlib import Path
