@@ -138,7 +138,9 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         inside, outside = _norm_sizes(setting)
         latent = (sizes.q_rank or 0) + sizes.kv_rank
         yield Part("attention", latent * inside + size * (sizes.turned + heads * sizes.v_head / tp))
-        yield Part("mla_up_proj", latent * outside + size * heads * (2 * sizes.query_head + sizes.v_head) / tp)
+        queries = size * heads * sizes.query_head / tp
+        yield Part("attention" if sizes.q_rank is None else "mla_up_proj", queries)  # without a latent they are input
+        yield Part("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
         groups = sizes.groups
         normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0
@@ -229,12 +231,12 @@ def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting
     """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch.
 
     `again` are the bytes that each recomputed module makes again. A weight's gradient lives beside the activations'
-    until it is added to the others. Checked against `ppctl rehearse` by tests/torch/test_rehearsal_of_recipes.py.
+    until it is added to the others. Checked against `ppctl rehearse` by tests/torch/rehearsal/test_recipes.py.
     """
     if not setting.allocator.backward:
         return sum(again.values())
-    if kind == "embedding":  # the table's gradient, and its rows'
-        return setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp + setting.hidden_bytes(model)
+    if kind == "embedding":  # the table's gradient
+        return setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp
     if kind == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
     feed_forward = _moe_backward if moe else _dense_backward
@@ -344,8 +346,10 @@ def stage_activations(
     kept = _passed_on(model, held, setting)
     largest = 0.0
     freed = 0.0
-    for _, (stays, more) in sorted(pieces.items(), reverse=True):  # a backward frees what comes later first
-        largest = max(largest, more - freed)
+    for number, (_, (stays, more)) in enumerate(sorted(pieces.items(), reverse=True)):
+        # What is behind had its backward before, and is free but for the gradient that it gave.
+        ahead = hidden - freed if number and setting.allocator.backward else 0.0
+        largest = max(largest, more + ahead)
         freed += stays
     return StageActivations(round(kept + freed), round(largest))
 

@@ -1,0 +1,143 @@
+"""The plan's bytes against the rehearsal's: every recipe with every recomputation that its model can have.
+
+A case is a short cut of a recipe: three pp_ranks of a dense layer or two, at the real widths, sequence and micro batch.
+"""
+
+import random
+
+import pytest
+import torch.distributed as dist
+from pairwise import in_tiers
+
+from ppctl.cli.plan import planned
+from ppctl.config.resources import recipes
+from ppctl.plan.memory import held_bytes
+from ppctl.rehearsal.rank import rehearse
+
+CLOSE, LITTLE = 0.01, 2**20 // 10
+KEPT_CLOSE = 0.002
+PLANNED_ONLY = {"gpt3_175b", "llama3_405b"}
+"""Recipes whose axes and blocks ppctl plans and does not run."""
+MODES = (
+    "none", "full 1", "full 2", "block 1",
+    "core_attn", "mlp", "layernorm", "moe", "moe_act", "mla_up_proj",
+    "mlp layernorm", "core_attn mlp", "moe layernorm", "moe_act layernorm", "mla_up_proj layernorm",
+)  # fmt: skip
+PP = 3
+MICROBATCHES = 2 * PP
+UPDATE = "the update behind the schedule needs more than the schedule, and is not planned"
+EXTRA = "a layer keeps one more tensor of the queries' size than planned; with full, the update is not planned"
+FORWARD = "a forward's own peak is higher than planned"
+OFF = {
+    ("deepseek_v3", "full 1"): UPDATE,
+    ("deepseek_v3", "full 2"): UPDATE,
+    ("deepseek_v3", "block 1"): UPDATE,
+    ("deepseek_v3", "mla_up_proj"): FORWARD,
+    ("deepseek_v3", "mla_up_proj layernorm"): FORWARD,
+} | {("glm4_5", mode): EXTRA for mode in MODES if mode != "core_attn"}
+"""Cases whose plan is off by more, and why."""
+
+
+def recomputation(mode):
+    """The overrides of a mode, nothing being left of the recipe's own."""
+    granularity, method, layers, modules = "null", "null", "null", "null"
+    word, _, count = mode.partition(" ")
+    if word in ("full", "block"):
+        granularity, method, layers = "full", {"full": "uniform"}.get(word, word), count
+    elif mode != "none":
+        granularity, modules = "selective", f"[{mode.replace(' ', ',')}]"
+    return [
+        f"train.recompute_granularity={granularity}",
+        f"train.recompute_method={method}",
+        f"train.recompute_num_layers={layers}",
+        f"train.recompute_modules={modules}",
+        "train.recompute_stages=null",
+        "parallel.num_microbatches_with_partial_activation_checkpoints=null",
+    ]
+
+
+def config_of(recipe):
+    return planned([f"+recipe={recipe}"])[0].config
+
+
+def possible(model, mode):
+    """Whether the model has what the mode computes again."""
+    has = {"mla_up_proj": model.multi_latent_attention, "moe": model.num_moe_experts, "moe_act": model.num_moe_experts}
+    return all(has.get(word, True) for word in mode.split())
+
+
+def cut(recipe, mode):
+    """(config, plan) of a cut of the recipe: dense layers ahead of experts where it has them."""
+    config = config_of(recipe)
+    model, ep = config.model, config.parallel.expert_model_parallel_size or 1
+    mtp = model.mtp_num_layers or 0
+    overrides = [f"+recipe={recipe}", f"pp={PP}", "vpp=1", f"dp={ep}", "model.num_layers=5"]
+    if model.num_moe_experts:
+        dense = isinstance(model.moe_layer_freq, list | str) and "0" in str(model.moe_layer_freq)
+        overrides.append(f"model.moe_layer_freq={'[0,1,1,1,1]' if dense else 1}")
+    overrides += [
+        f"layout='Et|tt|tt{'m' * mtp}L'",
+        f"gbs={MICROBATCHES * ep * config.train.micro_batch_size}",
+        "pipeline.pp_schedule=1f1b",
+        "pipeline.extra_warmup=0",
+        "parallel.data_parallel_sharding=none",
+        "launch.nodes=null",
+        "launch.gpus_per_node=null",
+        "launch.device_memory=null",
+        "launch.device=cuda",
+        *recomputation(mode),
+    ]
+    composed, plan, problems = planned(overrides, for_training=True)
+    assert plan is not None, problems
+    return composed.config, plan
+
+
+def grid():
+    for recipe in sorted({*recipes()} - PLANNED_ONLY):
+        model = config_of(recipe).model
+        yield from ((recipe, mode) for mode in MODES if possible(model, mode))
+
+
+GRID = [*grid()]
+
+
+def sample():
+    """Each recipe once, with modes that differ as far as can be."""
+    order, taken = random.Random(0), set()
+    for recipe in dict(GRID):
+        modes = [mode for name, mode in GRID if name == recipe]
+        mode = order.choice([mode for mode in modes if mode not in taken] or modes)
+        taken.add(mode)
+        yield recipe, mode
+
+
+def close(planned_bytes, measured, share=CLOSE):
+    return abs(planned_bytes - measured) <= max(share * measured, LITTLE)
+
+
+@pytest.mark.parametrize(("recipe", "mode"), in_tiers(GRID, [*sample()]))
+def test_the_plan_is_what_is_measured(recipe, mode):
+    config, plan = cut(recipe, mode)
+    off = []
+    for cost in plan.pp_ranks:
+        try:
+            measured = rehearse(config, plan, cost.pp_rank * plan.sizes.dp)
+        finally:
+            dist.destroy_process_group()
+        for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+            if getattr(measured, name) != getattr(cost, name):
+                off.append(f"pp_rank {cost.pp_rank}: {name} {getattr(measured, name):,} of {getattr(cost, name):,}")
+        for memory in measured.stages:
+            layers = plan.stages[memory.stage].layers
+            kept = held_bytes(config, memory.stage, layers, plan.sizes, config.train.micro_batch_size)[1]
+            if not close(kept, memory.kept, KEPT_CLOSE):
+                off.append(
+                    f"stage {memory.stage} keeps {memory.kept:,} of {kept:,} planned ({memory.kept / kept - 1:+.2%})"
+                )
+        peak = cost.peak_bytes - cost.buffer_bytes
+        if not close(peak, measured.peak_bytes):
+            share = measured.peak_bytes / peak - 1
+            off.append(
+                f"pp_rank {cost.pp_rank}: {measured.peak_bytes:,} in {measured.peak_action} of {peak:,} ({share:+.2%})"
+            )
+    assert bool(off) == ((recipe, mode) in OFF), "; ".join(off)
