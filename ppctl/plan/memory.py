@@ -152,12 +152,15 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
-    """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x its largest message."""
+    """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x each form of its messages.
+
+    Buffers of one form (shapes and dtypes) are not used for another.
+    """
     total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
         senders = of_rank[channel.source]
         edges = [stage.sends if channel.direction == "F" else stage.receives for stage in senders]
-        total[channel.target] += capacity * max((message_bytes(edge) for edge in edges), default=0)
+        total[channel.target] += capacity * sum(map(message_bytes, set(edges)))
     return total
 
 
