@@ -61,7 +61,9 @@ def test_recomputation_keeps_less_and_needs_it_again_in_the_backward(recompute: 
     plain = stage_activations(MODEL, parse_layers(layers), Setting(1, 10, 4))
     found = stage_activations(MODEL, parse_layers(layers), Setting(1, 10, 4, train=train))
     assert found.kept == kept
-    assert (found.in_backward > plain.in_backward) == (kept < plain.kept)
+    # A block of one is the first layer, made again when what the second kept is free.
+    again = kept < plain.kept and recompute.get("method") != "block"
+    assert (found.in_backward > plain.in_backward) == again
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
