@@ -129,7 +129,8 @@ class _Ranks:
         self.directory = directory
         self.shown = shown
         self.running: set[subprocess.Popen[str]] = set()
-        self.ended = False
+        self.failure: TrainingError | None = None
+        """Of the first rank that failed: it ends the others."""
 
     def map(self, ranks: Sequence[int]) -> Iterator[Rehearsed]:
         """What was measured of each rank, in order."""
@@ -146,14 +147,15 @@ class _Ranks:
         with self.shown(rank):
             out, error = process.communicate()
         self.running.discard(process)
-        if process.returncode and not self.ended:
-            raise TrainingError(_failure(rank, error))
+        if process.returncode:
+            self.failure = self.failure or TrainingError(_failure(rank, error))
+            self.end()
+            raise self.failure
         note(f"  rank {rank}: {time.monotonic() - started:.0f} s")
         return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
 
     def end(self) -> None:
         """End what is still running."""
-        self.ended = True
         for process in list(self.running):
             process.kill()
 
@@ -191,6 +193,6 @@ def _live() -> Iterator[_Shown]:
 
 def _failure(rank: int, error: str) -> Problem:
     lines = [line for line in error.splitlines() if line.strip()]
-    reason = lines[-1].strip() if lines else "it ended without a message"
+    reason = lines[-1].strip().removeprefix(f"[rank{rank}]: ") if lines else "it ended without a message"
     message = f"the rehearsal of rank {rank} failed: {reason}"
     return Problem("PP-E780", message, "ppctl plan", "\n".join(lines[-_LAST_LINES:]))

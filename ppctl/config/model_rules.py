@@ -78,10 +78,6 @@ def _latent(model: ModelConfig) -> Iterator[Finding]:
     if width % 2:
         message = f"rotary positions turn pairs: a width of {width} is odd"
         yield ("model.qk_pos_emb_head_dim",), message, f"model.qk_pos_emb_head_dim={width + 1}"
-    queries = model.qk_head_dim + width
-    if model.attention_backend == "flash" and queries != model.v_head_dim:
-        message = f"flash attention needs one width of a head, and keys have {queries}, values {model.v_head_dim}"
-        yield ("model.attention_backend", "model.v_head_dim"), message, "model.attention_backend=auto"
     for name in ("add_qkv_bias", "rotary_percent"):
         default = getattr(ModelConfig(), name)
         if getattr(model, name) != default:

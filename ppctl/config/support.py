@@ -161,6 +161,10 @@ def not_trained(config: RunConfig) -> list[Problem]:
     if config.pipeline.pp_schedule_csv is None and policy is not None and POLICIES[policy].splits:
         named = f"pipeline.pp_schedule={config.pipeline.pp_schedule}"
         missing.setdefault("schedules with split backwards", []).append(named)
+    model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
+    if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
+        what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"
+        missing.setdefault(what, []).append("model.attention_backend=flash")
     if not missing:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())

@@ -16,7 +16,7 @@ from ppctl.model.core_attention import core_attention
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear
 from ppctl.model.packing import Documents
-from ppctl.model.rotary import rotate, yarn_magnitude
+from ppctl.model.rotary import join_heads, rotate, yarn_magnitude
 
 LATENT_NORM_EPSILON = 1e-6
 """Inside the norms of the compressed vectors, whatever the model's own epsilon is: so the family was trained."""
@@ -67,9 +67,7 @@ class LatentAttention(nn.Module):
         latent, shared = torch.split(keys_values, self.latent_widths, dim=-1)
         k_plain, v = torch.split(self._heads(self.wkv_b(self.kv_norm(latent))), self.kv_widths, dim=-1)
         k_turned = rotate(shared[:, None], cos, sin, interleaved=self.interleaved).expand(-1, self.heads, -1, -1)
-        turned = rotate(q_turned, cos, sin, interleaved=self.interleaved)
-        # In memory a token's heads side by side: attention's result has the layout of q, and so wo reads it as it is.
-        q = torch.cat((q_plain.transpose(1, 2), turned.transpose(1, 2)), dim=-1).transpose(1, 2)
+        q = join_heads(q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved))
         # Attention keeps v for its backward: as a view it would keep k_plain, with which it shares memory, as well.
         return q, torch.cat((k_plain, k_turned), dim=-1), v.contiguous()
 

@@ -99,6 +99,14 @@ def yarn_magnitude(model: ModelConfig, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 and model.rotary_scaling_type == "yarn" else 1.0
 
 
+def join_heads(first: Tensor, rest: Tensor) -> Tensor:
+    """Parts of heads [b, heads, s, dim] put together, a token's heads side by side in memory.
+
+    Attention's result has the layout of its queries: in this one the projection behind it reads it without a copy.
+    """
+    return torch.cat((first.transpose(1, 2), rest.transpose(1, 2)), dim=-1).transpose(1, 2)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [(b, 1,) s, turned <= dim].
 
@@ -108,7 +116,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     turned = cos.shape[-1]
     if turned < x.shape[-1]:
         first, rest = x[..., :turned], x[..., turned:]
-        return torch.cat((rotate(first, cos, sin, interleaved=interleaved), rest), dim=-1)
+        return join_heads(rotate(first, cos, sin, interleaved=interleaved), rest)
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     low, high = x.chunk(2, dim=-1)

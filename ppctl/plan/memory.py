@@ -71,7 +71,7 @@ def rank_costs(
         state = state._replace(weights=state.weights + biases)
         in_flight, activations = peaks(actions, kept, again if any(again) else None)
         in_step = state.total + activations
-        if sharding == "optimizer_gradients":
+        if sharding == "optimizer_gradients" and setting.allocator.backward:
             summing = while_summing(actions, kept, again, received, _passing(config, own, sizes))
             in_step = max(in_step, state.total + summing)
         if sharding == "full":

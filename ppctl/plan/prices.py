@@ -12,7 +12,7 @@ from functools import cache
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameters import Count, on_device, stage_count
+from ppctl.cost.parameters import Count, on_device, trained_count
 from ppctl.cost.times import (
     Machine,
     PartSeconds,
@@ -85,7 +85,7 @@ def pricer(
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
             stage_activations(model, held, setting, stage).kept,
-            _reduction(config, stage_count(model, held), machine),
+            _reduction(config, trained_count(model, held), machine),
         )
 
     return of_stage

@@ -55,7 +55,8 @@ class StepFigures:
             report.stage_seconds = [
                 s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.stages
             ]
-        report.mtp_loss = sum((programs.mtp_losses[mb].item() for mb in sorted(programs.mtp_losses)), 0.0)
+        if programs.mtp_losses:
+            report.mtp_loss = sum(torch.stack([programs.mtp_losses[mb] for mb in sorted(programs.mtp_losses)]).tolist())
         report.auxiliary = [*auxiliary, *[0.0] * (self.auxiliary_width - len(auxiliary))]
         report.memory_bytes = float(_peak_memory(s.device))
         report.updates = float(s.optimizer.updates)
