@@ -15,6 +15,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
 from ppctl.cost.parameters import float32_buffers, largest_matrix, stage_count, trained_count
 from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes, while_summing
+from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, unit_for
 from ppctl.plan.stages import precision_of
@@ -78,6 +79,8 @@ def rank_costs(
             held = most(actions, kept, again, _passing(config, own, sizes))
             state = State(held.weights + biases, held.gradients, state.optimizer)
             in_step = held.total + biases + state.optimizer
+        if setting.allocator.backward:
+            in_step = max(in_step, state.total + _tied_sum(config, stages, own, sizes, sharding))
         buffers = _buffers(config, own, sizes, setting)
         costs.append(
             RankCost(
@@ -121,6 +124,18 @@ def held_bytes(
     state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
     held = state.total + float32_buffers(config.model, layers)
     return held, stage_activations(config.model, layers, setting, stage).kept
+
+
+def _tied_sum(
+    config: RunConfig, stages: Sequence[StageSpec], own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str
+) -> int:
+    """Another use's gradient of the token embedding, which a rank with a use receives behind the schedule."""
+    model = config.model
+    uses = sum(len(embedding_uses(model, stage.layers)) for stage in stages)
+    if uses < 2 or not any(embedding_uses(model, stage.layers) for stage in own):
+        return 0
+    elements = -(-model.vocab_size // sizes.tp) * model.hidden_size
+    return 4 * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))
 
 
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:
