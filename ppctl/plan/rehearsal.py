@@ -201,7 +201,7 @@ def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[R
 
     def beside(steps: list[Step]) -> list[int]:
         """What the rehearsed rank held beside activations."""
-        return [most[step.index] - step.most for step in steps] or [0]
+        return [most[step.index] - step.most for step in steps if step.index in most] or [0]
 
     adding, summing = replay(short, chosen)
     before, behind = max(beside(adding)), beside(summing)
@@ -210,7 +210,7 @@ def peaks_of(plan: Plan, short: Plan, kind: Kind, measured: Rehearsed) -> list[R
         adding, summing = replay(plan, pp_rank)
         held = [(before + step.most, step.index) for step in adding]
         held += [(behind[min(i, len(behind) - 1)] + step.most, step.index) for i, step in enumerate(summing)]
-        peak, index = max(held)
+        peak, index = max(held, key=lambda each: each[0])
         action = str(plan.schedule.actions[pp_rank][index])
         if measured.in_update > peak:
             peak, action = measured.in_update, UPDATE

@@ -7,7 +7,6 @@ import pytest
 from command import TINY, ppctl
 
 from ppctl.cli.main import main
-from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.cli.rehearse import _planned_for_gpus, _rehearse
 
 TWO = ("+recipe=quickstart", *(each for each in TINY if not each.startswith("launch.device")), "pp=2", "vpp=1")
@@ -40,23 +39,6 @@ def test_a_dense_model_waits_in_no_forward_or_backward(rehearsal):
         assert wait.during == "step"
         lines = (Path(__file__).parents[3] / wait.file).read_text().splitlines()
         assert 0 < wait.line <= len(lines), wait
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_text_holds_its_paragraphs(rehearsal, width):
-    text = rehearsal_text(rehearsal, width)
-    heads = (
-        "rank ",
-        "peak of pp_rank",
-        "kept per microbatch",
-        "rank 0 waits",
-        "rank 0: ",
-        "messages of a step",
-        "fits",
-    )
-    assert [part.startswith(head) for part, head in zip(text.split("\n\n"), heads, strict=True)] == [True] * len(heads)
-    assert all(line == line.rstrip() for line in text.splitlines())
-    assert all(len(line) <= width for line in text.split("\n\n")[-1].splitlines())
 
 
 def test_one_rank_in_json_that_does_not_fit(tmp_path):

@@ -22,6 +22,7 @@ from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.engine.interpreter import run_schedule
+from ppctl.model.kernels import ON_CPU
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage, experts_of
 from ppctl.parallel.dispatch import ExpertExchange
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 MICROBATCHES = 2
 EACH_GROUP = "linear.py: for_each_group"
 """Takes sizes to the host on the CPU alone: bfloat16 on CUDA goes through one kernel."""
-EXCHANGE = "dispatch.py: __call__"
+EXCHANGE = "dispatch.py: sizes"
 
 Bits = tuple[dict[int, torch.Tensor], dict[str, torch.Tensor]]
 """Losses by microbatch, gradients by name."""
@@ -82,6 +83,7 @@ class Rank:
             stages=self.stages,
             recompute={number: recompute(stage, made.train, number) for number, stage in self.stages.items()},
             gathered=None,
+            kernels=ON_CPU,
             loss_scale=None,
             microbatches_of_all=plan.num_microbatches * plan.sizes.dp,
         )

@@ -54,7 +54,7 @@ def test_modules_have_the_parameters_of_the_table(sizes, tied):
         assert [n for n, r in table.items() if r.gradient != "none"] == [n for n, _ in stage.named_parameters()]
 
 
-def rogue_block(self, hidden, width):
+def rogue_block(self, hidden, width, kernels):
     """FeedForward with a parameter that nobody told the table of."""
     nn.Module.__init__(self)
     self.w1 = nn.Linear(hidden, width, bias=False)
@@ -63,7 +63,7 @@ def rogue_block(self, hidden, width):
     self.rogue = nn.Parameter(torch.empty(3))
 
 
-def narrow_block(self, hidden, width):
+def narrow_block(self, hidden, width, kernels):
     """FeedForward without a matrix that the table has, and with one of another shape."""
     nn.Module.__init__(self)
     self.w1 = nn.Linear(hidden, width, bias=False)

@@ -12,7 +12,7 @@ from ppctl.cli import rehearse
 from ppctl.cli.main import main
 from ppctl.cli.plan import planned
 from ppctl.cli.rehearsal_text import rehearsal_text
-from ppctl.plan.rehearsal import kinds_of
+from ppctl.plan.rehearsal import kinds_of, replayed
 from ppctl.plan.rehearsal_result import Rehearsal
 from ppctl.rehearsal_record import HostWait, Moment, Operations, Rehearsed, StageMemory, Traffic
 
@@ -32,6 +32,9 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
         rank, cost = kind.ranks[0], plan.pp_ranks[kind.pp_ranks[0]]
         kept = result.planned_kept(cost.pp_rank) + extra
         own = cost.peak_bytes - cost.buffer_bytes + extra
+        memory = StageMemory(cost.pp_rank, kept, kept + MIB, 2 * MIB)
+        steps = replayed(plan.schedule.actions[cost.pp_rank], {cost.pp_rank: memory})
+        top = max(steps, key=lambda step: step.most).index
         each = Rehearsed(
             rank=rank,
             weight_bytes=cost.weight_bytes + extra,
@@ -39,8 +42,8 @@ def rehearsal(device_memory: str = "64GiB", extra: int = 0) -> Rehearsal:
             optimizer_bytes=cost.optimizer_bytes,
             peak_bytes=own,
             peak_action="",
-            stages=(StageMemory(cost.pp_rank, kept, kept + MIB, 2 * MIB),),
-            moments=(Moment(0, own, own),),
+            stages=(memory,),
+            moments=(Moment(top, own, own),),
             in_update=0,
             host_waits=(
                 HostWait("ppctl/train/grad_norm.py", 53, "step", 1),
@@ -70,7 +73,7 @@ rehearsed: 2 of 2 ranks, one of each kind, with all 8 microbatches
 Peak memory in MiB, the action at the peak, and the rank that it follows from
 pp_rank  planned  measured  difference  at   from
 0         113.87    113.87       equal  0B0  rank 0
-1          96.94     96.94       equal  1B0  rank 1
+1          96.51     96.51       equal  1B0  rank 1
 
 Activations of a microbatch in MiB: kept from forward to backward, and what is
   needed besides while these run
@@ -106,7 +109,7 @@ rehearsed: 2 of 2 ranks, one of each kind, with all 8 microbatches
 Peak memory in MiB, the action at the peak, and the rank that it follows from
 pp_rank  planned  measured  difference  at   from
 0         113.87    118.64      +4.19%  0B0  rank 0
-1          96.94    101.71      +4.92%  1B0  rank 1
+1          96.51    101.28      +4.94%  1B0  rank 1
 
 State in MiB, where it is not as planned
                 planned  measured  difference
