@@ -107,9 +107,11 @@ def test_a_kernel_that_the_device_lacks_is_refused_by_name(typed, can, reason):
     assert problem.code == "PP-E771" and problem.remedy == "model.attention_backend=auto"
 
 
-def test_flash_attention_of_latent_heads_is_refused_with_the_config():
-    with pytest.raises(ConfigError, match="keys have 192, values 128"):
-        compose(["model.attention_backend=flash", *MLA.split()])
+def test_flash_attention_of_latent_heads_is_planned_and_not_trained():
+    typed = ["model.attention_backend=flash", *MLA.split()]
+    compose(typed)
+    with pytest.raises(ConfigError, match="keys and values of two widths, 192 and 128"):
+        compose(typed, for_training=True)
 
 
 @pytest.mark.parametrize(
