@@ -63,13 +63,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
     rehearsal = _rehearse(composed.config, plan, args.rank)
     problems = [*rehearsal.problems()]
-    if args.timeline is not None:
-        write_timeline(rehearsal.picture(), Path(args.timeline))
     if args.json:
         print(json.dumps(rehearsal.report() | {"problems": [problem.to_json() for problem in problems]}, indent=2))
     else:
         print(rehearsal_text(rehearsal, width()))
     print_problems(problems)
+    if args.timeline is not None:
+        write_timeline(rehearsal.picture(), Path(args.timeline))
     return MEMORY if problems else 0
 
 
