@@ -30,6 +30,8 @@ from ppctl.launch.environment import rank_environment
 
 HERE = Path(__file__).resolve().parent
 
+SPLIT = ("ppctl", "ppctl_1f1b", "torch")
+
 CELLS = [
     Cell("1f1b 1 MiB", "sleep", 4, 1, 16, 1),
     Cell("1f1b 16 MiB", "sleep", 4, 1, 8, 16),
@@ -39,6 +41,13 @@ CELLS = [
     Cell("empty interleaved", "empty", 2, 2, 32, contenders=("ppctl", "ppctl_batched", "torch")),
     Cell("gpt", "gpt", 2, 1, 8, contenders=("ppctl", "ppctl_auto", "torch")),
     Cell("gpt interleaved", "gpt", 2, 2, 8, contenders=("ppctl", "torch")),
+    *(
+        Cell(f"{policy} {size} MiB m={m}", "split", 4, 2, m, size, contenders=SPLIT, policy=policy)
+        for policy in ("zbv_zero_bubble", "interleaved_zero_bubble", "dualpipev")
+        for size in (1, 16)
+        for m in (8, 16)
+    ),
+    Cell("gpt zbv", "gpt", 2, 2, 8, contenders=SPLIT, policy="zbv_zero_bubble"),
     *(
         Cell(f"memory m={m} {name}", "sleep", 4, 1, m, 16, 0.002, (name,), memory=True)
         for name in ("ppctl", "torch")
@@ -53,8 +62,15 @@ FLOORS = {
     ("interleaved 1 MiB", "ppctl"): 1.03,
     ("interleaved 16 MiB", "ppctl"): 1.20,
     ("empty", "ppctl"): 1 / 0.95,
+    **{(cell.name, "ppctl"): 1.05 for cell in CELLS if cell.policy},
 }
 """Speed against torch: torch's time divided by the contender's."""
+
+OVER_1F1B = 1.10
+"""Where simulation gives ZBV 1.15 of 1F1B's speed or more, it must have this much."""
+
+BUBBLE = 0.03
+"""How far a split schedule's bubble may be from the simulated one."""
 
 
 def free_port() -> int:
@@ -122,6 +138,34 @@ def rows(cell: Cell, reports: list[dict]) -> list[str]:
     return lines
 
 
+def split_rows(cell: Cell, reports: list[dict]) -> list[str]:
+    """Of a cell with split backwards: its bubble as measured and as simulated, and its speed against our own 1F1B."""
+    lines = []
+    bubble = {
+        name: {
+            kind: statistics.median(step[kind] for report in reports for step in report[name]["bubbles"])
+            for kind in ("measured", "simulated")
+        }
+        for name in cell.contenders
+        if "bubbles" in reports[0][name]
+    }
+    for name, of in bubble.items():
+        apart = of["measured"] - of["simulated"]
+        held = "held" if apart <= BUBBLE else "MISSED"
+        mine, usual = (
+            [statistics.median(report[each]["times"]) for report in reports] for each in (name, "ppctl_1f1b")
+        )
+        speed = statistics.median(u / m for u, m in zip(usual, mine, strict=True))
+        theory = (1 - of["simulated"]) / (1 - bubble["ppctl_1f1b"]["simulated"])
+        wanted = theory >= 1.15 and cell.policy.startswith("zbv") and name == "ppctl"
+        floor = f"{OVER_1F1B:.2f} {'held' if speed >= OVER_1F1B else 'MISSED'}" if wanted else ""
+        lines.append(
+            f"| {cell.name} | {name} | {of['measured']:.3f} | {of['simulated']:.3f} | {100 * apart:+.1f} points {held} "
+            f"| {speed:.3f} | {theory:.3f} | {floor} |"
+        )
+    return lines
+
+
 def memory_rows(peaks: dict[tuple[str, int], float]) -> list[str]:
     """Growth of the middle rank's peak from m = 8 to m = 32."""
     lines = []
@@ -159,7 +203,7 @@ def main() -> int:
     if options.megatron is not None:
         cells = [replace(c, contenders=(*c.contenders, "megatron")) if takes_part(c) else c for c in cells]
     before = hardware()
-    table, peaks = [], {}
+    table, split, peaks = [], [], {}
     for cell in cells:
         reports = [
             launch(cell, options.repeats, options.megatron) for _ in range(3 if cell.memory else options.launches)
@@ -168,9 +212,10 @@ def main() -> int:
             name = cell.contenders[0]
             peaks[name, cell.microbatches] = statistics.median(r[name]["peaks"][cell.pp // 2] for r in reports)
             continue
-        new = rows(cell, reports)
-        print("\n".join(new), flush=True)
+        new, halves = rows(cell, reports), split_rows(cell, reports) if cell.kind == "split" else []
+        print("\n".join((*new, *halves)), flush=True)
         table += new
+        split += halves
     lines = [
         f"# The engine against its peers, {time.strftime('%Y-%m-%d')}",
         "",
@@ -187,6 +232,17 @@ def main() -> int:
         "|---|---|---|---|---|---|---|---|",
         *table,
     ]
+    if split:
+        head = "| cell | contender | bubble | simulated | apart | speed against our 1F1B | simulated | floor |"
+        lines += [
+            "",
+            "Stages that sleep, of which F, I and W take equally long. The simulation knows what they sleep and what",
+            "messages took.",
+            "",
+            head,
+            "|---|---|---|---|---|---|---|---|",
+            *split,
+        ]
     if grown := memory_rows(peaks):
         print("\n".join(grown))
         head = "| peak memory above set-up, a middle rank, 16 MiB | m = 8 | m = 32 | growth | limit |"

@@ -14,15 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from engine_megatron import Megatron
-from engine_workloads import Cell, Gpt, Sleep, workload
+from engine_workloads import Cell, Gpt, Sleep, Split, workload
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from ppctl import heartbeat
 from ppctl.engine.interpreter import run_schedule
@@ -30,13 +38,22 @@ from ppctl.engine.recorder import make_recorder
 from ppctl.engine.stage import StageProgram
 from ppctl.megatron.p2p_communication import P2PCommunicator
 from ppctl.plan.extra_warmup import least_warmup, simulated_steps
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.message_times import message_times
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.simulate import Costs
+from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.simulate import Costs, simulate, step_time
 
 CPU = torch.device("cpu")
+
+TORCHS = {
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+"""Torch's schedule for each of our policies that has one."""
 
 
 class Harness:
@@ -66,7 +83,7 @@ class Ppctl:
     """ppctl's engine as `ppctl train` runs it: recorder and heartbeat on, an engine made anew for every step."""
 
     def __init__(self, harness: Harness, work: Sleep | Gpt, *, extra: int = 0, batched: bool = False) -> None:
-        cell, self.work = harness.cell, work
+        cell, self.work = work.cell, work
         self.schedule = lower(compute_only(cell, extra), batched=batched)
         group = dist.new_group(list(range(cell.pp)), backend="gloo")
         config = SimpleNamespace(batch_p2p_comm=batched, overlap_p2p_comm=not batched, pipeline_dtype=torch.float32)
@@ -76,7 +93,7 @@ class Ppctl:
         self.losses: dict[int, Tensor] = {}
         self.programs = [self._program(stage) for stage in self.modules]
         self.recorder = make_recorder(harness.rank, self.schedule.actions[harness.rank], CPU)
-        name = f"bench-{os.environ['MASTER_PORT']}-{extra}-{batched}"
+        name = f"bench-{os.environ['MASTER_PORT']}-{cell.schedule}-{extra}-{batched}"
         self.path = heartbeat.create(name, harness.rank, os.getpid())
         self.heartbeat = heartbeat.HeartbeatFile(name, harness.rank)
 
@@ -114,13 +131,14 @@ class Ppctl:
 
 
 class Torch:
-    """torch.distributed.pipelining: Schedule1F1B, or ScheduleInterleaved1F1B for several chunks."""
+    """torch.distributed.pipelining, with its schedule of the same name."""
 
     def __init__(self, harness: Harness, work: Sleep | Gpt) -> None:
-        cell = harness.cell
+        cell, self.work = harness.cell, work
         group = dist.new_group(list(range(cell.pp)), backend="gloo")
-        own = range(harness.rank, cell.stages, cell.pp)
-        self.modules: dict[int, nn.Module] = {s: work.module(s) for s in own}
+        own = placement(cell).stages_of(harness.rank)
+        made = partial(work.module, torchs=True) if isinstance(work, Split) else work.module
+        self.modules: dict[int, nn.Module] = {s: made(s) for s in own}
         self.inputs, self.targets = torch.cat(work.inputs()), torch.cat(work.targets())
         self.first, self.last = 0 in self.modules, cell.stages - 1 in self.modules
         self.losses: list[Tensor] = []
@@ -132,9 +150,8 @@ class Torch:
             given = {} if stage < cell.stages - 1 else {"output_args": module(fed).detach()}
             given = given or {"output_args": shape}
             stages.append(PipelineStage(module, stage, cell.stages, CPU, input_args=(fed,), group=group, **given))
-        kind = Schedule1F1B if cell.vpp == 1 else ScheduleInterleaved1F1B
         given = stages[0] if cell.vpp == 1 else stages
-        self.schedule = kind(given, n_microbatches=cell.microbatches, loss_fn=work.loss)
+        self.schedule = TORCHS[cell.schedule](given, n_microbatches=cell.microbatches, loss_fn=work.loss)
 
     def step(self) -> None:
         self.losses.clear()
@@ -156,7 +173,7 @@ class Alone:
 
     def __init__(self, harness: Harness, work: Sleep | Gpt) -> None:
         self.cell, self.work, self.harness = harness.cell, work, harness
-        self.modules = {s: work.module(s) for s in range(harness.rank, harness.cell.stages, harness.cell.pp)}
+        self.modules = {s: work.module(s) for s in placement(harness.cell).stages_of(harness.rank)}
         self.inputs, self.targets = work.inputs(), work.targets()
         self.received = torch.zeros(work.spec().shape, requires_grad=True)
         self.gradient = torch.zeros(work.spec().shape)
@@ -174,7 +191,7 @@ class Alone:
     def bound(self) -> float:
         """No step with these stages is shorter: see `least_step`. Sleeping stages take at least what they sleep."""
         cell = self.cell
-        if cell.kind == "sleep":
+        if cell.kind in ("sleep", "split"):
             return least_step([3 * cell.forward * cell.microbatches] * cell.pp, cell)
         turns = range(cell.pp)
         alone = [self.harness.timed(self.step if turn == self.harness.rank else _nothing)[0] for turn in turns]
@@ -198,14 +215,35 @@ def least_step(alone: list[float], cell: Cell) -> float:
     return max(seconds + sum(chunk[:rank]) for rank, seconds in enumerate(alone))
 
 
+def placement(cell: Cell) -> Placement:
+    return Placement(POLICIES[cell.schedule].placement, cell.pp, cell.stages)
+
+
 def compute_only(cell: Cell, extra: int = 0) -> Schedule:
-    name = "1f1b" if cell.vpp == 1 else "interleaved_1f1b"
-    return make_schedule(name, pp=cell.pp, vpp=cell.vpp, num_microbatches=cell.microbatches, extra_warmup=extra)
+    return make_schedule(
+        cell.schedule, pp=cell.pp, vpp=cell.vpp, num_microbatches=cell.microbatches, extra_warmup=extra
+    )
+
+
+def bubbles(harness: Harness, contender: Ppctl, seconds: float) -> dict[str, float]:
+    """Of stages that sleep: the share of the ranks' time that no stage takes, as measured and as simulated.
+
+    The simulation gets what the stages sleep, and what messages took.
+    """
+    cell, schedule = contender.work.cell, contender.schedule
+    rows: list = [None] * cell.pp
+    dist.all_gather_object(rows, contender.recorder.spans(), group=harness.group)
+    messages = message_times([[span for row in rows for span in row]], schedule.placement)
+    usual = statistics.median(messages.values()) if messages else 0.0
+    times = ([part * contender.work.forward] * cell.stages for part in (1, 2))
+    predicted = step_time(simulate(schedule, Costs(*times, message=usual, messages=messages)))
+    busy = 3 * cell.forward * cell.microbatches
+    return {"measured": 1 - busy / seconds, "simulated": 1 - busy / predicted}
 
 
 def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl, steps: int = 3) -> int:
     """extra_warmup=auto as a plan chooses it, from what `ppctl train` measures: times of stages and messages."""
-    cell, placement = harness.cell, plain.schedule.placement
+    cell, where = harness.cell, plain.schedule.placement
     measured, traces = {}, []
     for _ in range(steps):
         forget_gradients(plain.modules)
@@ -216,7 +254,7 @@ def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl, steps: int 
         for forward, backward, _ in rows:
             measured |= {stage: (forward[stage], backward[stage]) for stage in forward}
         traces.append([span for *_, spans in rows for span in spans])
-    messages = message_times(traces, placement)
+    messages = message_times(traces, where)
     usual = statistics.median(messages.values()) if messages else 0.0
     costs = Costs(*([measured[s][half] for s in sorted(measured)] for half in (0, 1)), message=usual, messages=messages)
     return least_warmup(simulated_steps(cell.pp, costs, partial(compute_only, cell)))
@@ -234,17 +272,19 @@ def make(name: str, harness: Harness, work: Sleep | Gpt, made: dict[str, object]
         return Megatron(harness.rank, work)
     if name == "alone":
         return Alone(harness, work)
+    if name == "ppctl_1f1b":
+        return Ppctl(harness, workload(replace(work.cell, policy="", vpp=1)))
     extra = chosen_warmup(harness, work, made["ppctl"]) if name == "ppctl_auto" else 0
     contender = Ppctl(harness, work, extra=extra, batched=name == "ppctl_batched")
     contender.extra = extra
     return contender
 
 
-def checked(contender: object, work: Sleep | Gpt) -> str:
+def checked(contender: object) -> str:
     """One step that is not timed: what is wrong with its losses and gradients."""
     forget_gradients(contender.modules)
     contender.step()
-    return "" if isinstance(contender, Alone) else work.check(contender.result(), contender.modules)
+    return "" if isinstance(contender, Alone) else contender.work.check(contender.result(), contender.modules)
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
@@ -277,7 +317,7 @@ def main() -> None:
             dist.all_gather_object(mine, peak_bytes(made[name].step), group=harness.group)
             report[name] = {"peaks": mine}
             continue
-        wrong = checked(made[name], work)
+        wrong = checked(made[name])
         harness.agree(float(bool(wrong)))
         report[name] = {"times": [], "cpu": [], "wrong": wrong, "extra": getattr(made[name], "extra", None)}
     for repeat in range(0 if cell.memory else repeats):
@@ -290,6 +330,8 @@ def main() -> None:
             seconds, cpu = harness.timed(made[name].step)
             report[name]["times"].append(seconds)
             report[name]["cpu"].append(cpu)
+            if cell.kind == "split" and isinstance(made[name], Ppctl):
+                report[name].setdefault("bubbles", []).append(bubbles(harness, made[name], seconds))
     wrongs: list[dict] = [{}] * cell.pp
     dist.all_gather_object(wrongs, {name: row.get("wrong", "") for name, row in report.items()}, group=harness.group)
     for name, row in report.items():

@@ -1,5 +1,7 @@
 """What the engine benchmark computes: stages that sleep (W1), slices of a decoder (W2), stages that do nothing (W3).
 
+Where the backward is in two halves, each of them sleeps (W4).
+
 A workload gives every contender the same stages, data and loss, and knows what loss and gradients must come out. It
 knows nothing of schedules or messages.
 """
@@ -19,6 +21,7 @@ from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.model.loss import token_losses
 from ppctl.model.stage import build_stage
 from ppctl.plan.types import StageSpec, TensorSpec
+from ppctl.weight_gradients import WeightGradStore
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Cell:
 
     name: str
     kind: str
-    """`sleep`, `gpt` or `empty`."""
+    """`sleep`, `gpt`, `empty` or `split` (W4)."""
     pp: int
     vpp: int
     microbatches: int
@@ -38,10 +41,17 @@ class Cell:
     contenders: tuple[str, ...] = ("ppctl", "ppctl_auto", "ppctl_batched", "torch")
     memory: bool = False
     """Measure the peak of memory, in one contender's own processes, and no time."""
+    policy: str = ""
+    """The schedule's policy; none: 1F1B, interleaved for several chunks."""
 
     @property
     def stages(self) -> int:
         return self.pp * self.vpp
+
+    @property
+    def schedule(self) -> str:
+        """The policy that its contenders run."""
+        return self.policy or ("1f1b" if self.vpp == 1 else "interleaved_1f1b")
 
 
 class _SleepBackward(torch.autograd.Function):
@@ -120,6 +130,90 @@ class Sleep:
         return ""
 
 
+class _SleepWeight(torch.autograd.Function):
+    """The identity of a weight, whose backward takes a while: what torch's split leaves to W."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return w.view_as(w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class TorchsHalves(nn.Module):
+    """A stage that sleeps, in a form of which torch's split runs one half in I and the other in W."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return _SleepBackward.apply(x, self.seconds) * _SleepWeight.apply(self.weight, self.seconds)
+
+
+class _TimesWeight(torch.autograd.Function):
+    """x * w for a single w. Both halves of the backward take a while; the weight's can be put off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, seconds: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.seconds = seconds
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (gradient,), (x, w) = grads, ctx.saved_tensors
+
+        def of_weight() -> Tensor:
+            time.sleep(ctx.seconds)
+            return (gradient * x).sum().reshape(1)
+
+        def put_off() -> None:
+            w.grad = of_weight() if w.grad is None else w.grad + of_weight()
+
+        time.sleep(ctx.seconds)
+        if not WeightGradStore.enabled:
+            return gradient * w, of_weight(), None
+        WeightGradStore.put(put_off)
+        return gradient * w, None, None
+
+
+class PutOff(TorchsHalves):
+    """The same stage, whose weight's half goes through ppctl's public hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return _TimesWeight.apply(x, self.weight, self.seconds)
+
+
+class Split(Sleep):
+    """W4: F, I and W of a stage take equally long. All weights are 1: microbatch mb's loss is mb, and so is its part of
+    every weight's gradient."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(cell)
+        self.forward = cell.forward / cell.vpp
+
+    def module(self, stage: int, *, torchs: bool = False) -> nn.Module:
+        return (TorchsHalves if torchs else PutOff)(self.forward)
+
+    def check(self, losses: list[float], modules: dict[int, nn.Module]) -> str:
+        m = self.cell.microbatches
+        if losses and max(abs(loss - mb) for mb, loss in enumerate(losses)) > 1e-3:
+            return f"losses {losses[:3]}..."
+        for stage, module in modules.items():
+            grad = float(next(module.parameters()).grad)
+            if abs(grad - (m - 1) / 2) > 1e-3 * m:
+                return f"stage {stage}: gradient {grad} for {(m - 1) / 2}"
+        return ""
+
+
 class _Single(nn.Module):
     """A stage that takes and returns one tensor, as torch's schedules want it."""
 
@@ -184,4 +278,4 @@ class Gpt:
 
 def workload(cell: Cell) -> Sleep | Gpt:
     """The workload of a cell."""
-    return Gpt(cell) if cell.kind == "gpt" else Sleep(cell)
+    return {"gpt": Gpt, "split": Split}.get(cell.kind, Sleep)(cell)
