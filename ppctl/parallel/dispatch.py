@@ -2,7 +2,8 @@
 
 Knows a process group and rows sorted by expert. Must not know routers, experts or the pipeline. Deadlock-free because
 all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange after the same actions.
-A group of its own keeps exchanges apart from reductions that run beside the pipeline.
+A group of its own keeps exchanges apart from reductions that run beside the pipeline. While an exchange is under way
+the other half of a pair may compute (`turns`): it is started, and waited for where its result is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppctl.row_order import reorder
+from ppctl.turns import hand_over
 
 
 class ExpertExchange:
@@ -37,7 +39,7 @@ class ExpertExchange:
         rows = make_rows()
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
-        dist.all_to_all_single(received, sent, group=self.group)
+        _start_and_wait(received, sent, self.group)
         sends, receives = self.sizes(sent, received)
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
         del rows  # no gradient needs what was sent, nor what came before it is sorted
@@ -75,5 +77,18 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
     arrived = rows.new_empty(sum(receives), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), receives, sends, group=group)
+    _start_and_wait(arrived, rows.contiguous(), group, receives, sends)
     return arrived
+
+
+def _start_and_wait(
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    receives: list[int] | None = None,
+    sends: list[int] | None = None,
+) -> None:
+    work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=True)
+    hand_over()
+    if work is not None:  # None where nothing was sent
+        work.wait()

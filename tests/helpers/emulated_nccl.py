@@ -232,13 +232,14 @@ class Dist:
         input_split_sizes: Sequence[int] | None = None,
         *,
         group: Backend,
-    ) -> None:
+        async_op: bool,
+    ) -> Work | None:
         """As NCCL has it: one group of sends and receives, where a size of 0 is left out."""
+        assert async_op, "ppctl starts an exchange, and waits for it later"
         size = group.size()
         parts = [
             (whole.split(list(sizes) if sizes is not None else len(whole) // size), sends)
             for whole, sizes, sends in ((tensor, input_split_sizes, True), (output, output_split_sizes, False))
         ]
         moves = [(part, peer, sends) for each, sends in parts for peer, part in enumerate(each) if part.numel()]
-        if moves:
-            group.start(moves).wait()
+        return group.start(moves) if moves else None

@@ -1,0 +1,96 @@
+"""Two pieces of work on one rank that take turns: while one waits for an exchange, the other computes.
+
+A piece runs until it calls `hand_over`, between the start of an exchange and the wait for it; then the other one runs,
+until it does the same or ends. One of the two runs at any moment, and where they change is a matter of the two alone:
+ranks that run the same pair start their exchanges in the same order. Must not know what the pieces compute. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+
+class _Abandoned(BaseException):
+    """Ends a piece whose other half has failed, at the place where it waits for its turn."""
+
+
+class Turns:
+    """Runs pairs of pieces, one pair at a time: the first in the caller's thread, the second in a thread of its own.
+
+    `initialize` is called once in that thread. Not for two threads at once.
+    """
+
+    current: Turns | None = None
+    """What runs a pair in this process at the moment."""
+
+    def __init__(self, initialize: Callable[[], None] = lambda: None) -> None:
+        self._thread = ThreadPoolExecutor(1, "pair", initialize)
+        self._changed = threading.Condition()
+        self._running = 0
+        self._ended = [False, False]
+        self._failed = False
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Run both to their ends, `first` first. Raises what a piece raises, and then the other does not go on."""
+        self._running, self._ended, self._failed = 0, [False, False], False
+        Turns.current = self
+        try:
+            other = self._thread.submit(self._second, second)
+            try:
+                self._piece(0, first)
+            finally:
+                other.exception()  # waits for its end
+            other.result()
+        finally:
+            Turns.current = None
+
+    def hand_over(self) -> None:
+        """Let the other piece run; returns when it has handed back, or at once where it has ended.
+
+        Only the piece that runs calls this, from whatever thread its work goes on in.
+        """
+        with self._changed:
+            piece = self._running
+            if self._ended[1 - piece]:
+                return
+            self._give(1 - piece)
+            self._wait_for(piece)
+
+    def _second(self, piece: Callable[[], None]) -> None:
+        with self._changed:
+            try:
+                self._wait_for(1)
+            except _Abandoned:
+                return
+        self._piece(1, piece)
+
+    def _piece(self, number: int, piece: Callable[[], None]) -> None:
+        try:
+            piece()
+        except _Abandoned:
+            pass
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            with self._changed:
+                self._ended[number] = True
+                self._give(1 - number)
+
+    def _give(self, piece: int) -> None:
+        self._running = piece
+        self._changed.notify_all()
+
+    def _wait_for(self, piece: int) -> None:
+        self._changed.wait_for(lambda: self._running == piece)
+        if self._failed:
+            raise _Abandoned
+
+
+def hand_over() -> None:
+    """In a pair: let the other piece compute while this one's exchange is under way. Elsewhere nothing happens."""
+    if Turns.current is not None:
+        Turns.current.hand_over()
