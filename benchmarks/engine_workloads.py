@@ -21,7 +21,7 @@ from ppctl.layout import PipelineParallelLayerLayout, even_layout
 from ppctl.model.loss import token_losses
 from ppctl.model.stage import build_stage
 from ppctl.plan.types import StageSpec, TensorSpec
-from ppctl.weight_gradients import WeightGradStore
+from ppctl.weight_gradients.put_off import WeightGradStore
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Split(Sleep):
         if losses and max(abs(loss - mb) for mb, loss in enumerate(losses)) > 1e-3:
             return f"losses {losses[:3]}..."
         for stage, module in modules.items():
-            grad = float(next(module.parameters()).grad)
+            grad = float(next(module.parameters()).grad.detach())
             if abs(grad - (m - 1) / 2) > 1e-3 * m:
                 return f"stage {stage}: gradient {grad} for {(m - 1) / 2}"
         return ""

@@ -97,7 +97,7 @@ def plan_of(
         plan = plan_checked(composed.config, composed.provenance, problems)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
-    untrained = not_trained(composed.config, plan) if for_training else []
+    untrained = not_trained(composed.config) if for_training else []
     return plan, list(dict.fromkeys([*plan.problems, *untrained]))
 
 

@@ -12,7 +12,6 @@ from ppctl.config.keys import Key, as_typed, place_of, text_keys, value_of, valu
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, WORKS
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.schedule.policies import POLICIES, schedule_policy
 
 MEANING = {
     WORKS: "works",
@@ -157,10 +156,6 @@ def not_trained(config: RunConfig) -> list[Problem]:
     for key, value in _set_to_another(config, PLANS):
         if not (key.name.endswith("parallel_size") and value == 1):
             missing.setdefault(key.facts.support.note, []).append(f"{key.name}={str(value).lower()}")
-    policy = schedule_policy(config.pipeline.pp_schedule)
-    if config.pipeline.pp_schedule_csv is None and policy is not None and POLICIES[policy].splits:
-        named = f"pipeline.pp_schedule={config.pipeline.pp_schedule}"
-        missing.setdefault("schedules with split backwards", []).append(named)
     model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
     if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
         what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"

@@ -82,6 +82,9 @@ class Engine:
         training = any(action.op in BACKWARDS for action in self.actions)
         last = schedule.placement.num_stages - 1
         variable = variable_shapes or (communicator is not None and communicator.modes.variable)
+        split: dict[int, set[int]] = {}
+        for stage, mb in schedule.split:
+            split.setdefault(stage, set()).add(mb)
         self._stages = {
             p.stage: Stage(
                 p,
@@ -89,6 +92,7 @@ class Engine:
                 training=training,
                 deallocate_outputs=deallocate_pipeline_outputs,
                 variable_shapes=variable,
+                split=split.get(p.stage, ()),
             )
             for p in programs
         }
@@ -148,6 +152,9 @@ class Engine:
         stage.wait_for_gradient(action.mb)
         self._compute(stage.backward, action.mb)
 
+    def _weight_gradients(self, action: Action) -> None:
+        self._compute(self._stages[action.stage].weight_gradients, action.mb)
+
     def _compute(self, work: Callable[[int], None], mb: int) -> None:
         self._begin(self._index)
         self.recorder.begin(self._index)
@@ -206,6 +213,8 @@ _Handler = Callable[[Engine, Action], None]
 _HANDLERS: Mapping[Op, _Handler] = {
     Op.F: Engine._forward,
     Op.B: Engine._backward,
+    Op.I: Engine._backward,
+    Op.W: Engine._weight_gradients,
     Op.SEND_F: Engine._send_forward,
     Op.RECV_F: Engine._receive_forward,
     Op.SEND_B: Engine._send_backward,
@@ -277,9 +286,6 @@ def _check(schedule: Schedule, programs: Sequence[StageProgram], communicator: C
     if channels and communicator is not None and communicator.batched and not schedule.batched:
         message = f"schedule {schedule.name} receives ahead of need, and the communicator's batch_p2p_comm cannot"
         problems.append(Problem("PP-E393", message, "ppctl.schedule.passes.lower(schedule, batched=True)"))
-    if schedule.split:
-        message = f"schedule {schedule.name} splits backwards into I and W, which can be planned but not yet executed"
-        problems.append(Problem("PP-E392", message, "pipeline.pp_schedule=1f1b"))
     if problems:
         raise ScheduleError(problems)
 
@@ -300,7 +306,9 @@ def run_schedule(
 
     `schedule` is lowered (`ppctl.schedule.passes.lower`), the same value on every rank; one without backwards runs
     under no_grad. `programs` are this rank's stages. The loss is what the last stage's program returns, already scaled;
-    the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list.
+    the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list. Where a
+    backward is split, I accumulates all gradients but those of products with a weight, which wait for W
+    (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions).
 
     `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
     to call. `deallocate_pipeline_outputs` frees an output once it is delivered; without it, outputs live until their

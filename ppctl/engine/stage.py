@@ -3,12 +3,14 @@
 Knows autograd, arrivals and where outputs go. Must not know schedules, channels or what a stage computes.
 
 From the F of a microbatch to the end of its B exactly its input is kept, and what autograd saved. Of an output only
-the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered.
+the place in the graph is kept (a gradient edge); the tensor itself is free as soon as its message is delivered. Where
+the backward is split, all that ends with the I; from there to the W the operands of weight gradients are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeGuard
@@ -19,6 +21,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from ppctl.comm.buffers import Message, MessageSpec, TensorLike
 from ppctl.comm.channels import Arrival
 from ppctl.errors import Problem, TrainingError
+from ppctl.weight_gradients.intercept import intercepting
+from ppctl.weight_gradients.put_off import PutOff, collecting
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,15 @@ class StageProgram:
     receives: Sequence[TensorLike] = ()
     sends: Sequence[TensorLike] = ()
     around_backward: Callable[[int, Callable[[], None]], None] | None = None
-    """Called as `around_backward(mb, run)` in place of a backward; it must call `run()`, which is that backward, once.
-    There is no such hook for forwards: `forward` itself can do it."""
+    """Called as `around_backward(mb, run)` in place of a backward, and of each half of a split one; it must call
+    `run()`, which is that backward or half, once. There is no such hook for forwards: `forward` itself can do it."""
     prepare: Callable[[int], None] | None = None
     """Called as `prepare(mb)` before the wait for a forward's input: its time does not count as the stage's."""
+    whole: Sequence[torch.Tensor] = ()
+    """Weights of which a split backward puts nothing off: their gradients are computed in I."""
+    intercept: bool = True
+    """Whether split backwards find products with weights by watching torch's functions. Not needed where each product
+    asks by itself (`weight_gradients.put_off.putting_off`), as those of ppctl's own models do."""
 
 
 class Live(NamedTuple):
@@ -50,6 +59,16 @@ class Live(NamedTuple):
     edges: tuple[GradientEdge | None, ...]
     outputs: Message
     """Kept for the last stage (a scalar) and where outputs are not deallocated; otherwise empty."""
+    put_off: PutOff | None
+    """What collects weight gradients for the W, where the backward is split."""
+
+
+class Due(NamedTuple):
+    """What a microbatch needs between its I and its W."""
+
+    put_off: PutOff
+    arrivals: tuple[Arrival, ...]
+    """Messages of which something that is put off lies in the memory: released with the W."""
 
 
 class Stage:
@@ -67,8 +86,11 @@ class Stage:
         training: bool,
         deallocate_outputs: bool,
         variable_shapes: bool = False,
+        split: Collection[int] = (),
     ) -> None:
         self.program = program
+        self.split = split
+        """The microbatches whose backward is split into I and W."""
         self.receives = MessageSpec.of(program.receives, variable=variable_shapes)
         self.sends = MessageSpec.of(program.sends, variable=variable_shapes)
         self.is_first = program.stage == 0
@@ -82,6 +104,7 @@ class Stage:
         self.inbox_of_next: dict[int, Arrival] | None = None
         self.gradient_inbox_of_previous: dict[int, Arrival] | None = None
         self._live: dict[int, Live] = {}
+        self._due: dict[int, Due] = {}
 
     def wait_for_input(self, mb: int) -> None:
         """Return once all that the forward of a microbatch needs is there."""
@@ -102,10 +125,12 @@ class Stage:
             self._forward_only(mb, arrival)
             return
         leaves = () if arrival is None else tuple(t.detach().requires_grad_() for t in arrival.message)
-        outputs = self.program.forward(mb, leaves)
+        put_off = PutOff(self.program.whole, intercepted=self.program.intercept) if mb in self.split else None
+        with self._collecting(put_off):
+            outputs = self.program.forward(mb, leaves)
         self._check_outputs(mb, outputs)
         edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
-        self._live[mb] = Live(arrival, leaves, edges, outputs if self._keep_outputs else ())
+        self._live[mb] = Live(arrival, leaves, edges, outputs if self._keep_outputs else (), put_off)
         self._hand_on(mb, outputs)
 
     def _forward_only(self, mb: int, arrival: Arrival | None) -> None:
@@ -126,24 +151,48 @@ class Stage:
             self.outbox[mb] = tuple(t.detach().contiguous() for t in outputs)
 
     def backward(self, mb: int) -> None:
-        """Accumulate the weight gradients of a microbatch, hand its input's gradient on, and end its life."""
-        arrival, leaves, edges, outputs = self._live.pop(mb)
+        """Hand the gradient of a microbatch's input on, accumulate those of its weights, and end its life.
+
+        Of a split backward this is the I: the weights' gradients that are put off are left to `weight_gradients`.
+        """
+        arrival, leaves, edges, outputs, put_off = self._live.pop(mb)
         gradient = None if self.is_last else self.gradient_inbox.pop(mb)
         seeds = (torch.ones_like(outputs[0]),) if gradient is None else gradient.message
-        around = self.program.around_backward
-        if around is None:
-            _run_backward(edges, seeds)
-        else:
-            around(mb, partial(_run_backward, edges, seeds))
+        with self._collecting(put_off, backward=True):
+            self._around(mb, partial(_run_backward, edges, seeds))
         del edges, outputs, seeds
         gradients = tuple(leaf.grad for leaf in leaves)
         del leaves
         if arrival is not None:
             self._hand_back(mb, gradients)
-            arrival.release()
         del gradients
-        if gradient is not None:
-            gradient.release()
+        arrivals = tuple(each for each in (arrival, gradient) if each is not None)
+        if put_off is not None:
+            self._due[mb] = Due(put_off, tuple(each for each in arrivals if put_off.keeps(each.message)))
+            arrivals = tuple(each for each in arrivals if each not in self._due[mb].arrivals)
+        for each in arrivals:
+            each.release()
+
+    def weight_gradients(self, mb: int) -> None:
+        """Accumulate the weight gradients that the I of a microbatch put off, and end its life."""
+        put_off, arrivals = self._due.pop(mb)
+        self._around(mb, put_off.deliver)
+        del put_off
+        for each in arrivals:
+            each.release()
+
+    def _around(self, mb: int, run: Callable[[], None]) -> None:
+        around = self.program.around_backward
+        if around is None:
+            run()
+        else:
+            around(mb, run)
+
+    def _collecting(self, put_off: PutOff | None, *, backward: bool = False) -> AbstractContextManager[object]:
+        if put_off is None:
+            return nullcontext()
+        collect = intercepting if self.program.intercept else collecting
+        return collect(put_off, backward=backward)
 
     def _hand_back(self, mb: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         message = tuple(g.contiguous() for g in gradients if g is not None)

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppctl.model.fp8 import BLOCK, Fp8, Quantised
+from ppctl.weight_gradients.products import embedding, grouped_mm, linear
+from ppctl.weight_gradients.put_off import Rule, multiply, putting_off
 
 Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
@@ -46,7 +48,8 @@ Operand = Tensor | Rounded
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times the transpose of weight [out, in], plus bias [out]: [..., out]. The weight may be a view."""
-    return F.linear(x, weight, bias)
+    later = putting_off(weight)
+    return F.linear(x, weight, bias) if later is None else linear(later, x, weight, bias)
 
 
 def rounded(x: Operand, fp8: Fp8) -> Rounded:
@@ -62,27 +65,59 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     """
     x = rounded(x, fp8)
     q = x.quantised
-    out: Tensor = _ProductInFp8.apply(x.x, q.values, q.scales, weight, q, fp8)  # type: ignore[no-untyped-call]
-    return out
+    kind = _InFp8(q.tile, q.shape, x.x.dtype, fp8)
+    later = putting_off(weight)
+    if later is None:
+        out: Tensor = _ProductInFp8.apply(x.x, weight, q.values, q.scales, kind)  # type: ignore[no-untyped-call]
+        return out
+    rule = Rule(
+        lambda of, factor, _, values, scales: kind.multiply(of, factor, values, scales),
+        lambda gradient, _, factor, values, scales: kind.of_input(gradient, factor),
+        lambda gradient, _, form, values, scales: kind.of_weight(gradient, values, scales),
+        keeps_input=False,
+    )
+    return multiply(later, rule, weight, x.x, q.values, q.scales)
+
+
+class _InFp8(NamedTuple):
+    """A product in 8 bits, of an activation [..., in] whose rounded matrix has this tile and shape."""
+
+    tile: tuple[int, int]
+    matrix: tuple[int, int]
+    dtype: torch.dtype
+    fp8: Fp8
+
+    def multiply(self, x: Tensor, weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        """The product [..., out], in the dtype of x."""
+        quantised = Quantised(values, scales, self.tile, self.matrix)
+        out = self.fp8.multiply(quantised, self.fp8.weight(weight)).to(self.dtype)
+        return out.reshape(*x.shape[:-1], len(weight))
+
+    def of_input(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the activation."""
+        of_x = self.fp8.multiply(self.fp8.gradient(gradient.flatten(0, -2)), self.fp8.weight(weight.t()))
+        return of_x.to(gradient.dtype).reshape(*gradient.shape[:-1], weight.shape[1])
+
+    def of_weight(self, gradient: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+        """The gradient of the weight [out, in], in the dtype of the product, which is the weight's."""
+        x = Quantised(values, scales, self.tile, self.matrix).dequantised()
+        of_weight = self.fp8.multiply(self.fp8.gradient(gradient.flatten(0, -2).t()), self.fp8.activation(x.t()))
+        return of_weight.to(self.dtype)
 
 
 class _ProductInFp8(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, quantised: Quantised, fp8: Fp8
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, values: Tensor, scales: Tensor, kind: _InFp8) -> Tensor:
         ctx.save_for_backward(values, scales, weight)
-        ctx.tile, ctx.matrix, ctx.shape, ctx.fp8 = quantised.tile, quantised.shape, x.shape, fp8
-        return fp8.multiply(quantised, fp8.weight(weight)).to(x.dtype).reshape(*x.shape[:-1], len(weight))
+        ctx.kind = kind
+        return kind.multiply(x, weight, values, scales)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         values, scales, weight = ctx.saved_tensors
-        fp8, gradient = ctx.fp8, gradients[0].flatten(0, -2)
-        x = Quantised(values, scales, ctx.tile, ctx.matrix).dequantised()
-        of_x = fp8.multiply(fp8.gradient(gradient), fp8.weight(weight.t()))
-        of_weight = fp8.multiply(fp8.gradient(gradient.t()), fp8.activation(x.t()))
-        return of_x.to(gradient.dtype).reshape(ctx.shape), None, None, of_weight.to(weight.dtype), None, None
+        (gradient,), kind = gradients, ctx.kind
+        of_weight = kind.of_weight(gradient, values, scales)
+        return kind.of_input(gradient, weight), of_weight.to(weight.dtype), None, None, None
 
 
 def multiply_in_float32(a: Quantised, b: Quantised) -> Tensor:
@@ -156,7 +191,8 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     Group g's rows end before `ends[g]` (int32, on the device of `rows`), so that the host need not know the counts.
     """
-    out = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    later, factor = putting_off(weights), weights.transpose(1, 2)
+    out = F.grouped_mm(rows, factor, offs=ends) if later is None else grouped_mm(later, rows, factor, ends)
     if out.requires_grad:
         out.register_hook(_row_by_row)
     return out
@@ -229,4 +265,5 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [b, s] (int64) -> [b, s, h]."""
-        return F.embedding(tokens, self.weight)
+        later = putting_off(self.weight)
+        return F.embedding(tokens, self.weight) if later is None else embedding(later, tokens, self.weight)

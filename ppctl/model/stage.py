@@ -109,6 +109,13 @@ class StageModule(nn.Module):
             found |= {Layer("mtp", int(name)): self.mtp.get_submodule(f"{name}.layer") for name in self.mtp.ids}
         return found
 
+    asks = True
+
+    @property
+    def whole(self) -> tuple[nn.Parameter, ...]:
+        """The output projection: the gradient of its result is [b, s, vocab_size]."""
+        return () if self.output is None else (self.output.weight,)
+
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
         """Call the decoder layers through `runs` from now on."""
         self._runs = runs

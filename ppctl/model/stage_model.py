@@ -68,6 +68,19 @@ class StageModel(Protocol):
         """The layers that can be compiled and recomputed one by one; those inside MTP modules as `mtp.N`."""
         return {}
 
+    @property
+    def asks(self) -> bool:
+        """Whether every product asks if its weight's gradient is put off, as those of `model/linear.py` do.
+
+        Where it is not so, torch's functions are watched while a schedule splits backwards into I and W.
+        """
+        return False
+
+    @property
+    def whole(self) -> Sequence[Tensor]:
+        """Weights whose gradients a split backward computes in I: those whose operands are too large to be kept."""
+        return ()
+
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
         """From now on call the layers of kind `decoder` through these, which stand for all of them in order."""
 

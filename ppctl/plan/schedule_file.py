@@ -14,7 +14,6 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.files import read_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import Cut
-from ppctl.plan.plan import Plan
 from ppctl.plan.schedule_choice import CSV, FROM_FILE, SCHEDULE, Choice
 from ppctl.plan.sizes import CALL, Batch
 from ppctl.plan.types import Derived
@@ -99,18 +98,10 @@ def _disagreements(
         yield Violation(CODE, "gbs", message, place, part, {"gbs": gbs}, _WITHOUT)
 
 
-def not_trained(config: RunConfig, plan: Plan) -> list[Problem]:
-    """What keeps a schedule file that can be planned from being trained: split backwards, and overlapped pairs."""
+def not_trained(config: RunConfig) -> list[Problem]:
+    """What keeps a schedule file that can be planned from being trained: overlapped pairs."""
     path = config.pipeline.pp_schedule_csv
-    if path is None:
+    if path is None or "OVERLAP_F_B" not in read_text(path, _MOST_READ):
         return []
-    missing = []
-    if plan.schedule.split:
-        stage, mb = min(plan.schedule.split)
-        missing.append(f"backwards split into I and W ({stage}I{mb}, {stage}W{mb}, ...)")
-    if "OVERLAP_F_B" in read_text(path, _MOST_READ):
-        missing.append("OVERLAP_F_B cells")
-    if not missing:
-        return []
-    message = f"this release plans {CSV}={path} but cannot train it yet: missing are {' and '.join(missing)}"
+    message = f"this release plans {CSV}={path} but cannot train it yet: missing are OVERLAP_F_B cells"
     return [Problem("PP-E118", message, f"{CSV}=null")]

@@ -84,7 +84,13 @@ class StagePrograms:
                 gathered.begin(self.gathers[spec.stage, mb])
 
         return StageProgram(
-            spec.stage, forward, spec.receives, spec.sends, prepare=None if gathered is None else prepare
+            spec.stage,
+            forward,
+            spec.receives,
+            spec.sends,
+            prepare=None if gathered is None else prepare,
+            whole=module.whole,
+            intercept=not module.asks,
         )
 
     def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:

@@ -1,0 +1,159 @@
+"""Products of modules that know nothing of I and W, found while their forward runs: a mode that sees torch's functions.
+
+Knows which of torch's functions are products with a weight, and which only look at a tensor. Must not know modules.
+The mode sees what Python calls. Inside functions of torch that call others (`F.multi_head_attention_forward`) and
+inside an `autograd.Function` it sees nothing: weights that are used there are left whole, in I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ppctl.errors import Problem, TrainingError
+from ppctl.weight_gradients import products
+from ppctl.weight_gradients.put_off import PutOff, collecting, parameter_of
+
+
+@contextmanager
+def intercepting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
+    """As `collecting`, for modules whose products do not ask."""
+    with collecting(gradients, backward=backward), _Mode(gradients):
+        yield
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, gradients: PutOff) -> None:
+        super().__init__()
+        self.gradients = gradients
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _LOOKS or getattr(function, "__name__", "") == "__get__":
+            return function(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            _each(self._note, args)
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise TrainingError(
+                Problem(
+                    "PP-E718",
+                    "a stage with split backwards calls a compiled module: torch.compile hides its products",
+                    "leave out torch.compile, or choose a schedule without I and W",
+                )
+            )
+        if function in _COPIES_PERHAPS and parameter_of(args[0]) is not None:
+            made = function(*args, **kwargs)
+            if parameter_of(made) is not None:
+                return made
+        product = _PRODUCTS.get(function)
+        found = None if product is None else product(self.gradients, *args, **kwargs)
+        if found is not None:
+            return found
+        args = _each(self.gradients.elsewhere, args)
+        return function(*args, **{name: _each(self.gradients.elsewhere, value) for name, value in kwargs.items()})
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.gradients.unseen(tensor)
+        return tensor
+
+
+def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """An argument whose tensors, also those in lists and tuples, are changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_each(change, each) for each in value)
+    return value
+
+
+def _taken(gradients: PutOff, x: Any, weight: Any, dims: Sequence[int]) -> bool:
+    """Whether it is a product of floating point matrices with a weight that is put off."""
+    plain = type(x) is Tensor and isinstance(weight, Tensor) and x.is_floating_point()
+    return plain and x.dim() >= 2 and weight.dim() in dims and gradients.takes(weight)
+
+
+def _linear(gradients: PutOff, x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    if not _taken(gradients, x, weight, (2,)):
+        return None
+    return products.linear(
+        gradients, gradients.elsewhere(x), weight, None if bias is None else gradients.elsewhere(bias)
+    )
+
+
+def _matmul(gradients: PutOff, x: Any, weight: Any, **other: Any) -> Tensor | None:
+    if other or not _taken(gradients, x, weight, (2,)):
+        return None
+    return products.matmul(gradients, gradients.elsewhere(x), weight)
+
+
+def _addmm(gradients: PutOff, bias: Any, x: Any, weight: Any, **other: Any) -> Tensor | None:
+    if other or not (type(bias) is not Tensor or bias.dim() < 2) or not _taken(gradients, x, weight, (2,)):
+        return None
+    return products.addmm(gradients, gradients.elsewhere(bias), gradients.elsewhere(x), weight)
+
+
+def _bmm(gradients: PutOff, x: Any, weight: Any, **other: Any) -> Tensor | None:
+    if other or not _taken(gradients, x, weight, (3,)):
+        return None
+    return products.bmm(gradients, gradients.elsewhere(x), weight)
+
+
+def _grouped(gradients: PutOff, x: Any, weight: Any, *, offs: Any = None, **other: Any) -> Tensor | None:
+    casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    if other or offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, (3,)):
+        return None
+    return products.grouped_mm(gradients, gradients.elsewhere(x), weight, offs)
+
+
+def _embedding(
+    gradients: PutOff,
+    numbers: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if sparse or max_norm is not None or type(numbers) is not Tensor or not gradients.takes(weight):
+        return None
+    padding = -1 if padding_idx is None else padding_idx % len(weight)
+    return products.embedding(gradients, numbers, weight, padding, by_frequency=scale_grad_by_freq)
+
+
+_PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
+    F.embedding: _embedding,
+}
+if hasattr(F, "grouped_mm"):
+    _PRODUCTS[F.grouped_mm] = _grouped
+
+_LOOKS = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in (
+        *("t", "transpose", "permute", "view", "view_as", "unbind", "chunk", "split", "narrow", "select", "squeeze"),
+        *("unsqueeze", "detach", "swapaxes", "movedim", "unflatten", "__getitem__", "size", "dim", "stride", "numel"),
+        *("is_floating_point", "is_complex", "is_contiguous", "data_ptr", "__len__", "element_size", "is_inference"),
+        *("requires_grad_", "untyped_storage", "storage_offset", "get_device", "__hash__", "is_same_size", "expand"),
+    )
+    if hasattr(owner, name)
+)
+"""What a parameter may go through and still be what it was: views, and questions about its form."""
+
+_COPIES_PERHAPS = frozenset(
+    getattr(Tensor, name) for name in ("to", "type_as", "float", "half", "bfloat16", "contiguous", "reshape", "flatten")
+)
+"""What gives a view or the tensor itself where nothing is to be done, and a copy elsewhere."""

@@ -1,0 +1,127 @@
+"""Products with a weight whose gradient can be put off: each with the formulas that torch's own autograd runs.
+
+Knows torch's formulas for gradients, to the bit (tests/torch/weight_gradients), and what autocast does to operands.
+Must not know what becomes of gradients that are put off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ppctl.weight_gradients.put_off import Form, PutOff, Rule, multiply
+
+
+def linear(gradients: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: x [..., in], at least two dims, weight [out, in], bias [out]: [..., out]."""
+    x, factor, bias = _cast(x, weight, bias)
+    return multiply(gradients, _LINEAR, weight, x, bias=bias, factor=factor)
+
+
+def matmul(gradients: PutOff, x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight`: x [..., in], at least two dims, weight [in, out]."""
+    x, factor, _ = _cast(x, weight, None)
+    return multiply(gradients, _MATMUL, weight, x, factor=factor)
+
+
+def addmm(gradients: PutOff, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """`torch.addmm`: x [n, in], weight [in, out], bias [out] or [n, out]."""
+    x, factor, added = _cast(x, weight, bias)
+    return multiply(gradients, _ADDMM, weight, x, bias=added, factor=factor)
+
+
+def bmm(gradients: PutOff, x: Tensor, weight: Tensor) -> Tensor:
+    """`torch.bmm`: x [e, n, in], weight [e, in, out]: [e, n, out]."""
+    x, factor, _ = _cast(x, weight, None)
+    return multiply(gradients, _BMM, weight, x, factor=factor)
+
+
+def grouped_mm(gradients: PutOff, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`F.grouped_mm`: rows [n, in], of which group g's end before `ends[g]`, weight [groups, in, out]: [n, out]."""
+    return multiply(gradients, _GROUPED, weight, rows, ends)
+
+
+def embedding(
+    gradients: PutOff, numbers: Tensor, weight: Tensor, padding: int = -1, *, by_frequency: bool = False
+) -> Tensor:
+    """`F.embedding`: the rows of weight [n, h] with these numbers; the row `padding` gets no gradient."""
+
+    def look_up(numbers: Tensor, factor: Tensor, _: None) -> Tensor:
+        return torch.embedding(factor, numbers, padding, by_frequency, False)
+
+    def of_factor(gradient: Tensor, numbers: Tensor, form: Form) -> Tensor:
+        backward = torch.ops.aten.embedding_dense_backward
+        found: Tensor = backward(gradient, numbers, form.shape[0], padding, by_frequency)
+        return found
+
+    return multiply(gradients, Rule(look_up, _nothing, of_factor), weight, numbers)
+
+
+def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x, the factor that the weight becomes, if that is another tensor, and the bias, as autocast would cast them."""
+    kind = x.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)) or x.dtype == torch.float64:
+        return x, None, bias
+    dtype = torch.get_autocast_dtype(kind)
+    # The copy needs a gradient, as the weight does: on that depends how torch folds the dims of a product.
+    factor = None if weight.dtype == dtype else weight.detach().to(dtype).requires_grad_()
+    return x.to(dtype), factor, None if bias is None else bias.to(dtype)
+
+
+def _by_columns(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a matrix lies in memory column by column: autograd's formulas for its gradient follow that."""
+    return stride[0] == 1 and stride[1] == shape[0]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _of_left(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """The gradient of x in x @ matrix."""
+    gradient, left = _rows(gradient), _rows(x)
+    if _by_columns(left.shape, left.stride()):
+        return (matrix @ gradient.t()).t().reshape(x.shape)
+    return (gradient @ matrix.t()).reshape(x.shape)
+
+
+def _of_right(gradient: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The gradient of a matrix of this form in x @ matrix."""
+    gradient, left = _rows(gradient), _rows(x)
+    return (gradient.t() @ left).t() if _by_columns(shape, stride) else left.t() @ gradient
+
+
+def _matrix_gradient(gradient: Tensor, x: Tensor, form: Form) -> Tensor:
+    return _of_right(gradient, x, form.shape, form.stride)
+
+
+def _transposed_gradient(gradient: Tensor, x: Tensor, form: Form) -> Tensor:
+    return _of_right(gradient, x, form.shape[::-1], form.stride[::-1]).t()
+
+
+def _nothing(*_: Tensor) -> None:
+    """Numbers have no gradient."""
+
+
+_LINEAR = Rule(F.linear, lambda gradient, x, factor: _of_left(gradient, x, factor.t()), _transposed_gradient)
+_MATMUL = Rule(lambda x, factor, _: torch.matmul(x, factor), _of_left, _matrix_gradient)
+_ADDMM = Rule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _matrix_gradient)
+_BMM = Rule(
+    lambda x, factor, _: torch.bmm(x, factor),
+    lambda gradient, x, factor: gradient.bmm(factor.transpose(1, 2)),
+    lambda gradient, x, form: x.transpose(1, 2).bmm(gradient),
+)
+_GROUPED = Rule(
+    lambda rows, factor, _, ends: F.grouped_mm(rows, factor, offs=ends),
+    lambda gradient, rows, factor, ends: F.grouped_mm(gradient, factor.transpose(1, 2), offs=ends),
+    lambda gradient, rows, form, ends: _of_groups(gradient, rows, form, ends),
+)
+
+
+def _of_groups(gradient: Tensor, rows: Tensor, form: Form, ends: Tensor) -> Tensor:
+    if form.stride[1] == 1:  # column by column, as weights [groups, out, in] are when they are transposed
+        return F.grouped_mm(gradient.t(), rows, offs=ends).transpose(1, 2)
+    return F.grouped_mm(rows.t(), gradient, offs=ends)

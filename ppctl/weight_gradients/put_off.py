@@ -1,0 +1,323 @@
+"""What one microbatch's I puts off, and how W hands it to autograd.
+
+Knows autograd, and which weights' gradients may wait. Must not know which products there are (`products`), stages or
+schedules.
+
+While a forward runs under `collecting(gradients)`, a product with a weight is run by `_Product`: the weight is no part
+of its graph, and its backward, which is I, computes the gradient of its input and puts what the weight's is made of
+into `gradients`. `gradients.deliver()`, which is W, makes the gradients and hands each weight the sum over its uses,
+once, through autograd: hooks see what they see in a whole backward.
+
+What is collected into is global and not a thread's own: on CUDA autograd runs backwards in a thread of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
+
+from ppctl.errors import Problem, TrainingError
+
+Make = Callable[[], Tensor]
+"""Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
+
+
+class _Use(NamedTuple):
+    """A weight as one product had it (a parameter, or a view of one), and this use's part of its gradient."""
+
+    weight: Tensor
+    make: Make
+
+
+class PutOff:
+    """The weight gradients of one stage and microbatch that wait for W, from the F to the W.
+
+    Of the weights in `whole` nothing is put off. `intercepted` says that products are found by `intercept`, which
+    cannot see every use of a weight: then each is looked for once more in the graph.
+    """
+
+    def __init__(self, whole: Iterable[Tensor] = (), *, intercepted: bool = False) -> None:
+        self.intercepted = intercepted
+        self._whole = {id(weight) for weight in whole}
+        self._taken: dict[int, nn.Parameter] = {}
+        self._uses: dict[int, list[_Use]] = {}
+        self._functions: list[Callable[[], object]] = []
+        self._ends: dict[int, Node] = {}
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients are put off, in the order of their first uses."""
+        return tuple(self._taken.values())
+
+    def takes(self, weight: Tensor) -> bool:
+        """Whether this use of a weight is put off; then all other uses of its parameter must be, too.
+
+        Otherwise the order would be lost in which autograd adds up a weight's uses.
+        """
+        base = parameter_of(weight)
+        if base is None or id(base) in self._whole:
+            return False
+        self._taken[id(base)] = base
+        return True
+
+    def elsewhere(self, tensor: Tensor) -> Tensor:
+        """What a function that is no such product must get for `tensor`, so that a weight's uses stay together.
+
+        A parameter that is put off by now: a copy of it without memory, whose gradient is put, computed, to the others.
+        Of every other parameter nothing will be put off.
+        """
+        base = parameter_of(tensor)
+        if base is None:
+            return tensor
+        if id(base) in self._taken:
+            anchor = tensor.new_empty(0).requires_grad_()
+            return _Elsewhere.apply(self, [tensor], anchor)  # type: ignore[no-untyped-call,no-any-return]
+        self._whole.add(id(base))
+        return tensor
+
+    def unseen(self, tensor: Tensor) -> None:
+        """Note a tensor that is used where no gradient can be followed: its parameter is left whole, if it can be."""
+        base = parameter_of(tensor)
+        if base is not None and id(base) not in self._taken:
+            self._whole.add(id(base))
+
+    def put(self, weight: Tensor, make: Make) -> None:
+        """Put off one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
+        base = parameter_of(weight)
+        assert base is not None  # it was taken
+        if self.intercepted:
+            self._look_for(base)
+        self._uses.setdefault(id(base), []).append(_Use(weight, make))
+
+    def put_function(self, function: Callable[[], object]) -> None:
+        """Put off anything; functions are called in this order, when all weights have their gradients."""
+        self._functions.append(function)
+
+    def keeps(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether something that is kept for W lies in the memory of one of these."""
+        if not tensors or not self._uses:
+            return False
+        own = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return any(tensor.untyped_storage()._cdata in own for tensor in self._kept())
+
+    def deliver(self) -> None:
+        """Compute the gradients, weight by weight, and accumulate each; what was kept for a weight is free after it."""
+        while self._uses:
+            _deliver(self._uses.pop(next(iter(self._uses))))
+        functions, self._functions = self._functions, []
+        for function in functions:
+            function()
+
+    def _kept(self) -> Iterator[Tensor]:
+        for uses in self._uses.values():
+            for _, make in uses:
+                if isinstance(make, partial):
+                    yield from (held for held in make.args if isinstance(held, Tensor))
+
+    def _look_for(self, base: nn.Parameter) -> None:
+        """Raise TrainingError where this backward will also give the parameter a gradient past W."""
+        end = self._ends.get(id(base))
+        if end is None:
+            end = self._ends[id(base)] = get_gradient_edge(base).node
+        if torch._C._will_engine_execute_node(end):
+            raise TrainingError(
+                Problem(
+                    "PP-E717",
+                    f"a weight of shape {list(base.shape)} is used in a product whose weight gradient is put off, and "
+                    "in a function of which torch shows nothing (an autograd.Function, mostly)",
+                    "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))",
+                )
+            )
+
+
+def parameter_of(weight: Tensor) -> nn.Parameter | None:
+    """The parameter that a tensor is or looks into, if it is trained through it."""
+    if not weight.requires_grad:
+        return None
+    base = weight if weight._base is None else weight._base
+    return base if type(base) is nn.Parameter and base.requires_grad else None
+
+
+_collecting: PutOff | None = None
+_in_backward = False
+
+
+@contextmanager
+def collecting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
+    """Put weight gradients off into `gradients`: around an F and, as `backward`, around its I.
+
+    Around I because recomputation runs parts of the forward there, which must be the same; and for `WeightGradStore`.
+    """
+    global _collecting, _in_backward
+    before = _collecting, _in_backward
+    _collecting, _in_backward = gradients, backward
+    try:
+        yield
+    finally:
+        _collecting, _in_backward = before
+
+
+def putting_off(weight: Tensor) -> PutOff | None:
+    """Where the weight gradient of a product with `weight` is put off to; None where it is computed in the backward."""
+    if _collecting is None or not torch.is_grad_enabled() or not _collecting.takes(weight):
+        return None
+    return _collecting
+
+
+class _Store:
+    """Where an autograd function of the user's own puts off its weight gradients, as in DeepSeek's DualPipe.
+
+    In its backward: `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
+    `.grad`. `f` is called in the W of the same stage and microbatch.
+    """
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the backward that runs is an I, whose weight gradients are computed later."""
+        return _in_backward
+
+    def put(self, function: Callable[[], object]) -> None:
+        """Call `function()` in the W that belongs to the I that runs. Raises RuntimeError where none runs."""
+        if _collecting is None or not _in_backward:
+            raise RuntimeError("WeightGradStore.put outside an I: ask WeightGradStore.enabled first")
+        _collecting.put_function(function)
+
+
+WeightGradStore = _Store()
+
+
+class Form(NamedTuple):
+    """What the gradient of a factor depends on beside the other operands: not its values."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+
+
+class Rule(NamedTuple):
+    """A kind of product of an activation x and a factor, which is the weight in the dtype in which it is multiplied."""
+
+    multiply: Callable[..., Tensor]
+    """(x, factor, bias, *others) -> product."""
+    of_input: Callable[..., Tensor | None]
+    """(gradient, x, factor, *others) -> gradient of x."""
+    of_factor: Callable[..., Tensor]
+    """(gradient, x, form of the factor, *others) -> gradient of the factor, a new tensor."""
+    keeps_input: bool = True
+    """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
+
+
+class _Call(NamedTuple):
+    gradients: PutOff
+    rule: Rule
+    weight: Tensor
+    factor: list[Tensor]
+    """Emptied when it is saved: a factor that recomputation makes again must not be held from here."""
+
+
+def multiply(
+    gradients: PutOff,
+    rule: Rule,
+    weight: Tensor,
+    x: Tensor,
+    *others: Tensor,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """`rule`'s product of x and `weight`, whose gradient is put off into `gradients`.
+
+    `factor` is the weight as it is multiplied, where that is in another dtype. `others` have no gradient.
+    """
+    # Without any input that needs a gradient (token ids) the product would have no backward.
+    anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
+    call = _Call(gradients, rule, weight, [weight if factor is None else factor])
+    return _Product.apply(call, anchor, x, bias, *others)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """A product whose weight is no part of the graph: I has nothing for its hooks, not even the absence of a gradient.
+
+    Lists hide tensors from autograd.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, _: Tensor | None, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
+        factor = call.factor.pop()
+        ctx.call, ctx.form = call, Form(factor.shape, factor.stride())
+        ctx.save_for_backward(factor, x if call.rule.keeps_input else None, *others)
+        return call.rule.multiply(x, factor, bias, *others)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (put_off, rule, weight, _) = gradients, ctx.call
+        factor, x, *others = ctx.saved_tensors
+        of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
+        put_off.put(weight, partial(rule.of_factor, gradient, x, ctx.form, *others))
+        # Autograd itself sums the rows of the bias's.
+        of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
+        return None, None, of_input, of_bias, *(None for _ in others)
+
+
+class _Elsewhere(torch.autograd.Function):
+    """A weight for a function that is not put off: its gradient is put to the weight's others when it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: PutOff, weight: list[Tensor], _: Tensor) -> Tensor:
+        ctx.gradients, ctx.weight = gradients, weight[0]
+        return weight.pop().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.put(ctx.weight, partial(torch.clone, gradients[0]))
+        return None, None, None
+
+
+def _deliver(uses: list[_Use]) -> None:
+    """Hand one parameter the sum of its uses' parts, through autograd."""
+    parts: dict[int, tuple[Tensor, list[Make]]] = {}
+    for weight, make in uses:
+        parts.setdefault(id(weight), (weight, []))[1].append(make)
+    uses.clear()
+    makes = [own for _, own in parts.values()]
+    root: Tensor = _Sums.apply(makes, *(weight for weight, _ in parts.values()))  # type: ignore[no-untyped-call]
+    # What torch.autograd.backward comes down to, which imports sympy.
+    _engine_run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class _Sums(torch.autograd.Function):
+    """Its backward makes gradients, so that nobody else holds one when it arrives: else autograd would copy it."""
+
+    @staticmethod
+    def forward(ctx: Any, makes: list[list[Make]], *weights: Tensor) -> Tensor:
+        ctx.makes = makes
+        # Autocast casts a parameter once for all its uses, and a view of one for each use: gradients of these uses are
+        # added up before they are cast, or after.
+        ctx.dtypes = [None if weight.is_leaf else weight.dtype for weight in weights]
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_sum(makes, dtype) for makes, dtype in zip(ctx.makes, ctx.dtypes, strict=True))
+
+
+def _sum(makes: list[Make], cast_each: torch.dtype | None) -> Tensor | None:
+    total: Tensor | None = None
+    for make in _emptied(makes):
+        part = make() if cast_each is None else make().to(cast_each)
+        if total is None or total.dtype != part.dtype:
+            total = part if total is None else total + part
+        else:
+            total.add_(part)
+    return total
+
+
+def _emptied(makes: list[Make]) -> Iterator[Make]:
+    """One after the other, of which the list forgets each."""
+    makes.reverse()
+    while makes:
+        yield makes.pop()
