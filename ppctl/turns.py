@@ -20,13 +20,20 @@ class _Abandoned(BaseException):
 class Turns:
     """Runs pairs of pieces, one pair at a time: the first in the caller's thread, the second in a thread of its own.
 
-    `initialize` is called once in that thread. Not for two threads at once.
+    `initialize` is called once in that thread. `keep` returns a function that brings back the state in which it was
+    called, of what is global and belongs to one piece: each piece starts with the state that `run` met, finds its own
+    again whenever it is its turn, and leaves none behind. Not for two threads at once.
     """
 
     current: Turns | None = None
     """What runs a pair in this process at the moment."""
 
-    def __init__(self, initialize: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        initialize: Callable[[], None] = lambda: None,
+        keep: Callable[[], Callable[[], None]] = lambda: lambda: None,
+    ) -> None:
+        self._keep = keep
         self._thread = ThreadPoolExecutor(1, "pair", initialize)
         self._changed = threading.Condition()
         self._running = 0
@@ -36,9 +43,10 @@ class Turns:
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both to their ends, `first` first. Raises what a piece raises, and then the other does not go on."""
         self._running, self._ended, self._failed = 0, [False, False], False
+        restore = self._keep()
         Turns.current = self
         try:
-            other = self._thread.submit(self._second, second)
+            other = self._thread.submit(self._second, second, restore)
             try:
                 self._piece(0, first)
             finally:
@@ -46,6 +54,7 @@ class Turns:
             other.result()
         finally:
             Turns.current = None
+            restore()
 
     def hand_over(self) -> None:
         """Let the other piece run; returns when it has handed back, or at once where it has ended.
@@ -56,15 +65,18 @@ class Turns:
             piece = self._running
             if self._ended[1 - piece]:
                 return
+            restore = self._keep()
             self._give(1 - piece)
             self._wait_for(piece)
+            restore()
 
-    def _second(self, piece: Callable[[], None]) -> None:
+    def _second(self, piece: Callable[[], None], restore: Callable[[], None]) -> None:
         with self._changed:
             try:
                 self._wait_for(1)
             except _Abandoned:
                 return
+        restore()
         self._piece(1, piece)
 
     def _piece(self, number: int, piece: Callable[[], None]) -> None:

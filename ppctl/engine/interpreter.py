@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from ppctl.comm.buffers import MessageSpec, Shelf
 from ppctl.comm.channels import ChannelEnd
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.message_batches import MessageBatch
 from ppctl.engine.pace import Heartbeat, make_pace
+from ppctl.engine.pairs import Pairs, pairs_of
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
 from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
@@ -111,6 +113,11 @@ class Engine:
         self._enter, self._sent = self._pace.enter, self._pace.sent
         self._begin, self._end = self._pace.begin, self._pace.end
         self._handlers = _HANDLERS if self._batch is None else _BATCHED
+        self._behind = pairs_of(schedule, self.actions)
+        if self._behind:
+            self._beside = frozenset(self._behind.values())
+            self._pairs = Pairs(self.recorder, device)
+            self._handlers = {**self._handlers, **_IN_PAIRS}
         if timed is not None:
             self._handlers = {op: _timing(op, handler, timed) for op, handler in self._handlers.items()}
         self._index = 0
@@ -151,6 +158,28 @@ class Engine:
         stage = self._stages[action.stage]
         stage.wait_for_gradient(action.mb)
         self._compute(stage.backward, action.mb)
+
+    def _forward_in_pair(self, action: Action) -> None:
+        """A forward, and beside it the backward that follows in the list, if the two are a pair."""
+        other = self._behind.get(action)
+        if other is None:
+            self._forward(action)
+            return
+        ahead, behind = self._stages[action.stage], self._stages[other.stage]
+        ahead.wait_for_input(action.mb)
+        behind.wait_for_gradient(other.mb)
+        self._begin(self._index)
+        try:
+            self._pairs.run(self._index, partial(ahead.forward, action.mb), partial(behind.backward, other.mb))
+        except Exception:
+            self._pace.at = self._pairs.failed
+            raise
+        self._end(self._index + 1)
+
+    def _backward_in_pair(self, action: Action) -> None:
+        """A backward that has not run beside a forward."""
+        if action not in self._beside:
+            self._backward(action)
 
     def _weight_gradients(self, action: Action) -> None:
         self._compute(self._stages[action.stage].weight_gradients, action.mb)
@@ -220,6 +249,12 @@ _HANDLERS: Mapping[Op, _Handler] = {
     Op.SEND_B: Engine._send_backward,
     Op.RECV_B: Engine._receive_backward,
     Op.REDUCE_GRAD: Engine._reduce_gradients,
+}
+
+
+_IN_PAIRS: Mapping[Op, _Handler] = {
+    Op.F: Engine._forward_in_pair,
+    **dict.fromkeys(INPUT_GRADIENTS, Engine._backward_in_pair),
 }
 
 
@@ -308,7 +343,8 @@ def run_schedule(
     under no_grad. `programs` are this rank's stages. The loss is what the last stage's program returns, already scaled;
     the engine never modifies it. Gradients accumulate into `.grad` in the order of the backwards in the list. Where a
     backward is split, I accumulates all gradients but those of products with a weight, which wait for W
-    (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions).
+    (`StageProgram.whole` and `intercept`; `WeightGradStore` for autograd functions). The two of a pair that stand one
+    behind the other advance in turns, where the stages' forwards and backwards hand over (`ppctl.turns`).
 
     `communicator` is the pipeline's, and may be missing where it has one rank; it keeps channels and buffers from call
     to call. `deallocate_pipeline_outputs` frees an output once it is delivered; without it, outputs live until their

@@ -24,8 +24,10 @@ from ppctl.schedule.action import (
     Action,
     Channel,
     Op,
+    Pair,
     Placement,
     Schedule,
+    grouped,
     input_gradient_of,
     lane,
     receive_slots,
@@ -80,7 +82,7 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
     message has been used. Receives are posted in the order of the sends, whatever the order of use. None is posted
     before its own rank has done what the message follows from (`_first_of_use`): until then nothing can arrive, and on
     a GPU a posted receive is a kernel that keeps the device from draining, which the first launch of any other kernel
-    and a retry of the allocator wait for.
+    and a retry of the allocator wait for. Between the two of a pair stands nothing.
     """
     routes = _sent(schedule)
     slots = {line.channel: receive_slots(capacities[line.channel]) for line in routes.lines}
@@ -93,13 +95,16 @@ def add_messages(schedule: Schedule, capacities: Mapping[Channel, int]) -> Sched
             if line.channel.target == pp_rank
         }
         full = [receive for end in ends.values() for receive in end.post(ready, -1)]
-        for index, action in enumerate(row):
-            full.append(action)
-            op, stage, mb = action
-            if (goes := routes.goes[op][stage]) is not None:
-                full.append(goes.sends[mb])
-            if (comes := routes.comes[op][stage]) is not None:
-                ends[comes.line.channel].free += 1
+        index = -1
+        for each in grouped(row, schedule.pairs):
+            actions = each if isinstance(each, Pair) else (each,)
+            index += len(actions)
+            full += actions
+            for op, stage, mb in actions:
+                if (goes := routes.goes[op][stage]) is not None:
+                    full.append(goes.sends[mb])
+                if (comes := routes.comes[op][stage]) is not None:
+                    ends[comes.line.channel].free += 1
             for end in ends.values():
                 if end.free and end.due:
                     full.extend(end.post(ready, index))

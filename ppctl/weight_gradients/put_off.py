@@ -163,6 +163,17 @@ def collecting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
         _collecting, _in_backward = before
 
 
+def keep_collecting() -> Callable[[], None]:
+    """What brings back the present state of collecting, for work that goes on after other work has run."""
+    state = _collecting, _in_backward
+
+    def restore() -> None:
+        global _collecting, _in_backward
+        _collecting, _in_backward = state
+
+    return restore
+
+
 def putting_off(weight: Tensor) -> PutOff | None:
     """Where the weight gradient of a product with `weight` is put off to; None where it is computed in the backward."""
     if _collecting is None or not torch.is_grad_enabled() or not _collecting.takes(weight):

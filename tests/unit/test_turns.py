@@ -77,3 +77,25 @@ def test_the_second_piece_has_a_thread_that_was_prepared_once():
         turns.run(lambda: None, lambda: seen.append(threading.current_thread().name))
     assert len(prepared) == 1 and seen == prepared * 2
     assert prepared != [threading.current_thread().name]
+
+
+def test_each_piece_finds_its_own_state_again_and_leaves_none_behind():
+    state = ["none"]
+
+    def keep():
+        kept = state[0]
+        return lambda: state.__setitem__(0, kept)
+
+    def piece(name: str, exchanges: int):
+        def work() -> None:
+            assert state[0] == "none"
+            state[0] = name
+            for _ in range(exchanges):
+                hand_over()
+                assert state[0] == name
+
+        return work
+
+    for of_first, of_second in ((2, 4), (4, 2), (0, 1), (1, 0)):
+        Turns(keep=keep).run(piece("a", of_first), piece("b", of_second))
+        assert state[0] == "none"
