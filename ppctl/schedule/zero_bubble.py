@@ -1,16 +1,15 @@
 """Schedules that split the backward: input gradients early, weight gradients where a rank would idle.
 
-ZB-H1 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (the same for several
-chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank.
-Each list is written as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages,
-time or capacities. Standard library only.
+ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (ZB-H1 for several
+chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank
+and written as phases of short words, `F1` for a forward of the rank's second stage. Those of a V that hold less are in
+`v_blocks`. Must not know messages, time or capacities. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
@@ -20,19 +19,7 @@ from ppctl.schedule.schedule_table import get_schedule_table
 
 def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """Interleaved 1F1B with half its warm-up: weight gradients run `pp_rank` backwards late and fill the gap."""
-    table = get_schedule_table(num_microbatches, vpp, group)
-    rows = []
-    for pp_rank in range(pp):
-        stages = range(pp_rank, pp * vpp, pp)
-        ahead = [Action(Op.F, stages[chunk], mb) for mb, chunk in table]
-        back = [(stages[vpp - 1 - chunk], mb) for mb, chunk in table]
-        warmup = min((vpp - 1) * group + pp - 1 - pp_rank, len(table))
-        row, forwards, late = ahead[:warmup], iter(ahead[warmup:]), iter(back)
-        for number, (stage, mb) in enumerate(back):
-            row += [*islice(forwards, 1), Action(Op.I, stage, mb)]
-            row += [Action(Op.W, *unit) for unit in islice(late, int(number >= pp_rank))]
-        rows.append((*row, *(Action(Op.W, *unit) for unit in late)))
-    return Schedule("interleaved_zero_bubble", Placement("loop", pp, pp * vpp), num_microbatches, tuple(rows))
+    return _on_a_loop("interleaved_zero_bubble", pp, vpp, num_microbatches, group)
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
@@ -40,7 +27,33 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
     Bubble time (pp - 1)(tf + tb - tw) where tw is at most tf and tb, with as much memory as 1F1B's first rank.
     """
-    return replace(interleaved_zero_bubble(pp, 1, num_microbatches, group), name="zb_h1")
+    return _on_a_loop("zb_h1", pp, 1, num_microbatches, group)
+
+
+def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk.
+
+    No bubble but filling and draining (pp - 1 forwards in front, none behind the first rank) where F, I and W take
+    equal times and num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank.
+    """
+    return _on_a_loop("zb_h2", pp, 1, num_microbatches, group, times=2)
+
+
+def _on_a_loop(name: str, pp: int, vpp: int, num_microbatches: int, group: int, times: int = 1) -> Schedule:
+    """Rank r warms up with `times` forwards for every rank behind it, and is `times` r backwards late with its Ws."""
+    table = get_schedule_table(num_microbatches, vpp, group)
+    rows = []
+    for pp_rank in range(pp):
+        stages = range(pp_rank, pp * vpp, pp)
+        ahead = [Action(Op.F, stages[chunk], mb) for mb, chunk in table]
+        back = [(stages[vpp - 1 - chunk], mb) for mb, chunk in table]
+        warmup = min((vpp - 1) * group + times * (pp - 1 - pp_rank), len(table))
+        row, forwards, late = ahead[:warmup], iter(ahead[warmup:]), iter(back)
+        for number, (stage, mb) in enumerate(back):
+            row += [*islice(forwards, 1), Action(Op.I, stage, mb)]
+            row += [Action(Op.W, *unit) for unit in islice(late, int(number >= times * pp_rank))]
+        rows.append((*row, *(Action(Op.W, *unit) for unit in late)))
+    return Schedule(name, Placement("loop", pp, pp * vpp), num_microbatches, tuple(rows))
 
 
 def fills_zbv(pp: int) -> int:
