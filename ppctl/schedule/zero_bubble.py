@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Pair, Placement, Schedule
 from ppctl.schedule.schedule_table import get_schedule_table
 
 
@@ -81,9 +81,9 @@ def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Sch
 
 
 def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """DualPipeV: in its main phase a rank's two stages take turns, the forward of one with the backward of the other.
+    """DualPipeV: in its main phase a rank's two stages take turns, one's forward paired with the other's backward.
 
-    Where DualPipeV overlaps the two, they stand one after the other here.
+    At most 2 pp + 1 activations of half a rank each are in flight.
     """
     if num_microbatches < 2 * pp:
         message = f"dualpipev fills a V of {2 * pp} stages: at least {2 * pp} microbatches, not {num_microbatches}"
@@ -94,8 +94,9 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
         words.add("F0", 2 * behind)
         words.add("F0 F1", pp_rank + 1)
         words.add("I1 W F1", behind)
-        words.add("F0 B1 F1 B0", num_microbatches - 2 * pp + pp_rank + 1)
-        words.add("B1 F1 B0", behind)
+        words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's first: all others wait for it
+        words.add("F0+B1 F1+B0", num_microbatches - 2 * pp + pp_rank + min(behind, 1))
+        words.add("B1 F1+B0", behind)
         whole = (pp_rank + 1) // 2  # of the last pairs; the others leave their weight gradients for the end
         words.add("B1 B0", whole)
         words.add("B1 I0" if pp_rank % 2 == 0 else "I1 I0")
@@ -107,23 +108,27 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 
 class _Words:
-    """A rank's list on its way: every word counts its own microbatches; a bare `W` is the oldest that is owed."""
+    """A rank's list on its way: every word counts its own microbatches. A bare `W` is the oldest that is owed, and
+    `F0+B1` is a pair."""
 
     def __init__(self, stages: tuple[int, ...]) -> None:
         self.stages = stages
         self.made: Counter[str] = Counter()
         self.owed: deque[Action] = deque()
         self.actions: list[Action] = []
+        self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
         """The words of `phase`, that many times."""
         for word in phase.split() * times:
-            if word != "W":
+            if "+" in word:
+                self.pairs.append(Pair(*map(self._one, word.split("+"))))
+            elif word != "W":
                 self._one(word)
             elif self.owed:
                 self.actions.append(self.owed.popleft())
 
-    def _one(self, word: str) -> None:
+    def _one(self, word: str) -> Action:
         op, stage = Op(word[0]), self.stages[int(word[1])]
         counted = "I" if op in INPUT_GRADIENTS else op  # B and I are one series
         mb = self.made[counted + word[1]]
@@ -131,13 +136,16 @@ class _Words:
         self.actions.append(Action(op, stage, mb))
         if op is Op.I:
             self.owed.append(Action(Op.W, stage, mb))
+        return self.actions[-1]
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
     placement = Placement("v", pp, 2 * pp)
     rows = []
+    pairs: list[Pair] = []
     for pp_rank in range(pp):
         words = _Words(placement.stages_of(pp_rank))
         fill(pp_rank, words)
         rows.append(tuple(action for action in words.actions if action.mb < num_microbatches))
-    return Schedule(name, placement, num_microbatches, tuple(rows))
+        pairs += words.pairs
+    return Schedule(name, placement, num_microbatches, tuple(rows), pairs=frozenset(pairs))
