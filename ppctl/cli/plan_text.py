@@ -160,6 +160,8 @@ def schedule_line(plan: Plan) -> str:
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
         f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
+        + f"; {len(plan.schedule.pairs)} pairs, each in turn"
+        * bool(plan.schedule.pairs)
     )
 
 

@@ -245,4 +245,5 @@ def _shortened(schedule: Schedule) -> tuple[Schedule, int]:
             a if a.mb < half else Action(a.op, a.stage, a.mb - rounds * pp) for a in row if a.mb < half or a.mb >= end
         )
 
-    return replace(schedule, num_microbatches=kept, actions=tuple(map(renumbered, schedule.actions))), rounds * pp
+    rows = tuple(map(renumbered, schedule.actions))
+    return replace(schedule, num_microbatches=kept, actions=rows, pairs=frozenset()), rounds * pp

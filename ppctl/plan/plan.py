@@ -15,7 +15,7 @@ from typing import Any
 
 from ppctl.errors import Problem
 from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageSpec, Timing, fields_of
-from ppctl.schedule.action import Action, Channel, Placement, Schedule
+from ppctl.schedule.action import Action, Channel, Pair, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
 from ppctl.topology import ParallelSizes, RankGrid
@@ -143,7 +143,13 @@ class Plan:
             stages=tuple(map(StageSpec.from_json, data["stages"])),
             pp_ranks=tuple(RankCost(**cost) for cost in data["pp_ranks"]),
             schedule=Schedule(
-                schedule["name"], placement, schedule["microbatches"], rows, capacities, schedule["batched"]
+                schedule["name"],
+                placement,
+                schedule["microbatches"],
+                rows,
+                capacities,
+                schedule["batched"],
+                frozenset(map(Pair.parse, schedule.get("pairs", ()))),
             ),
             num_microbatches=schedule["microbatches"],
             gradient_accumulation_steps=schedule[_CALLS],
@@ -158,9 +164,11 @@ class Plan:
         )
 
     def _executed(self) -> dict[str, Any]:
-        """`report` with each rank's actions."""
+        """`report` with each rank's actions, and the pairs among them."""
         data = self.report()
         data["schedule"]["actions"] = [" ".join(map(str, row)) for row in self.schedule.actions]
+        if self.schedule.pairs:  # most have none, and a plan of before has no such key
+            data["schedule"]["pairs"] = [str(pair) for pair in sorted(self.schedule.pairs)]
         return data
 
 

@@ -7,7 +7,7 @@ tensors or configuration. Standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -93,6 +93,24 @@ class Action(NamedTuple):
         return cls(Op(op.rstrip("0123456789")), int(stage), int(mb))
 
 
+class Pair(NamedTuple):
+    """A forward and a backward that stand side by side in a rank's list: `(2F1;1B0)OVERLAP_F_B` in torch's spelling."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    @classmethod
+    def parse(cls, text: str) -> Pair:
+        """Parse what `str` prints. Raises ScheduleError on all else."""
+        match = _OVERLAP.fullmatch(text)
+        if match is None:
+            raise ScheduleError(Problem("PP-E301", f"{text!r} is not a pair of actions, as in (2F1;1B0)OVERLAP_F_B"))
+        return cls(*map(Action.parse, match.groups()))
+
+
 _new_action = partial(tuple.__new__, Action)
 
 
@@ -172,6 +190,9 @@ class Schedule:
     In a `batched` schedule the neighbouring messages of a rank's list are one batch: all are started together, then all
     are waited for, and what goes from one rank to another is matched in order, activations and gradients alike. Nothing
     travels while the rank computes.
+
+    `pairs` are forwards and backwards that a rank may run side by side. In its list the forward stands in front, and
+    nothing but messages between the two: read as a list alone, they run in turn (`pairs.wrong_pairs` judges them).
     """
 
     name: str
@@ -180,6 +201,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     capacities: Mapping[Channel, int] = field(default_factory=dict)
     batched: bool = False
+    pairs: frozenset[Pair] = frozenset()
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -208,8 +230,12 @@ class Schedule:
         return frozenset(i for i, (here, after) in enumerate(pairwise([*messages, False])) if here and not after)
 
     def to_csv(self) -> str:
-        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it."""
-        return "".join(",".join(map(str, row)) + "\n" for row in self.actions)
+        """One line per pp_rank, cells in torch's spelling. Capacities and batching are not part of it.
+
+        A pair is one cell, unless messages stand between the two.
+        """
+        rows = (grouped(row, self.pairs) if self.pairs else row for row in self.actions)
+        return "".join(",".join(map(str, row)) + "\n" for row in rows)
 
     @classmethod
     def from_csv(
@@ -224,12 +250,12 @@ class Schedule:
     ) -> Schedule:
         """Read one line per pp_rank, in torch's spelling; an empty cell is an idle time slot and means nothing.
 
-        A cell that overlaps a forward and a backward, `(2F1;1B0)OVERLAP_F_B`, stands for the two in turn.
+        A cell that overlaps a forward and a backward, `(2F1;1B0)OVERLAP_F_B`, is the two in turn, and one of `pairs`.
 
         Without `placement` the rows say which rank owns which stage (loop or V); without `num_microbatches` the
         largest one counts. Raises ScheduleError with every bad cell. The schedule is not verified.
         """
-        rows, problems = _read_cells(text)
+        rows, pairs, problems = _read_cells(text)
         if problems:
             raise ScheduleError(problems)
         while rows and not rows[-1] and (placement is None or len(rows) > placement.pp):
@@ -240,30 +266,42 @@ class Schedule:
             raise ScheduleError(Problem("PP-E303", f"{len(rows)} rows for pp {placement.pp}: one row per pp_rank"))
         if num_microbatches is None:
             num_microbatches = 1 + max((action.mb for row in rows for action in row), default=0)
-        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {}, batched)
+        return cls(name, placement, num_microbatches, tuple(map(tuple, rows)), capacities or {}, batched, pairs)
 
 
-def _read_cells(text: str) -> tuple[list[list[Action]], list[Problem]]:
-    """The actions of every line, and a problem for every cell that is not exactly one action."""
+def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
+    """A rank's list with a pair in place of its two actions, where these stand one directly behind the other."""
+    behind = dict(pairs)
+    found: list[Action | Pair] = []
+    for action in row:
+        before = found[-1] if found else None
+        if isinstance(before, Action) and behind.get(before) == action:
+            found[-1] = Pair(before, action)
+        else:
+            found.append(action)
+    return found
+
+
+def _read_cells(text: str) -> tuple[list[list[Action]], frozenset[Pair], list[Problem]]:
+    """The actions of every line, the pairs among them, and a problem for every cell that is neither."""
     rows: list[list[Action]] = []
+    pairs: list[Pair] = []
     problems: list[Problem] = []
     for number, line in enumerate(text.splitlines(), 1):
         row: list[Action] = []
         for column, cell in enumerate(line.split(","), 1):
             try:
-                if spelling := cell.strip():
-                    row += _actions_of(spelling)
+                spelling = cell.strip()
+                if spelling.startswith("("):
+                    pairs.append(Pair.parse(spelling))
+                    row += pairs[-1]
+                elif spelling:
+                    row.append(Action.parse(spelling))
             except ScheduleError as error:
                 place = f"row {number} (pp_rank {number - 1}), column {column}"
                 problems.append(Problem("PP-E302", f"{place}: {error.problems[0].message}", place=place))
         rows.append(row)
-    return rows, problems
-
-
-def _actions_of(cell: str) -> list[Action]:
-    """The actions of one cell: one, or the two that torch overlaps, one after the other."""
-    overlapped = _OVERLAP.fullmatch(cell)
-    return list(map(Action.parse, overlapped.groups())) if overlapped else [Action.parse(cell)]
+    return rows, frozenset(pairs), problems
 
 
 def _placement_of(rows: list[list[Action]]) -> Placement:

@@ -52,6 +52,7 @@ def _packed(picture: Picture) -> dict[str, Any]:
         "spans": spans,
         "memory": levels(picture.memory),
         "measured": levels(picture.measured),
+        "pairs": [[[_OPS.index(op), stage, mb] for op, stage, mb in pair] for pair in sorted(trace.pairs)],
         "limit": picture.limit,
         "stages": [[n.stage, n.pp_rank, n.vpp_rank, n.layers, list(n.facts)] for n in picture.stages],
     }

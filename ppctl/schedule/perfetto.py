@@ -29,6 +29,7 @@ def _names(picture: Picture) -> Iterator[dict[str, Any]]:
 
 def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
     notes = {note.stage: note for note in picture.stages}
+    pairs = {action: str(pair) for pair in picture.trace.pairs for action in pair}
     for span in picture.trace.spans:
         yield {
             "ph": "X",
@@ -38,16 +39,18 @@ def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
             "cat": KINDS[span.action.op],
             "ts": 1e6 * span.start,
             "dur": 1e6 * (span.end - span.start),
-            "args": _arguments(span, notes.get(span.action.stage)),
+            "args": _arguments(span, notes.get(span.action.stage), pairs.get(span.action)),
         }
 
 
-def _arguments(span: Span, note: StageNote | None) -> dict[str, Any]:
+def _arguments(span: Span, note: StageNote | None, pair: str | None) -> dict[str, Any]:
     shown: dict[str, Any] = {"stage": span.action.stage}
     if span.action.mb >= 0:
         shown["microbatch"] = span.action.mb
     if note is not None:
         shown |= {"chunk": note.vpp_rank, **({"layers": note.layers} if note.layers else {})}
+    if pair is not None:
+        shown["pair"] = pair
     return shown
 
 

@@ -2,8 +2,8 @@
 
 Those with whole backwards have one shape: some forwards to warm up, then forward and backward in turn, then the
 backwards that are left; they differ in the order of a rank's forwards (`schedule_table`) and in how many warm up. Those
-that split backwards are in `zero_bubble`. `POLICIES` has a row for each, with all that is asked about a policy. Must
-not know messages, time or capacities. Standard library only.
+that split backwards are in `zero_bubble` and `v_blocks`. `POLICIES` has a row for each, with all that is asked about a
+policy. Must not know messages, time or capacities. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from difflib import get_close_matches
 from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
 from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
-from ppctl.schedule.zero_bubble import dualpipev, fills_zbv, interleaved_zero_bubble, zb_h1, zbv_zero_bubble
+from ppctl.schedule.v_blocks import v_half, v_min
+from ppctl.schedule.zero_bubble import dualpipev, fills_zbv, interleaved_zero_bubble, zb_h1, zb_h2, zbv_zero_bubble
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -140,6 +141,7 @@ _ROWS = (
     ),
     Policy("gpipe", gpipe, other_names=("LoopedBFS", "looped_bfs")),  # breadth-first: gpipe with several chunks
     Policy("zb_h1", zb_h1, fixed=True, splits=True, other_names=("ZBH1",), for_more_chunks="interleaved_zero_bubble"),
+    Policy("zb_h2", zb_h2, fixed=True, splits=True, other_names=("ZBH2",), for_more_chunks="interleaved_zero_bubble"),
     Policy(
         "interleaved_zero_bubble",
         interleaved_zero_bubble,
@@ -157,6 +159,8 @@ _ROWS = (
         other_names=("ZBVZeroBubble", "v_schedule"),
         least_microbatches=fills_zbv,
     ),
+    Policy("v_half", v_half, chunks=2, fixed=True, placement="v", splits=True, other_names=("VHalf",)),
+    Policy("v_min", v_min, chunks=2, fixed=True, placement="v", splits=True, other_names=("VMin",)),
     Policy("dualpipev", dualpipev, chunks=2, fixed=True, placement="v", splits=True),
     Policy("forward_only", forward_only, trains=False),
 )
@@ -171,12 +175,12 @@ SPELLINGS = {
     if policy.trains
     for spelling in (policy.name, *policy.other_names)
 }
-"""What a run's `pipeline.pp_schedule` may be, in lower case and without torch's prefix `Schedule` -> the policy."""
+"""What a run's `pipeline.pp_schedule` may be, as `schedule_policy` reads it -> the policy."""
 
 
 def schedule_policy(name: str | None) -> str | None:
-    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`), or None."""
-    return SPELLINGS.get((name or "").lower().removeprefix("schedule"))
+    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`, `V-Half`), or None."""
+    return SPELLINGS.get((name or "").lower().replace("-", "_").removeprefix("schedule"))
 
 
 def fitting_policy(vpp: int) -> str:

@@ -20,7 +20,9 @@ from ppctl.schedule.action import (
     Channel,
     F,
     Op,
+    Pair,
     Schedule,
+    grouped,
     input_gradient_of,
 )
 from ppctl.schedule.executor import execute
@@ -75,7 +77,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
     """When every F, B, I, W and REDUCE_GRAD would run; messages take time but are no spans.
 
     A lowered schedule runs as it says, capacities and all; before that, every message is sent at once and received at
-    once. Raises ScheduleError if the schedule hangs (`verify` says why).
+    once. The two of a pair run in turn. Raises ScheduleError if the schedule hangs (`verify` says why).
     """
     run = execute(schedule, costs.seconds(), lambda channel: costs.messages.get(channel, costs.message))
     if run.stuck:
@@ -85,7 +87,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Trace:
     for pp_rank, (row, starts, ends) in enumerate(zip(schedule.actions, run.starts, run.ends, strict=True)):
         timed = (action for action in row if action[0] not in MESSAGES)
         spans += spans_of(pp_rank, timed, starts, ends)
-    return Trace(schedule.placement.pp, tuple(spans))
+    return Trace(schedule.placement.pp, tuple(spans), schedule.pairs)
 
 
 def in_flight(schedule: Schedule, *, until: Set[Op] = LIFE_ENDS) -> tuple[int, ...]:
@@ -157,6 +159,8 @@ def seconds_by_kind(path: list[Span]) -> dict[str, float]:
 def to_slots(schedule: Schedule) -> str:
     """The CSV of what is computed, without messages and gradient sync, every action in the first slot that it can have.
 
+    A pair is one cell, in its forward's slot.
+
     What torch's `_load_csv(format="compute_only")` and `Schedule.from_csv` read. Raises ScheduleError for a schedule
     that hangs.
     """
@@ -167,6 +171,8 @@ def to_slots(schedule: Schedule) -> str:
     spans = simulate(plain, Costs(one, one, one, one)).spans
     columns = round(max((span.end for span in spans), default=0.0))
     cells = [[""] * columns for _ in rows]
-    for span in spans:
-        cells[span.pp_rank][round(span.start)] = str(span.action)
+    slots = {span.action: round(span.start) for span in spans}
+    for row, line in zip(rows, cells, strict=True):
+        for each in grouped(row, plain.pairs):
+            line[slots[each.forward if isinstance(each, Pair) else each]] = str(each)
     return "".join(",".join(row) + "\n" for row in cells)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ppctl.schedule.action import COMPUTE, Action, Op
 from ppctl.schedule.trace import Span, Trace, bubble_fraction, step_time
 
 _FIRST = {Op.F: "0", Op.B: "a", Op.I: "a", Op.W: "A"}
+_FIRST_OF_PAIR = "k"
+"""In place of `a` where the backward is paired with the forward in front of it."""
 _NARROWEST = 40
 _USUAL = 80
 """Columns that a terminal has at least: words are not broken for less."""
@@ -22,8 +24,10 @@ def timeline_text(trace: Trace, width: int = 100) -> str:
     """The trace drawn in at most `width` columns (at least 40), a line for every stage of every pp_rank.
 
     A column shows what runs in its middle: the last digit of the microbatch, as a digit for a forward and as a letter
-    for a backward (`a` is 0). Dots are the rank's idle time, blanks are time that it spends on its other stages.
+    for a backward (`a` is 0, `k` as well if it is paired with the forward in front of it). Dots are the rank's idle
+    time, blanks are time that it spends on its other stages.
     """
+    paired = {pair.backward for pair in trace.pairs}
     rows = [[span for span in trace.spans if span.pp_rank == r and span.action.op in COMPUTE] for r in range(trace.pp)]
     owned = [sorted({span.action.stage for span in row}) for row in rows]
     labels = [[_label(r, stage, first=stage == stages[0]) for stage in stages] for r, stages in enumerate(owned)]
@@ -35,7 +39,7 @@ def timeline_text(trace: Trace, width: int = 100) -> str:
     for row, stages, names in zip(rows, owned, labels, strict=True):
         shown = _shown(row, [begin + (column + 0.5) * tick for column in range(columns)])
         for stage, name in zip(stages, names, strict=True):
-            lines.append(f"{name:{margin}}|{''.join(_mark(action, stage) for action in shown)}|")
+            lines.append(f"{name:{margin}}|{''.join(_mark(action, stage, paired) for action in shown)}|")
     figures = f"{step_time(trace):.4g} s ({tick:.2g} s a column), bubble {bubble_fraction(trace):.1%}"
     return "\n".join([*lines, " " * (margin + 1) + figures]) + "\n"
 
@@ -43,7 +47,8 @@ def timeline_text(trace: Trace, width: int = 100) -> str:
 def _legend(trace: Trace) -> str:
     split = any(span.action.op is Op.W for span in trace.spans)
     backward = "a-j input gradient, A-J weight gradient" if split else "a-j backward"
-    return f"last digit of the microbatch: 0-9 forward, {backward} (a is 0); dots are idle"
+    pairs = ", k-t the same of a backward that is paired with the forward in front of it (k is 0)" * bool(trace.pairs)
+    return f"last digit of the microbatch: 0-9 forward, {backward} (a is 0){pairs}; dots are idle"
 
 
 def _label(pp_rank: int, stage: int, *, first: bool) -> str:
@@ -57,7 +62,8 @@ def _shown(row: Sequence[Span], times: Sequence[float]) -> list[Action | None]:
     return [span.action if span and time < span.end else None for span, time in zip(under, times, strict=True)]
 
 
-def _mark(action: Action | None, stage: int) -> str:
+def _mark(action: Action | None, stage: int, paired: Collection[Action]) -> str:
     if action is None:
         return "."
-    return chr(ord(_FIRST[action.op]) + action.mb % 10) if action.stage == stage else " "
+    first = _FIRST_OF_PAIR if action in paired else _FIRST[action.op]
+    return chr(ord(first) + action.mb % 10) if action.stage == stage else " "

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from ppctl.schedule.action import COMPUTE, Action
+from ppctl.schedule.action import COMPUTE, Action, Pair
 
 
 class Span(NamedTuple):
@@ -37,15 +37,19 @@ class Trace:
 
     pp: int
     spans: tuple[Span, ...]
+    pairs: frozenset[Pair] = frozenset()
+    """The pairs of the schedule that ran."""
 
     def to_json(self) -> dict[str, Any]:
-        """`{"pp": 2, "spans": [[0, "0F0", 0.0, 1.5], ...]}`."""
-        return {"pp": self.pp, "spans": [[s.pp_rank, str(s.action), s.start, s.end] for s in self.spans]}
+        """`{"pp": 2, "spans": [[0, "0F0", 0.0, 1.5], ...]}`, and `"pairs": ["(2F1;1B0)OVERLAP_F_B"]` if any."""
+        pairs = {"pairs": [str(pair) for pair in sorted(self.pairs)]} if self.pairs else {}
+        return {"pp": self.pp, "spans": [[s.pp_rank, str(s.action), s.start, s.end] for s in self.spans], **pairs}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
         """The inverse of `to_json`."""
-        return cls(data["pp"], tuple(Span(r, Action.parse(text), start, end) for r, text, start, end in data["spans"]))
+        spans = tuple(Span(r, Action.parse(text), start, end) for r, text, start, end in data["spans"])
+        return cls(data["pp"], spans, frozenset(map(Pair.parse, data.get("pairs", ()))))
 
 
 def step_time(trace: Trace) -> float:

@@ -29,6 +29,7 @@ from ppctl.schedule.action import (
 )
 from ppctl.schedule.executor import execute
 from ppctl.schedule.lanes import Key, Lanes, Wanted, located, wanted_lanes
+from ppctl.schedule.pairs import wrong_pairs
 
 _SHOWN = 6
 """How many actions or ranks one problem names; the rest are counted."""
@@ -46,7 +47,7 @@ def verify(schedule: Schedule) -> list[Problem]:
     after its last backward; and the lists run to their ends with sends that complete only once their receive is posted.
     In a batched schedule the order is judged per pair of ranks, both directions together, and a batch is over when all
     messages in it have met their other ends. Linear in the number of actions. Order is judged where nothing is missing,
-    deadlock where nothing else is wrong.
+    deadlock where nothing else is wrong, and pairs (`wrong_pairs`) where the lists run to their ends.
     """
     rows, pp = len(schedule.actions), schedule.placement.pp
     if rows != pp:
@@ -57,7 +58,7 @@ def verify(schedule: Schedule) -> list[Problem]:
     if len(lanes) < pp:
         return list(_incomplete(schedule, wanted))
     wrong = [*_disordered(schedule, lanes), *_crossed(schedule, lanes), *_beyond_slots(schedule, lanes)]
-    return wrong or _hanging(schedule)
+    return wrong or _hanging(schedule) or [*wrong_pairs(schedule)]
 
 
 def _some(things: Iterable[object]) -> str:

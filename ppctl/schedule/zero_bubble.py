@@ -1,38 +1,25 @@
 """Schedules that split the backward: input gradients early, weight gradients where a rank would idle.
 
-ZB-H1 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (the same for several
-chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank.
-Each list is written as phases of short words, `F1` for a forward of the rank's second stage. Must not know messages,
-time or capacities. Standard library only.
+ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241) and the three that torch names: interleaved zero-bubble (ZB-H1 for several
+chunks), ZBV (the same authors, arXiv 2405.15362) and DualPipeV (DeepSeek), the last two on a V of two stages per rank
+and written as phases of short words, `F1` for a forward of the rank's second stage. Those of a V that hold less are in
+`v_blocks`. Must not know messages, time or capacities. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Placement, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Pair, Placement, Schedule
 from ppctl.schedule.schedule_table import get_schedule_table
 
 
 def interleaved_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """Interleaved 1F1B with half its warm-up: weight gradients run `pp_rank` backwards late and fill the gap."""
-    table = get_schedule_table(num_microbatches, vpp, group)
-    rows = []
-    for pp_rank in range(pp):
-        stages = range(pp_rank, pp * vpp, pp)
-        ahead = [Action(Op.F, stages[chunk], mb) for mb, chunk in table]
-        back = [(stages[vpp - 1 - chunk], mb) for mb, chunk in table]
-        warmup = min((vpp - 1) * group + pp - 1 - pp_rank, len(table))
-        row, forwards, late = ahead[:warmup], iter(ahead[warmup:]), iter(back)
-        for number, (stage, mb) in enumerate(back):
-            row += [*islice(forwards, 1), Action(Op.I, stage, mb)]
-            row += [Action(Op.W, *unit) for unit in islice(late, int(number >= pp_rank))]
-        rows.append((*row, *(Action(Op.W, *unit) for unit in late)))
-    return Schedule("interleaved_zero_bubble", Placement("loop", pp, pp * vpp), num_microbatches, tuple(rows))
+    return _on_a_loop("interleaved_zero_bubble", pp, vpp, num_microbatches, group)
 
 
 def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
@@ -40,7 +27,33 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
     Bubble time (pp - 1)(tf + tb - tw) where tw is at most tf and tb, with as much memory as 1F1B's first rank.
     """
-    return replace(interleaved_zero_bubble(pp, 1, num_microbatches, group), name="zb_h1")
+    return _on_a_loop("zb_h1", pp, 1, num_microbatches, group)
+
+
+def zb_h2(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
+    """ZB-H2: ZB-H1 with twice the forwards ahead and weight gradients twice as late. One chunk.
+
+    No bubble but filling and draining (pp - 1 forwards in front, none behind the first rank) where F, I and W take
+    equal times and num_microbatches is at least 2 pp - 1, with activations of 2 pp - 1 microbatches on every rank.
+    """
+    return _on_a_loop("zb_h2", pp, 1, num_microbatches, group, times=2)
+
+
+def _on_a_loop(name: str, pp: int, vpp: int, num_microbatches: int, group: int, times: int = 1) -> Schedule:
+    """Rank r warms up with `times` forwards for every rank behind it, and is `times` r backwards late with its Ws."""
+    table = get_schedule_table(num_microbatches, vpp, group)
+    rows = []
+    for pp_rank in range(pp):
+        stages = range(pp_rank, pp * vpp, pp)
+        ahead = [Action(Op.F, stages[chunk], mb) for mb, chunk in table]
+        back = [(stages[vpp - 1 - chunk], mb) for mb, chunk in table]
+        warmup = min((vpp - 1) * group + times * (pp - 1 - pp_rank), len(table))
+        row, forwards, late = ahead[:warmup], iter(ahead[warmup:]), iter(back)
+        for number, (stage, mb) in enumerate(back):
+            row += [*islice(forwards, 1), Action(Op.I, stage, mb)]
+            row += [Action(Op.W, *unit) for unit in islice(late, int(number >= times * pp_rank))]
+        rows.append((*row, *(Action(Op.W, *unit) for unit in late)))
+    return Schedule(name, Placement("loop", pp, pp * vpp), num_microbatches, tuple(rows))
 
 
 def fills_zbv(pp: int) -> int:
@@ -68,9 +81,9 @@ def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Sch
 
 
 def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
-    """DualPipeV: in its main phase a rank's two stages take turns, the forward of one with the backward of the other.
+    """DualPipeV: in its main phase a rank's two stages take turns, one's forward paired with the other's backward.
 
-    Where DualPipeV overlaps the two, they stand one after the other here.
+    At most 2 pp + 1 activations of half a rank each are in flight.
     """
     if num_microbatches < 2 * pp:
         message = f"dualpipev fills a V of {2 * pp} stages: at least {2 * pp} microbatches, not {num_microbatches}"
@@ -81,8 +94,9 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
         words.add("F0", 2 * behind)
         words.add("F0 F1", pp_rank + 1)
         words.add("I1 W F1", behind)
-        words.add("F0 B1 F1 B0", num_microbatches - 2 * pp + pp_rank + 1)
-        words.add("B1 F1 B0", behind)
+        words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's first: all others wait for it
+        words.add("F0+B1 F1+B0", num_microbatches - 2 * pp + pp_rank + min(behind, 1))
+        words.add("B1 F1+B0", behind)
         whole = (pp_rank + 1) // 2  # of the last pairs; the others leave their weight gradients for the end
         words.add("B1 B0", whole)
         words.add("B1 I0" if pp_rank % 2 == 0 else "I1 I0")
@@ -94,23 +108,27 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
 
 
 class _Words:
-    """A rank's list on its way: every word counts its own microbatches; a bare `W` is the oldest that is owed."""
+    """A rank's list on its way: every word counts its own microbatches. A bare `W` is the oldest that is owed, and
+    `F0+B1` is a pair."""
 
     def __init__(self, stages: tuple[int, ...]) -> None:
         self.stages = stages
         self.made: Counter[str] = Counter()
         self.owed: deque[Action] = deque()
         self.actions: list[Action] = []
+        self.pairs: list[Pair] = []
 
     def add(self, phase: str, times: int = 1) -> None:
         """The words of `phase`, that many times."""
         for word in phase.split() * times:
-            if word != "W":
+            if "+" in word:
+                self.pairs.append(Pair(*map(self._one, word.split("+"))))
+            elif word != "W":
                 self._one(word)
             elif self.owed:
                 self.actions.append(self.owed.popleft())
 
-    def _one(self, word: str) -> None:
+    def _one(self, word: str) -> Action:
         op, stage = Op(word[0]), self.stages[int(word[1])]
         counted = "I" if op in INPUT_GRADIENTS else op  # B and I are one series
         mb = self.made[counted + word[1]]
@@ -118,13 +136,16 @@ class _Words:
         self.actions.append(Action(op, stage, mb))
         if op is Op.I:
             self.owed.append(Action(Op.W, stage, mb))
+        return self.actions[-1]
 
 
 def _on_a_v(name: str, pp: int, num_microbatches: int, fill: Callable[[int, _Words], None]) -> Schedule:
     placement = Placement("v", pp, 2 * pp)
     rows = []
+    pairs: list[Pair] = []
     for pp_rank in range(pp):
         words = _Words(placement.stages_of(pp_rank))
         fill(pp_rank, words)
         rows.append(tuple(action for action in words.actions if action.mb < num_microbatches))
-    return Schedule(name, placement, num_microbatches, tuple(rows))
+        pairs += words.pairs
+    return Schedule(name, placement, num_microbatches, tuple(rows), pairs=frozenset(pairs))

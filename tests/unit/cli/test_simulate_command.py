@@ -31,6 +31,8 @@ def test_bubble_rates_are_the_papers(capsys: Any, row: dict[str, Any]) -> None:
     chunks = (row["cfg"]["layers"] + 2) // row["p"]
     assert of_row(capsys, row, "--schedule", "1f1b")["bubble_rate"] == pytest.approx(bubble["1F1B"], abs=1e-4)
     assert of_row(capsys, row, "--schedule", "zb_h1")["bubble_rate"] == pytest.approx(bubble["ZB-H1"], abs=1e-4)
+    assert of_row(capsys, row, "--schedule", "zb_h2")["bubble_rate"] == pytest.approx(bubble["ZB-H2"], abs=1e-4)
+    assert bubble["ZB-1p"] == bubble["ZB-H1"]
     interleaved = of_row(capsys, row, "--schedule", "interleaved_1f1b", "--vpp", chunks)
     assert interleaved["bubble_rate"] == pytest.approx(bubble["1F1B-I"], abs=0.004)
 

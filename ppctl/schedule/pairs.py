@@ -1,0 +1,92 @@
+"""Pairs of a forward and a backward: where they stand in a list, and whether a rank can run the two side by side.
+
+The two of a pair advance in turns, so that the messages of one are under way while the other computes. Knows lists and
+the dependency rule (`action`). Must not know how pairs are run, or time. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from ppctl.errors import Problem
+from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
+
+_SHOWN = 6
+"""How many pairs one problem names; the rest are counted."""
+
+
+def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:
+    """What is wrong with the pairs of a schedule that is sound without them.
+
+    A pair is an F and a B or I. In their rank's list the backward follows on the forward, with nothing but messages
+    between the two. An action is in one pair at most. And neither of the two may need the other, be it over the lists
+    of other ranks: both have to be able to start at once.
+    """
+    if not schedule.pairs:
+        return
+    times = Counter(action for pair in schedule.pairs for action in pair)
+    rows = tuple(tuple(action for action in row if action.op in COMPUTE) for row in schedule.actions)
+    groups = [grouped(row, schedule.pairs) for row in rows]
+    together = {each for row in groups for each in row}
+    for rule, broken in (
+        ("a pair is an F and then a B or I", [pair for pair in schedule.pairs if not _of_both_kinds(pair)]),
+        ("an action is in one pair", [pair for pair in schedule.pairs if max(times[action] for action in pair) > 1]),
+        ("a pair's two stand side by side in a rank's list", schedule.pairs - together),
+    ):
+        if broken:
+            yield Problem("PP-E318", f"{rule}: not so {_some(broken)}")
+            return
+    plain = replace(schedule, actions=rows, capacities={}, batched=False)
+    if stuck := [each for each in _circle(plain, groups) if isinstance(each, Pair)]:
+        message = f"the backward cannot start before a forward of these pairs is through: {_some(stuck)}"
+        yield Problem("PP-E318", message)
+
+
+def _of_both_kinds(pair: Pair) -> bool:
+    return pair.forward.op is Op.F and pair.backward.op in INPUT_GRADIENTS
+
+
+def _some(pairs: Collection[Pair]) -> str:
+    named = list(map(str, sorted(pairs)))
+    more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    return ", ".join(named[:_SHOWN]) + more
+
+
+def _circle(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> list[Action | Pair]:
+    """What waits for itself, over the lists of all ranks, if the two of a pair start at once; empty if nothing does."""
+    waits = _never_there(plain, groups)
+    pp_rank, met = next(iter(waits), 0), list[int]()
+    while waits and pp_rank not in met:
+        met.append(pp_rank)
+        pp_rank = plain.placement.rank_of(waits[pp_rank][1].stage)
+    return [waits[each][0] for each in met[met.index(pp_rank) :]] if met else []
+
+
+def _never_there(plain: Schedule, groups: Sequence[Sequence[Action | Pair]]) -> dict[int, tuple[Action | Pair, Action]]:
+    """By rank, where it is stuck if the two of a pair start at once, and what it waits for there.
+
+    The lists of a compute-only schedule are run without times, each as far as it gets.
+    """
+    done: set[Action] = set()
+    waits: dict[int, tuple[Action | Pair, Action]] = {}
+    waiting: dict[Action, list[int]] = {}
+    at = [0] * len(groups)
+    awake = list(range(len(groups)))
+    while awake:
+        pp_rank = awake.pop()
+        waits.pop(pp_rank, None)
+        for each in islice(groups[pp_rank], at[pp_rank], None):
+            actions = each if isinstance(each, Pair) else (each,)
+            missing = next((need for action in actions for need in deps(action, plain) if need not in done), None)
+            if missing is not None:
+                waits[pp_rank] = (each, missing)
+                waiting.setdefault(missing, []).append(pp_rank)
+                break
+            done.update(actions)
+            at[pp_rank] += 1
+            for action in actions:
+                awake += waiting.pop(action, ())
+    return waits
