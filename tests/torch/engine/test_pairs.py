@@ -1,0 +1,135 @@
+"""Pairs, executed: forward and backward advance in turns at their exchanges, with the bits of one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from ppctl.engine.interpreter import EngineError, run_schedule
+from ppctl.engine.recorder import Recorder
+from ppctl.engine.stage import StageProgram
+from ppctl.plan.types import TensorSpec
+from ppctl.schedule.action import Pair
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.verify import verify
+from ppctl.turns import hand_over
+
+EXCHANGES = 3
+M = 6
+
+
+class Exchange(torch.autograd.Function):
+    """What a layer sends and receives, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        note("F")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note("B")
+        return gradient.clone(), None
+
+
+class Layers(nn.Module):
+    def __init__(self, stage, log):
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.weights = nn.ParameterList(torch.randn(5, 5, generator=generator) for _ in range(EXCHANGES))
+        self.stage, self.log = stage, log
+
+    def forward(self, x, mb):
+        def note(kind):
+            self.log.append(f"{self.stage}{kind}{mb}")
+            hand_over()
+
+        for weight in self.weights:
+            x = Exchange.apply(torch.tanh(x @ weight), note)
+        return x
+
+
+def run(schedule, log, fails=(), **options):
+    """The losses and gradients of two stages on one rank; `fails` raises at its place in the log."""
+
+    class Log(list):
+        def append(self, entry):
+            super().append(entry)
+            if entry in fails:
+                raise ValueError(entry)
+
+    kept = Log()
+    layers, losses = [Layers(stage, kept) for stage in range(2)], {}
+
+    def forward(stage, mb, inputs):
+        x = inputs[0] if stage else torch.full((4, 5), mb / 7, requires_grad=True)
+        out = layers[stage](x, mb)
+        if not stage:
+            return (out,)
+        losses[mb] = out.square().mean()
+        return (losses[mb],)
+
+    edge = (TensorSpec((4, 5), "float32"),)
+    programs = [
+        StageProgram(s, lambda mb, inputs, s=s: forward(s, mb, inputs), edge if s else (), () if s else edge)
+        for s in range(2)
+    ]
+    try:
+        run_schedule(schedule, programs, **options)
+    finally:
+        log += kept
+    return [losses[mb].detach() for mb in range(M)], [p.grad for each in layers for p in each.parameters()]
+
+
+def schedule():
+    return lower(make_schedule("dualpipev", pp=1, vpp=2, num_microbatches=M))
+
+
+def test_the_two_advance_in_turns_with_the_bits_of_one_after_the_other():
+    paired, alone = schedule(), replace(schedule(), pairs=frozenset())
+    assert len(paired.pairs) > M
+    beside: list[str] = []
+    behind: list[str] = []
+    for a, b in zip(run(paired, beside), run(alone, behind), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert sorted(beside) == sorted(behind)
+    for ahead, back in paired.pairs:
+        own = (f"{ahead.stage}F{ahead.mb}", f"{back.stage}B{back.mb}")
+        assert [entry for entry in beside if entry in own] == [*own] * EXCHANGES
+        assert [entry for entry in behind if entry in own] == [own[0]] * EXCHANGES + [own[1]] * EXCHANGES
+
+
+def test_spans_of_a_pair_do_not_overlap():
+    paired = schedule()
+    recorder = Recorder(0, paired.actions[0])
+    run(paired, [], recorder=recorder)
+    spans = sorted(recorder.spans(), key=lambda span: span.start)
+    assert all(before.end <= after.start for before, after in pairwise(spans))
+    assert len(spans) == len(paired.actions[0])
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_the_half_that_fails_is_named(half):
+    paired = schedule()
+    pair = sorted(paired.pairs)[-1]
+    action = getattr(pair, half)
+    kind = "F" if half == "forward" else "B"
+    with pytest.raises(EngineError) as caught:
+        run(paired, [], fails=(f"{action.stage}{kind}{action.mb}",))
+    assert caught.value.action == action
+    run(paired, [])  # the thread of the failed pair holds nothing up
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4, 7])
+def test_lowered_pairs_stand_side_by_side(pp):
+    for m in (2 * pp, 2 * pp + 3, 5 * pp):
+        lowered = lower(make_schedule("dualpipev", pp=pp, vpp=2, num_microbatches=m))
+        assert verify(lowered) == []
+        beside = {Pair(*two) for row in lowered.actions for two in pairwise(row)}
+        assert lowered.pairs <= beside
