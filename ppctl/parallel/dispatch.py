@@ -2,8 +2,8 @@
 
 Knows a process group and rows sorted by expert. Must not know routers, experts or the pipeline. Deadlock-free because
 all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange after the same actions.
-A group of its own keeps exchanges apart from reductions that run beside the pipeline. While an exchange is under way
-the other half of a pair may compute (`turns`): it is started, and waited for where its result is needed.
+A group of its own keeps exchanges apart from reductions that run beside the pipeline. While rows are under way the
+other half of a pair may compute (`turns`); counts are under way while the rows are sorted.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class ExpertExchange:
         The result is in the order of the rows. At the experts, rows of one are in order of their sender, then as sent.
         """
         size = self.group.size()
-        rows = make_rows()
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
-        _start_and_wait(received, sent, self.group)
+        under_way = _start(received, sent, self.group)
+        rows = make_rows()
+        under_way.wait()
         sends, receives = self.sizes(sent, received)
         arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
         del rows  # no gradient needs what was sent, nor what came before it is sorted
@@ -77,18 +78,18 @@ class _Exchange(torch.autograd.Function):
 
 def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
     arrived = rows.new_empty(sum(receives), *rows.shape[1:])
-    _start_and_wait(arrived, rows.contiguous(), group, receives, sends)
+    under_way = _start(arrived, rows.contiguous(), group, receives, sends)
+    hand_over()
+    under_way.wait()
     return arrived
 
 
-def _start_and_wait(
+def _start(
     received: Tensor,
     sent: Tensor,
     group: dist.ProcessGroup,
     receives: list[int] | None = None,
     sends: list[int] | None = None,
-) -> None:
-    work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=True)
-    hand_over()
-    if work is not None:  # None where nothing was sent
-        work.wait()
+) -> dist.Work:
+    work: dist.Work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=True)
+    return work

@@ -233,7 +233,7 @@ class Dist:
         *,
         group: Backend,
         async_op: bool,
-    ) -> Work | None:
+    ) -> Work:
         """As NCCL has it: one group of sends and receives, where a size of 0 is left out."""
         assert async_op, "ppctl starts an exchange, and waits for it later"
         size = group.size()
@@ -242,4 +242,4 @@ class Dist:
             for whole, sizes, sends in ((tensor, input_split_sizes, True), (output, output_split_sizes, False))
         ]
         moves = [(part, peer, sends) for each, sends in parts for peer, part in enumerate(each) if part.numel()]
-        return group.start(moves) if moves else None
+        return group.start(moves)
