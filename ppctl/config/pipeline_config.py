@@ -30,8 +30,8 @@ class PipelineConfig:
     """Schedule, split and run-time options of a pipeline. Checks nothing itself."""
 
     pp_schedule: str | None = "1f1b"
-    """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe. Planned, but not trained with yet: zb_h1,
-    zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min, dualpipev."""
+    """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe; with backwards split into input gradients and
+    weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min or dualpipev."""
     pp_schedule_csv: str | None = key(None, verbatim=True)
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))

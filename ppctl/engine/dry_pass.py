@@ -18,18 +18,27 @@ from ppctl.comm.buffers import Message, MessageSpec, TensorLike
 from ppctl.comm.channels import Arrival
 from ppctl.engine.interpreter import EngineError
 from ppctl.engine.stage import Stage, StageProgram
-from ppctl.schedule.action import Action, B, F
+from ppctl.schedule.action import Action, B, F, I, W
 
 
 def dry_pass(
-    program: StageProgram, pp_rank: int, mb: int, device: torch.device, *, is_last: bool, training: bool = True
+    program: StageProgram,
+    pp_rank: int,
+    mb: int,
+    device: torch.device,
+    *,
+    is_last: bool,
+    training: bool = True,
+    split: bool = False,
 ) -> None:
     """Run one stage's forward of microbatch `mb`, and with `training` its backward, on values that mean nothing.
 
+    A `split` backward is run in its two halves.
+
     Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
-    stage = Stage(program, is_last=is_last, training=training, deallocate_outputs=True)
-    actions = (Action(F, program.stage, mb), Action(B, program.stage, mb))
+    stage = Stage(program, is_last=is_last, training=training, deallocate_outputs=True, split=(mb,) * split)
+    actions = [Action(op, program.stage, mb) for op in ((F, I, W) if split else (F, B))]
     at = 0
     try:
         if program.stage > 0:
@@ -43,6 +52,9 @@ def dry_pass(
             stage.gradient_inbox[mb] = Arrival(_made_up(program.sends, program.stage, device))
         stage.wait_for_gradient(mb)
         stage.backward(mb)
+        if split:
+            at = 2
+            stage.weight_gradients(mb)
     except Exception as error:
         raise EngineError(pp_rank, actions, at, error) from error
 

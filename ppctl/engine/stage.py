@@ -125,7 +125,7 @@ class Stage:
             self._forward_only(mb, arrival)
             return
         leaves = () if arrival is None else tuple(t.detach().requires_grad_() for t in arrival.message)
-        put_off = PutOff(self.program.whole, intercepted=self.program.intercept) if mb in self.split else None
+        put_off = PutOff(self.program.whole) if mb in self.split else None
         with self._collecting(put_off):
             outputs = self.program.forward(mb, leaves)
         self._check_outputs(mb, outputs)

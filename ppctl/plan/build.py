@@ -27,6 +27,7 @@ from ppctl.plan.schedule_choice import (
     CSV,
     Choice,
     Proof,
+    check_compiled,
     check_length,
     choose_schedule,
     compute_only,
@@ -165,6 +166,7 @@ def derive(values: ConfigValues, violations: Violations, *, search: bool = True)
             check_length(values, num_stages, batch.num_microbatches, violations)
         if choice is not None:
             check_warmup(values, choice, violations)
+            check_compiled(values, choice, cut.vpp, violations)
         if values["layout"] == AUTO:
             check_search(values, len(cut.layout.stages), violations)
     if world is None or batch is None or cut is None or choice is None:

@@ -75,6 +75,15 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
     return Choice(name)
 
 
+def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
+    """Refuse torch.compile of stages whose backward is split: a compiled layer computes all its gradients at once."""
+    splits = POLICIES[choice.name].splits if choice.schedule is None else bool(choice.schedule.split)
+    if splits and values.config.train.compile:
+        message = f"schedule {choice.name} splits backwards into I and W, and compiled layers compute both at once"
+        ways: list[Overrides] = [{"train.compile": False}, {SCHEDULE: fitting_policy(vpp), CSV: None}]
+        violations.append(Violation("PP-E392", SCHEDULE, message, values.cite(SCHEDULE, CSV, "train.compile"), *ways))
+
+
 def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
     """So few microbatches that ranks hold as much as with all of them: 1F1B, plain or interleaved, repeats itself."""
     if choice.policy is None or not choice.policy.settles or values["pipeline.extra_warmup"] == "auto":

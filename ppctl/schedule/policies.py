@@ -103,7 +103,7 @@ class Policy:
     placement: str = "loop"
     """How it places stages: `Placement.kind`."""
     splits: bool = False
-    """Whether it splits backwards into I and W. Such a policy can be planned and drawn, but not trained with yet."""
+    """Whether it splits backwards into I and W."""
     trains: bool = True
     """Whether it has backwards: a run's `pipeline.pp_schedule` may name it."""
     extra_warmup: bool = False

@@ -104,7 +104,8 @@ class Trainer:
         for program in self.programs:
             is_last = program.stage == len(s.plan.stages) - 1
             for mb in self._representatives(program.stage):
-                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last)
+                split = (program.stage, mb) in s.plan.schedule.split
+                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last, split=split)
             s.stages[program.stage].train(False)
             dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
             s.stages[program.stage].train()
@@ -116,8 +117,10 @@ class Trainer:
 
     def _representatives(self, stage: int) -> list[int]:
         """Microbatches of a stage that together run all of its kernels: the second one adds to the first one's
-        gradients, and of some the activations are recomputed, of others kept."""
-        kinds = {(stage, mb) in self.stages.keeping: mb for mb in range(self.session.plan.num_microbatches)}
+        gradients; of some the activations are recomputed, of others kept, and the backward is split or whole."""
+        plan = self.session.plan
+        every = [(stage, mb) for mb in range(plan.num_microbatches)]
+        kinds = {(unit in self.stages.keeping, unit in plan.schedule.split): unit[1] for unit in every}
         return [*kinds.values(), *kinds.values()]
 
     def _begin(self, step: int) -> None:

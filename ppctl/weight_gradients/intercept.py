@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from ppctl.errors import Problem, TrainingError
@@ -24,6 +25,7 @@ from ppctl.weight_gradients.put_off import PutOff, collecting, parameter_of
 @contextmanager
 def intercepting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]:
     """As `collecting`, for modules whose products do not ask."""
+    gradients.intercepted = True
     with collecting(gradients, backward=backward), _Mode(gradients):
         yield
 
@@ -40,16 +42,18 @@ class _Mode(TorchFunctionMode):
         if function in _LOOKS or getattr(function, "__name__", "") == "__get__":
             return function(*args, **kwargs)
         if not torch.is_grad_enabled():
-            _each(self._note, args)
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise TrainingError(
                 Problem(
-                    "PP-E718",
+                    "PP-E392",
                     "a stage with split backwards calls a compiled module: torch.compile hides its products",
-                    "leave out torch.compile, or choose a schedule without I and W",
+                    "leave out torch.compile, or run a schedule without I and W",
                 )
             )
+        if function in (torch.autograd.backward, Tensor.backward):
+            with self:  # a backward in a backward, which runs more forwards: of `checkpoint(use_reentrant=True)`
+                return _run_backward(*args, **kwargs)
         if function in _COPIES_PERHAPS and parameter_of(args[0]) is not None:
             made = function(*args, **kwargs)
             if parameter_of(made) is not None:
@@ -61,9 +65,24 @@ class _Mode(TorchFunctionMode):
         args = _each(self.gradients.elsewhere, args)
         return function(*args, **{name: _each(self.gradients.elsewhere, value) for name, value in kwargs.items()})
 
-    def _note(self, tensor: Tensor) -> Tensor:
-        self.gradients.unseen(tensor)
-        return tensor
+
+def _run_backward(
+    tensors: Sequence[Tensor],
+    gradient: Sequence[Tensor | None] | Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+    **spelling: Any,
+) -> None:
+    """`torch.autograd.backward` and `Tensor.backward`, which would run it without the mode."""
+    gradient = spelling.get("grad_tensors", gradient)
+    roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (gradient,) * len(roots) if gradient is None or isinstance(gradient, Tensor) else gradient
+    seeds = tuple(torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, given, strict=True))
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(
+        roots, seeds, keep, create_graph, tuple(inputs or ()), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -108,6 +127,7 @@ def _bmm(gradients: PutOff, x: Any, weight: Any, **other: Any) -> Tensor | None:
 
 
 def _grouped(gradients: PutOff, x: Any, weight: Any, *, offs: Any = None, **other: Any) -> Tensor | None:
+    other = {name: value for name, value in other.items() if value is not None}
     casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
     if other or offs is None or casts or x.dim() != 2 or not _taken(gradients, x, weight, (3,)):
         return None
@@ -137,8 +157,8 @@ _PRODUCTS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     **dict.fromkeys((torch.bmm, Tensor.bmm), _bmm),
     F.embedding: _embedding,
 }
-if hasattr(F, "grouped_mm"):
-    _PRODUCTS[F.grouped_mm] = _grouped
+if hasattr(torch, "_grouped_mm"):  # what F.grouped_mm calls
+    _PRODUCTS[torch._grouped_mm] = _grouped
 
 _LOOKS = frozenset(
     getattr(owner, name)

@@ -38,17 +38,18 @@ class _Use(NamedTuple):
 class PutOff:
     """The weight gradients of one stage and microbatch that wait for W, from the F to the W.
 
-    Of the weights in `whole` nothing is put off. `intercepted` says that products are found by `intercept`, which
-    cannot see every use of a weight: then each is looked for once more in the graph.
+    Of the weights in `whole` nothing is put off.
     """
 
-    def __init__(self, whole: Iterable[Tensor] = (), *, intercepted: bool = False) -> None:
-        self.intercepted = intercepted
+    def __init__(self, whole: Iterable[Tensor] = ()) -> None:
+        self.intercepted = False
+        """Whether products are found by `intercept`: then a weight may have uses of any kind, also unseen ones."""
         self._whole = {id(weight) for weight in whole}
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[_Use]] = {}
         self._functions: list[Callable[[], object]] = []
         self._ends: dict[int, Node] = {}
+        self._cast: dict[int, Tensor] = {}
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -76,16 +77,23 @@ class PutOff:
         if base is None:
             return tensor
         if id(base) in self._taken:
-            anchor = tensor.new_empty(0).requires_grad_()
-            return _Elsewhere.apply(self, [tensor], anchor)  # type: ignore[no-untyped-call,no-any-return]
+            anchor = torch.empty(0, device=tensor.device, requires_grad=True)
+            place = self.place(tensor, cast=False)
+            return _Elsewhere.apply(self, [tensor], [place], anchor)  # type: ignore[no-untyped-call,no-any-return]
         self._whole.add(id(base))
         return tensor
 
-    def unseen(self, tensor: Tensor) -> None:
-        """Note a tensor that is used where no gradient can be followed: its parameter is left whole, if it can be."""
-        base = parameter_of(tensor)
-        if base is not None and id(base) not in self._taken:
-            self._whole.add(id(base))
+    def place(self, weight: Tensor, *, cast: bool) -> Tensor:
+        """`weight` as the node of the graph that a use's gradient goes to, which keeps its place among other uses.
+
+        Autograd adds in the order in which nodes were made, last ones first. Where there may be other uses beside whole
+        products, a parameter's use is a node of its own, and all uses that autocast casts are one node.
+        """
+        if not self.intercepted or weight._base is not None:
+            return weight
+        if not cast:
+            return weight.view_as(weight)
+        return self._cast.setdefault(id(weight), weight.view_as(weight))
 
     def put(self, weight: Tensor, make: Make) -> None:
         """Put off one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
@@ -227,6 +235,7 @@ class _Call(NamedTuple):
     gradients: PutOff
     rule: Rule
     weight: Tensor
+    cast_back: torch.dtype | None
     factor: list[Tensor]
     """Emptied when it is saved: a factor that recomputation makes again must not be held from here."""
 
@@ -246,7 +255,10 @@ def multiply(
     """
     # Without any input that needs a gradient (token ids) the product would have no backward.
     anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
-    call = _Call(gradients, rule, weight, [weight if factor is None else factor])
+    cast = factor is not None
+    # Autocast casts a parameter once for all its uses, which are summed before that is undone, and each view by itself.
+    cast_back = weight.dtype if cast and weight._base is not None else None
+    call = _Call(gradients, rule, gradients.place(weight, cast=cast), cast_back, [weight if factor is None else factor])
     return _Product.apply(call, anchor, x, bias, *others)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -265,27 +277,32 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (put_off, rule, weight, _) = gradients, ctx.call
+        (gradient,), (put_off, rule, weight, cast_back, _) = gradients, ctx.call
         factor, x, *others = ctx.saved_tensors
         of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
-        put_off.put(weight, partial(rule.of_factor, gradient, x, ctx.form, *others))
+        put_off.put(weight, partial(_part, rule.of_factor, cast_back, gradient, x, ctx.form, *others))
         # Autograd itself sums the rows of the bias's.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)
+
+
+def _part(of_factor: Callable[..., Tensor], cast_back: torch.dtype | None, *operands: Any) -> Tensor:
+    part = of_factor(*operands)
+    return part if cast_back is None else part.to(cast_back)
 
 
 class _Elsewhere(torch.autograd.Function):
     """A weight for a function that is not put off: its gradient is put to the weight's others when it is there."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: PutOff, weight: list[Tensor], _: Tensor) -> Tensor:
-        ctx.gradients, ctx.weight = gradients, weight[0]
+    def forward(ctx: Any, gradients: PutOff, weight: list[Tensor], place: list[Tensor], _: Tensor) -> Tensor:
+        ctx.gradients, ctx.place = gradients, place.pop()
         return weight.pop().detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.gradients.put(ctx.weight, partial(torch.clone, gradients[0]))
-        return None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
+        ctx.gradients.put(ctx.place, partial(torch.clone, gradients[0]))
+        return None, None, None, None
 
 
 def _deliver(uses: list[_Use]) -> None:
@@ -306,29 +323,17 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, makes: list[list[Make]], *weights: Tensor) -> Tensor:
         ctx.makes = makes
-        # Autocast casts a parameter once for all its uses, and a view of one for each use: gradients of these uses are
-        # added up before they are cast, or after.
-        ctx.dtypes = [None if weight.is_leaf else weight.dtype for weight in weights]
         return weights[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(_sum(makes, dtype) for makes, dtype in zip(ctx.makes, ctx.dtypes, strict=True))
+        return None, *map(_sum, ctx.makes)
 
 
-def _sum(makes: list[Make], cast_each: torch.dtype | None) -> Tensor | None:
-    total: Tensor | None = None
-    for make in _emptied(makes):
-        part = make() if cast_each is None else make().to(cast_each)
-        if total is None or total.dtype != part.dtype:
-            total = part if total is None else total + part
-        else:
-            total.add_(part)
-    return total
-
-
-def _emptied(makes: list[Make]) -> Iterator[Make]:
-    """One after the other, of which the list forgets each."""
+def _sum(makes: list[Make]) -> Tensor:
+    """The sum of the parts in their order; each is forgotten when it is made."""
     makes.reverse()
+    total = makes.pop()()
     while makes:
-        yield makes.pop()
+        total.add_(makes.pop()())
+    return total

@@ -46,6 +46,16 @@ MODELS = {
     "deepseek, tied, two MTP modules": DEEPSEEK | dict(mtp_num_layers=2, share_embeddings_and_output_weights=True),
     "softmax": EXPERTS | dict(moe_aux_loss_coeff=0.02, moe_z_loss_coeff=0.001),
     "dense, MTP": dict(mtp_num_layers=1),
+    "latent attention": EXPERTS
+    | dict(
+        multi_latent_attention=True,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=8,
+        moe_layer_freq="[0]+[1]*4",
+    ),
 }
 
 

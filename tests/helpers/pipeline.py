@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
@@ -42,7 +43,7 @@ def build(stage):
     """A stage's parameters, by stage alone."""
     generator = torch.Generator().manual_seed(100 + stage)
     shapes = {"first": (width(stage), 8), "bias": (8,), "second": (8, width(stage + 1))}
-    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
 
 
 def data(mb):

@@ -9,7 +9,6 @@ from ranks import RanksFailed, run_ranks
 from ppctl.engine.interpreter import Engine
 from ppctl.engine.stage import StageProgram
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import Action, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 
@@ -110,12 +109,6 @@ def test_a_fault_is_named_with_its_action_and_the_peers_end(fault, stage, action
 
 def placeholder(stage):
     return StageProgram(stage, lambda mb, inputs: inputs)
-
-
-def test_a_split_backward_is_refused_by_name():
-    actions = tuple(Action.parse(text) for text in ("0F0", "0I0", "0W0"))
-    with pytest.raises(ScheduleError, match=r"PP-E392.*splits backwards into I and W"):
-        Engine(Schedule("zb", Placement("loop", 1, 1), 1, (actions,)), [placeholder(0)])
 
 
 def test_foreign_stages_are_refused():

@@ -125,13 +125,8 @@ def test_nemos_names_of_schedules_are_taken(name):
     "name",
     ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ScheduleZBVZeroBubble", "v_schedule", "zero_bubble"],
 )
-def test_schedules_with_split_backwards_are_planned_and_not_trained(name):
-    compose([f"pipeline.pp_schedule={name}"])
-    with pytest.raises(ConfigError, match="cannot train it yet") as error:
-        compose([f"pipeline.pp_schedule={name}"], for_training=True)
-    (problem,) = error.value.problems
-    assert problem.code == "PP-E118"
-    assert f"pipeline.pp_schedule={name}" in problem.message
+def test_schedules_with_split_backwards_are_trained(name):
+    compose([f"pipeline.pp_schedule={name}", "pp=2"], for_training=True)
 
 
 @pytest.mark.parametrize("name", ["PipelineScheduleSingle", "pipelineschedulemulti"])

@@ -11,7 +11,6 @@ import pytest
 from unit_plan import equation, plan, refusal
 
 from ppctl.cli.plan import planned
-from ppctl.schedule.action import Schedule
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import to_slots
 
@@ -101,20 +100,30 @@ def test_a_mutated_file_is_refused_with_the_rows_and_a_mark(file, seed: int) -> 
         assert f"pipeline.pp_schedule_csv = {path}" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (to_slots(make_schedule("zbv_zero_bubble", pp=2, vpp=2, num_microbatches=4)), "split into I and W"),
-        ("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n", "OVERLAP_F_B"),
-    ],
-)
-def test_what_cannot_be_executed_yet_is_planned_and_refused_for_training_by_name(file, text: str, named: str) -> None:
-    count = Schedule.from_csv(text).num_microbatches
-    words = ["pp=2", f"gbs={count}", f"pipeline.pp_schedule_csv={file(text)}"]
+def test_overlapped_pairs_are_planned_and_refused_for_training_by_name(file) -> None:
+    text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    words = ["pp=2", "gbs=3", f"pipeline.pp_schedule_csv={file(text)}"]
     assert planned(words)[2] == []
     (problem,) = planned(words, for_training=True)[2]
     assert problem.code == "PP-E118"
-    assert named in problem.message
+    assert "OVERLAP_F_B" in problem.message
+
+
+ZBV = to_slots(make_schedule("zbv_zero_bubble", pp=2, vpp=2, num_microbatches=4))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_split_backwards_are_trained_but_not_of_compiled_stages(file, named: bool) -> None:
+    how = "pipeline.pp_schedule=zbv_zero_bubble" if named else f"pipeline.pp_schedule_csv={file(ZBV)}"
+    words = ["pp=2", "gbs=4", how]
+    assert planned(words, for_training=True)[2] == []
+    (problem,) = planned([*words, "train.compile=true"], for_training=True)[2]
+    assert problem.code == "PP-E392"
+    remedies = problem.remedy.splitlines()
+    assert len(remedies) == 2
+    for remedy in remedies:
+        mended = dict(word.split("=") for word in [*words, "train.compile=true", *remedy.split()])
+        assert planned([f"{key}={value}" for key, value in mended.items()], for_training=True)[2] == []
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved1f1b", "gpipe", "zbvzerobubble", "dualpipev", "zero_bubble"])

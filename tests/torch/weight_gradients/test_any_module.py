@@ -1,0 +1,420 @@
+"""I and W of modules that know nothing of them: the bits of a whole backward, each thing run once, each hook once."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ppctl.errors import TrainingError
+from ppctl.weight_gradients.intercept import intercepting
+from ppctl.weight_gradients.put_off import PutOff, WeightGradStore
+
+H = 12
+
+
+def as_dtype(value, dtype):
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def seeds_of(out):
+    generator = torch.Generator().manual_seed(3)
+    outs = out if isinstance(out, tuple) else (out,)
+    return outs, [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outs]
+
+
+class Watched:
+    """What hooks of every parameter have seen, and how often."""
+
+    def __init__(self, module):
+        self.before, self.after = {}, {}
+        for name, parameter in ((name, p) for name, p in module.named_parameters() if p.requires_grad):
+            parameter.register_hook(partial(self._arrives, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+
+    def _arrives(self, name, gradient):
+        assert gradient is not None, f"{name}: a hook saw no gradient"
+        self.before[name] = self.before.get(name, 0) + 1
+
+    def _accumulated(self, name, parameter):
+        self.after[name] = self.after.get(name, 0) + 1
+
+
+def backward_of(module, x, whole, microbatches, autocast=None):
+    """Gradients of the parameters and of the last input after `microbatches` backwards; what W had in the last."""
+    put_off = None
+    for mb in range(microbatches):
+        leaf = x + mb if x.is_floating_point() else x
+        leaf = leaf.detach().requires_grad_() if x.is_floating_point() else x
+        put_off = None if whole else PutOff()
+        around = nullcontext() if whole else intercepting(put_off)
+        cast = torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
+        with around, cast:
+            outs, seeds = seeds_of(module(leaf))
+        with nullcontext() if whole else intercepting(put_off, backward=True):
+            torch.autograd.backward(outs, seeds)
+        if not whole:
+            put_off.deliver()
+    return {name: p.grad for name, p in module.named_parameters()} | {"input": leaf.grad}, put_off
+
+
+def hold(make, x, *, put_off, dtype=torch.float32, autocast=None, microbatches=3):
+    """The split backward has the bits of the whole one, hooks see each gradient once, and `put_off` waited for W."""
+    gradients = []
+    for whole in (True, False):
+        torch.manual_seed(1)
+        module = make().to(dtype)
+        watched = Watched(module)
+        found, collected = backward_of(module, as_dtype(x, dtype), whole, microbatches, autocast)
+        gradients.append(found)
+        counts = {name: microbatches for name, p in module.named_parameters() if p.grad is not None}
+        assert watched.before == counts and watched.after == counts, "each gradient arrives once a microbatch"
+    names = {id(p): name for name, p in module.named_parameters()}
+    assert {names[id(p)] for p in collected.parameters} == set(put_off)
+    for name, expected in gradients[0].items():
+        got = gradients[1][name]
+        assert (got is None) == (expected is None), name
+        assert expected is None or torch.equal(got, expected), name
+        assert expected is None or got.stride() == expected.stride(), name
+
+
+def rows(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def tokens():
+    return torch.randint(0, 20, (3, 7), generator=torch.Generator().manual_seed(0))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self, bias=True):
+        super().__init__(nn.LayerNorm(H), nn.Linear(H, 20, bias=bias), nn.GELU(), nn.Linear(20, H, bias=bias))
+
+
+WEIGHTS = ("1.weight", "3.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(5, H), (2, 3, H), (2, 2, 3, H), (1, H), (0, H)])
+def test_linear_layers(shape, bias, dtype):
+    hold(partial(Mlp, bias), rows(*shape), put_off=WEIGHTS, dtype=dtype)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, H), (2, 3, H)])
+def test_linear_layers_under_autocast(shape, autocast):
+    hold(Mlp, rows(*shape), put_off=WEIGHTS, autocast=autocast)
+
+
+class Formed(nn.Module):
+    """Weights that are multiplied in other forms than whole and row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(2 * H, H))
+        self.wide = nn.Parameter(torch.randn(H, 3 * H))
+        self.square = nn.Parameter(torch.randn(H, H))
+        self.bias = nn.Parameter(torch.randn(H))
+        self.stack = nn.Parameter(torch.randn(3, H, H))
+
+    def forward(self, x):
+        upper, lower = self.both.chunk(2)
+        x = F.linear(torch.tanh(F.linear(x, lower)), upper)
+        x = torch.tanh(x @ self.wide[:, H : 2 * H]) + F.linear(x, self.wide[:, :H])
+        x = torch.tanh(x.transpose(0, 1).matmul(self.square.reshape(H, H)))
+        x = torch.addmm(self.bias, x.flatten(0, -2), self.square.to(x.device).t())
+        x = torch.bmm(torch.tanh(x).expand(3, *x.shape), self.stack)
+        return torch.stack([F.linear(each, weight) for each, weight in zip(x, self.stack.unbind(), strict=True)])
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_views_and_other_products(autocast):
+    hold(Formed, rows(4, 5, H), put_off=("both", "wide", "square", "stack"), autocast=autocast)
+
+
+class Grouped(nn.Module):
+    """Rows of four experts in one kernel; the third one gets none."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 24, 16))
+        self.register_buffer("ends", torch.tensor([3, 8, 8, 10], dtype=torch.int32))
+
+    def forward(self, x):
+        up = F.grouped_mm(torch.tanh(x), self.w.transpose(1, 2), offs=self.ends)
+        return F.grouped_mm(torch.tanh(up), self.w, offs=self.ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_experts_of_which_one_has_no_tokens(dtype):
+    hold(Grouped, rows(10, 16), put_off=("w",), dtype=dtype)
+
+
+class Embedded(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.table = nn.Embedding(20, H, **options)
+        self.out = nn.Linear(H, 20, bias=False)
+
+    def forward(self, numbers):
+        return self.out(torch.tanh(self.table(numbers)))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": -20}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
+def test_a_first_stage_without_any_input_that_needs_a_gradient(options):
+    hold(partial(Embedded, **options), tokens(), put_off=("table.weight", "out.weight"))
+
+
+def test_a_table_whose_rows_are_normalised_in_place_is_left_whole():
+    hold(partial(Embedded, max_norm=1.0), tokens(), put_off=("out.weight",))
+
+
+class Tied(Embedded):
+    """The table is multiplied three times, once as rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.out.weight = self.table.weight
+
+    def forward(self, numbers):
+        return self.out(torch.tanh(F.linear(super().forward(numbers), self.table.weight.t())))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_weight_at_several_sites_is_summed_as_autograd_sums_and_counted_once(autocast):
+    """Of pytorch#180952: two sites were counted twice."""
+    hold(Tied, tokens(), put_off=("table.weight",), autocast=autocast)
+
+
+class UsedElsewhere(nn.Module):
+    """A weight in a product and in what is none: first, or behind the product."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.inner = nn.Linear(H, H, bias=False)
+
+    def forward(self, x):
+        for kind in self.order:
+            if kind == "product":
+                x = torch.tanh(self.inner(x))
+            elif kind == "view":
+                x = torch.tanh(F.linear(x, self.inner.weight[:H]))
+            else:
+                x = x + torch.cat([self.inner.weight, self.inner.weight]).square().mean(0)
+        return x
+
+
+@pytest.mark.parametrize("order", [("product", "other"), ("other", "product"), ("product", "other", "view", "product")])
+def test_a_weight_is_put_off_everywhere_or_nowhere(order):
+    hold(partial(UsedElsewhere, order), rows(4, H), put_off=("inner.weight",) if order[0] == "product" else ())
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(H, 3, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(H, 3, 2 * H, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_what_torch_hides_is_computed_in_i():
+    """Projections inside F.multi_head_attention_forward are seen by no mode; the feed-forward is."""
+    hold(Attending, rows(2, 5, H), put_off=("layer.linear1.weight", "layer.linear2.weight"))
+
+
+class Counted(torch.autograd.Function):
+    """A user's product that returns both gradients, and counts its backwards."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Counted.backwards += 1
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class Custom(nn.Module):
+    def __init__(self, shared=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H), nn.Linear(H, H)
+        if shared:
+            self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(Counted.apply(x, self.first.weight)))
+
+
+def test_a_users_function_runs_once_and_whole():
+    Counted.backwards = 0
+    hold(Custom, rows(4, H), put_off=("second.weight",), microbatches=3)
+    assert Counted.backwards == 3 + 3
+
+
+class Behind(Custom):
+    def forward(self, x):
+        return Counted.apply(torch.tanh(self.second(x)), self.first.weight)
+
+
+@pytest.mark.parametrize("make", [Custom, Behind])
+def test_a_weight_of_a_product_and_of_a_users_function_is_refused_by_name_and_the_remedy_works(make):
+    """It would get its gradient in two parts: hooks would see both, and the sum would have other bits."""
+    found = []
+    for whole in (None, False, True):
+        torch.manual_seed(0)
+        module, x = make(shared=True), rows(4, H).requires_grad_()
+        put_off = PutOff([module.first.weight] * (whole is True))
+        with intercepting(put_off) if whole is not None else nullcontext():
+            out = module(x)
+        refused = pytest.raises(TrainingError, match=r"(?s)PP-E717.*\[12, 12\].*whole")
+        with refused if whole is False else nullcontext(), intercepting(put_off, backward=True):
+            out.sum().backward()
+        found.append(module.first.weight.grad)
+    assert torch.equal(found[0], found[2]) and put_off.parameters == ()
+
+
+class Pipelined(torch.autograd.Function):
+    """A linear layer as DualPipe's users write it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+
+        def of_weight():
+            added = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+            weight.grad = added if weight.grad is None else weight.grad + added
+
+        if WeightGradStore.enabled:
+            WeightGradStore.put(of_weight)
+        else:
+            of_weight()
+        return gradient @ weight, None
+
+
+def test_a_users_function_can_put_off_work():
+    found = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(H, H)), rows(4, H).requires_grad_()
+        put_off = PutOff()
+        with intercepting(put_off) if split else nullcontext():
+            out = Pipelined.apply(x, weight)
+        with intercepting(put_off, backward=True) if split else nullcontext():
+            out.sum().backward()
+        assert (weight.grad is None) == split and x.grad is not None
+        put_off.deliver()
+        found.append(weight.grad)
+    assert torch.equal(*found)
+    with pytest.raises(RuntimeError, match="outside an I"):
+        WeightGradStore.put(lambda: None)
+
+
+class Recomputed(nn.Module):
+    """Layers that are recomputed; every run of them is counted."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant, self.runs = reentrant, 0
+        self.first, self.second, self.last = Mlp(), Mlp(), nn.Linear(H, H)
+
+    def inner(self, x):
+        self.runs += 1
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_runs_once_for_each_microbatch_and_is_the_same(reentrant):
+    """Of pytorch#136766: it ran twice, or kept what it should make again."""
+    names = [f"{part}.{name}" for part in ("first", "second") for name in WEIGHTS]
+    hold(partial(Recomputed, reentrant), rows(4, H), put_off=(*names, "last.weight"))
+    module = Recomputed(reentrant)
+    _, put_off = backward_of(module, rows(4, H), whole=False, microbatches=2)
+    assert module.runs == 4
+    assert len(put_off.parameters) == 5
+
+
+class Branching(nn.Module):
+    """An operation with several results, each of which goes another way: of pytorch#170277."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.one, self.two = nn.Linear(H, 3 * H), nn.Linear(H, H), nn.Linear(H, H)
+        self.spare = nn.Linear(H, H)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        top, place = self.one(q).topk(4, dim=-1)
+        return self.two(v) + F.normalize(k, dim=-1), top * place.float().mean()
+
+
+def test_an_operation_with_several_results_and_an_unused_layer():
+    weights = [f"{name}.weight" for name in ("qkv", "one", "two")]
+    hold(Branching, rows(4, H), put_off=weights)
+
+
+class Frozen(Mlp):
+    def __init__(self):
+        super().__init__()
+        self[1].weight.requires_grad_(False)
+
+
+def test_a_frozen_weight_is_nobodys_concern():
+    hold(Frozen, rows(4, H), put_off=("3.weight",))
+
+
+class SelfAttending(nn.Module):
+    """Products of activations alone, on what the stage has received."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(H, H)
+
+    def forward(self, x):
+        return self.out((x @ x.transpose(0, 1)) @ x)
+
+
+def test_an_input_is_no_weight():
+    hold(SelfAttending, rows(4, H), put_off=("out.weight",))
+
+
+def test_a_compiled_module_is_refused_by_name():
+    module = torch.compile(Mlp(), backend="eager")
+    with pytest.raises(Exception, match=r"PP-E392"), intercepting(PutOff()):
+        module(rows(4, H))
+
+
+def test_what_waits_is_the_operands_of_the_products_and_a_shared_one_once():
+    torch.manual_seed(0)
+    one, two = nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+    x, put_off = rows(4, H).requires_grad_(), PutOff()
+    with intercepting(put_off):
+        out = torch.tanh(one(x)) * torch.sigmoid(two(x))
+    with intercepting(put_off, backward=True):
+        out.sum().backward()
+    kept = {tensor.untyped_storage().data_ptr() for tensor in put_off._kept()}
+    assert len(kept) == 3 and put_off.keeps([x]) and not put_off.keeps([out])
+    assert one.weight.grad is None
+    put_off.deliver()
+    assert not list(put_off._kept()) and one.weight.grad is not None
