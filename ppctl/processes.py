@@ -1,4 +1,4 @@
-"""The processes of this machine: a name that stays unique, and whether a process has ended or is stopped.
+"""The processes of this machine: a name that stays unique, whether one has ended or is stopped; SIGTERM to this one.
 
 Knows /proc. Must not know what a process does, nor runs.
 """
@@ -6,9 +6,11 @@ Knows /proc. Must not know what a process does, nor runs.
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,19 @@ def started(pid: int) -> int | None:
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped (SIGSTOP, a debugger); False on a system without /proc."""
     return _state(pid) in ("T", "t")
+
+
+@contextmanager
+def unwinding_on_term() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit(143), so that unfinished files and started processes go with this one.
+
+    In the main thread only.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _state(pid: int) -> str:

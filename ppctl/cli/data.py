@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from pathlib import Path
 
 from ppctl.cli.console import console, note
 from ppctl.errors import DataError, Problem
+from ppctl.processes import unwinding_on_term
 
 _SHOWN = 20
 """The tokens of a document that `show` prints by default."""
-_TERMINATED = 128 + signal.SIGTERM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,24 +53,24 @@ def tokenize(args: argparse.Namespace) -> int:
     from ppctl.data.text import encode_files, matching
     from ppctl.data.tokenizer import end_mark, token_dtype
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # unwinds, which removes unfinished files
     try:
-        tokenizer = load_tokenizer(args.tokenizer)
-        end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
-        found = load_all(args.inputs, lambda pattern: matching(pattern, "{}")[0])
-        files = list(dict.fromkeys(file for matched in found for file in matched))
-        prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
-        dtype = token_dtype(tokenizer.vocab_size)
-        with IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer, _progress(files) as progress:
-            for encoded in encode_files(files, tokenizer, progress):
-                writer.add_document(encoded.tokens, end if len(encoded.tokens) else [], encoded.place)
-            if not writer.tokens:
-                raise DataError(Problem("PP-E404", "there is no text to tokenize", place="\n".join(map(str, files))))
+        with unwinding_on_term():  # which removes unfinished files
+            tokenizer = load_tokenizer(args.tokenizer)
+            end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
+            found = load_all(args.inputs, lambda pattern: matching(pattern, "{}")[0])
+            files = list(dict.fromkeys(file for matched in found for file in matched))
+            prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
+            dtype = token_dtype(tokenizer.vocab_size)
+            with IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer, _progress(files) as progress:
+                for encoded in encode_files(files, tokenizer, progress):
+                    writer.add_document(encoded.tokens, end if len(encoded.tokens) else [], encoded.place)
+                if not writer.tokens:
+                    raise DataError(
+                        Problem("PP-E404", "there is no text to tokenize", place="\n".join(map(str, files)))
+                    )
     except OSError as error:
         message = f"{error.filename or args.output} cannot be written: {error.strerror}"
         raise DataError(Problem("PP-E413", message, place="command line")) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
     counts = {"documents": writer.documents, "tokens": writer.tokens, "dtype": dtype.name}
     if args.json:
         print(json.dumps({"prefix": str(prefix), **counts}))

@@ -20,15 +20,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ppctl.cli.console import console, note, print_problems, width
-from ppctl.cli.plan import MEMORY, planned
+from ppctl.cli.plan import MEMORY, OVER_MEMORY, planned
 from ppctl.cli.rehearsal_text import rehearsal_text
-from ppctl.cli.timeline import add_timeline_argument, check_form, write_timeline
+from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
+from ppctl.processes import unwinding_on_term
 from ppctl.rehearsal_record import Rehearsed
 from ppctl.rundir import RunDir
 
@@ -49,19 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearse and print. Exit code 0; 1 if a rank fails; 2 for the config; 4 if the memory does not fit."""
-    if args.timeline is not None:
-        check_form(Path(args.timeline))  # a rehearsal takes a minute: what is wrong is known before
-    composed, plan, problems = _planned_for_gpus(args.overrides, args.problems)
-    blocking = [problem for problem in problems if problem.code != "PP-E801"]
-    if composed is None or plan is None or blocking:
-        raise ConfigError(blocking)
-    problems = list(_not_rehearsed(composed.config))
-    if args.rank is not None and not 0 <= args.rank < plan.sizes.world:
+    composed, plan, planning = _planned_for_gpus(args.overrides, args.problems)
+    problems = [problem for problem in planning if problem.code != OVER_MEMORY]
+    if composed is not None:
+        problems += _not_rehearsed(composed.config)
+    if plan is not None and args.rank is not None and not 0 <= args.rank < plan.sizes.world:
         message = f"--rank {args.rank}: the ranks are 0 to {plan.sizes.world - 1}"
         problems.append(Problem("PP-E128", message, "--rank 0", "command line"))
-    if problems:
+    if args.timeline is not None:  # a rehearsal takes a minute: what is wrong with the file is known before
+        problems += unwritable(Path(args.timeline))
+    if composed is None or plan is None or problems:
         raise ConfigError(problems)
-    rehearsal = _rehearse(composed.config, plan, args.rank)
+    for line in composed.notes:
+        note(f"note: {line}")
+    with unwinding_on_term():
+        rehearsal = _rehearse(composed.config, plan, args.rank)
     problems = [*rehearsal.problems()]
     if args.json:
         print(json.dumps(rehearsal.report() | {"problems": [problem.to_json() for problem in problems]}, indent=2))
@@ -90,7 +93,8 @@ def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
     """What cannot be rehearsed."""
     parallel = config.parallel
     if find_spec("torch") is None:
-        yield Problem("PP-E128", "torch is not installed: a rehearsal runs the model's own code", "pip install torch")
+        message = "torch is not installed here, and a rehearsal runs the model's own code"
+        yield Problem("PP-E604", message, "pip install torch")
     if parallel.enable_autocast:
         message = "autocast chooses dtypes by the kind of device, and a rehearsal's devices are of none"
         yield Problem("PP-E128", message, "parallel.enable_autocast=false")
@@ -116,8 +120,8 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
         files = RunDir(Path(directory))
         files.write_config(short_config)
         files.write_plan(short)
-        with _live() as shown, _ranks(Path(directory), shown) as ranks:
-            measured = list(ranks.map([each for _, each in chosen]))
+        with _live() as shown:
+            measured = _Ranks(Path(directory), shown).measure_all([each for _, each in chosen])
     kinds_measured = tuple((kind, each) for (kind, _), each in zip(chosen, measured, strict=True))
     return Rehearsal(config, plan, short, kinds_measured)
 
@@ -129,13 +133,17 @@ class _Ranks:
         self.directory = directory
         self.shown = shown
         self.running: set[subprocess.Popen[str]] = set()
+        self.ended = False
         self.failure: TrainingError | None = None
         """Of the first rank that failed: it ends the others."""
 
-    def map(self, ranks: Sequence[int]) -> Iterator[Rehearsed]:
-        """What was measured of each rank, in order."""
+    def measure_all(self, ranks: Sequence[int]) -> list[Rehearsed]:
+        """What was measured of each rank, in order. No process is left, also where it is interrupted."""
         with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 1)) as pool:
-            yield from pool.map(self.measure, ranks)
+            try:
+                return list(pool.map(self.measure, ranks))
+            finally:
+                self.end()  # or the pool would wait for the processes of its threads
 
     def measure(self, rank: int) -> Rehearsed:
         """Run one rank. Raises TrainingError (PP-E780) where it fails."""
@@ -144,6 +152,8 @@ class _Ranks:
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         self.running.add(process)
+        if self.ended:  # while this one started
+            process.kill()
         with self.shown(rank):
             out, error = process.communicate()
         self.running.discard(process)
@@ -155,18 +165,10 @@ class _Ranks:
         return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
 
     def end(self) -> None:
-        """End what is still running."""
+        """End what is running, and what a thread starts from now on."""
+        self.ended = True
         for process in list(self.running):
             process.kill()
-
-
-@contextmanager
-def _ranks(directory: Path, shown: _Shown) -> Iterator[_Ranks]:
-    ranks = _Ranks(directory, shown)
-    try:
-        yield ranks
-    finally:
-        ranks.end()
 
 
 @contextmanager
@@ -192,7 +194,8 @@ def _live() -> Iterator[_Shown]:
 
 
 def _failure(rank: int, error: str) -> Problem:
-    lines = [line for line in error.splitlines() if line.strip()]
-    reason = lines[-1].strip().removeprefix(f"[rank{rank}]: ") if lines else "it ended without a message"
+    lines = [line.removeprefix(f"[rank{rank}]: ") for line in error.splitlines() if line.strip()]
+    # The last line that is not indented: lines of a problem's place and remedies may follow.
+    reason = next((line for line in reversed(lines) if line[0] != " "), "it ended without a message")
     message = f"the rehearsal of rank {rank} failed: {reason}"
     return Problem("PP-E780", message, "ppctl plan", "\n".join(lines[-_LAST_LINES:]))

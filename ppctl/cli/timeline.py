@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shlex
 from pathlib import Path
 
@@ -37,23 +38,30 @@ def plain(picture: Picture) -> str:
     return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"
 
 
-def check_form(path: Path) -> None:
-    """Raise ConfigError (PP-E129) if the file's ending is none of a picture."""
-    if path.suffix in FORMS:
-        return
-    message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
-    remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
-    raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
+def unwritable(path: Path) -> list[Problem]:
+    """Why no picture can be written to this file (PP-E129), as far as it is known before there is one."""
+    if path.suffix not in FORMS:
+        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
+        remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
+        return [Problem("PP-E129", message, remedy, "command line")]
+    if not path.parent.is_dir():
+        return [_unwritable(path, "there is no such directory")]
+    return [] if os.access(path.parent, os.W_OK) else [_unwritable(path, "no permission to write in this directory")]
+
+
+def _unwritable(path: Path, reason: str) -> Problem:
+    message = f"the picture cannot be written to {path}: {reason}"
+    return Problem("PP-E129", message, "--timeline step.html", "command line")
 
 
 def write_timeline(picture: Picture, path: Path) -> None:
     """Write the picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
-    check_form(path)
+    problems = unwritable(path)
+    if problems:
+        raise ConfigError(problems)
     module, function = FORMS[path.suffix]
     try:
         write_atomically(path, getattr(importlib.import_module(module), function)(picture))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        message = f"the picture cannot be written to {path}: {reason}"
-        raise ConfigError(Problem("PP-E129", message, "--timeline step.html", "command line")) from None
+        raise ConfigError(_unwritable(path, getattr(error, "strerror", None) or str(error))) from None
     note(f"note: wrote {path}")

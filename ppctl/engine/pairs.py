@@ -7,6 +7,7 @@ stages' work or schedules' policies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -18,8 +19,7 @@ from ppctl.weight_gradients.put_off import keep_collecting
 
 def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Action]:
     """Forward -> backward of the pairs in a rank's list whose backward follows directly."""
-    following = zip(actions, actions[1:], strict=False)
-    return dict(pair for pair in following if Pair(*pair) in schedule.pairs) if schedule.pairs else {}
+    return dict(pair for pair in pairwise(actions) if Pair(*pair) in schedule.pairs) if schedule.pairs else {}
 
 
 class Pairs:

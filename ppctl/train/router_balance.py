@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,11 @@ class RouterBalance:
 
     def losses(self) -> list[float]:
         """The auxiliary losses of each router's layer, summed over this rank's microbatches; exact, in any order."""
-        return [
-            math.fsum(torch.stack(router.ledger.losses).tolist()) for router in self.routers if router.ledger.losses
-        ]
+        ledgers = [router.ledger.losses for router in self.routers if router.ledger.losses]
+        if not ledgers:
+            return []
+        numbers = iter(torch.stack([*chain.from_iterable(ledgers)]).tolist())  # waits for the device once
+        return [math.fsum(islice(numbers, len(losses))) for losses in ledgers]
 
     @torch.no_grad()
     def move_biases(self) -> None:

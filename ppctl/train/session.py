@@ -189,29 +189,12 @@ def build_session(
     pp_group, dp_group, ep_group = groups["pp"], groups["dp"], groups.get("ep")
     communicator = parts.connect(config, plan, pp_group, device) if plan.sizes.pp > 1 else None
     data = parts.load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
-    dtype: torch.dtype = getattr(torch, weight_dtype(config.parallel))
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
         # Only where it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
-    experts = experts_of(config.model, grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
-    build = partial(
-        build_stage,
-        seed=config.train.seed,
-        dtype=dtype,
-        device=device,
-        experts=experts,
-        kernels=kernels,
-        initialize=parts.initialize,
-    )
-    stages: dict[int, StageModel] = {spec.stage: build(spec, config.model) for spec in own.stages}
+    stages = _build_stages(config, plan, rank, device, kernels, ep_group, parts)
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
-    if ep_group is not None:
-        for stage in stages.values():
-            stage.spread_experts(parts.exchange(ep_group))
-    if config.train.compile:
-        for stage in stages.values():
-            compile_stage(stage, device, packed=config.data.reset_attention_mask)
     weights, reducer = _weights(config, plan, stages, rows, groups)
     uses = tied_uses(plan.stages, config.model, grid.group_of("pp", rank))
     return Session(
@@ -247,6 +230,35 @@ def build_session(
         steps=deque(maxlen=KEPT),
         heartbeat=heartbeat,
     )
+
+
+def _build_stages(
+    config: RunConfig,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    kernels: Kernels,
+    ep_group: ProcessGroup | None,
+    parts: Parts,
+) -> dict[int, StageModel]:
+    """This rank's stages in chunk order, with their weights, their exchange of rows and, where asked for, compiled."""
+    ep_rank = RankGrid(plan.sizes).coordinates(rank, "expert")["ep"]
+    build = partial(
+        build_stage,
+        seed=config.train.seed,
+        dtype=getattr(torch, weight_dtype(config.parallel)),
+        device=device,
+        experts=experts_of(config.model, ep_rank, plan.sizes.ep),
+        kernels=kernels,
+        initialize=parts.initialize,
+    )
+    stages: dict[int, StageModel] = {spec.stage: build(spec, config.model) for spec in plan.for_rank(rank).stages}
+    for stage in stages.values():
+        if ep_group is not None:
+            stage.spread_experts(parts.exchange(ep_group))
+        if config.train.compile:
+            compile_stage(stage, device, packed=config.data.reset_attention_mask)
+    return stages
 
 
 def _axes(plan: Plan) -> list[str]:

@@ -162,7 +162,9 @@ class Trainer:
             s.gathered.release_all()
         for stage in s.stages.values():
             stage.train()
-        return [float(self.stages.losses[mb]) for mb in sorted(self.stages.losses)]
+        losses = [self.stages.losses[mb] for mb in sorted(self.stages.losses)]
+        found: list[float] = torch.stack(losses).tolist() if losses else []  # waits for the device once
+        return found
 
     def _reduce(self, stage: int) -> None:
         """Release a stage's weights and sum its gradients over replicas, after the step's last backward of it."""

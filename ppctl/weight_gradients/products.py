@@ -6,13 +6,11 @@ Must not know what becomes of gradients that are put off.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ppctl.weight_gradients.put_off import Form, PutOff, Rule, multiply
+from ppctl.weight_gradients.put_off import PutOff, Rule, multiply
 
 
 def linear(gradients: PutOff, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,9 +50,9 @@ def embedding(
     def look_up(numbers: Tensor, factor: Tensor, _: None) -> Tensor:
         return torch.embedding(factor, numbers, padding, by_frequency, False)
 
-    def of_factor(gradient: Tensor, numbers: Tensor, form: Form) -> Tensor:
+    def of_factor(gradient: Tensor, numbers: Tensor, weight: Tensor) -> Tensor:
         backward = torch.ops.aten.embedding_dense_backward
-        found: Tensor = backward(gradient, numbers, form.shape[0], padding, by_frequency)
+        found: Tensor = backward(gradient, numbers, len(weight), padding, by_frequency)
         return found
 
     return multiply(gradients, Rule(look_up, _nothing, of_factor), weight, numbers)
@@ -62,6 +60,8 @@ def embedding(
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x, the factor that the weight becomes, if that is another tensor, and the bias, as autocast would cast them."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, None, bias
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)) or x.dtype == torch.float64:
         return x, None, bias
@@ -71,35 +71,37 @@ def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
     return x.to(dtype), factor, None if bias is None else bias.to(dtype)
 
 
-def _by_columns(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def _by_columns(matrix: Tensor) -> bool:
     """Whether a matrix lies in memory column by column: autograd's formulas for its gradient follow that."""
-    return stride[0] == 1 and stride[1] == shape[0]
+    rows, stride = matrix.shape[0], matrix.stride()
+    return stride[0] == 1 and stride[1] == rows
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _of_left(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """The gradient of x in x @ matrix."""
-    gradient, left = _rows(gradient), _rows(x)
-    if _by_columns(left.shape, left.stride()):
-        return (matrix @ gradient.t()).t().reshape(x.shape)
-    return (gradient @ matrix.t()).reshape(x.shape)
+    rows = _rows(gradient)
+    if _by_columns(_rows(x)):
+        return matrix.mm(rows.t()).t().reshape(x.shape)
+    of_rows = rows.mm(matrix.t())
+    return of_rows if x.dim() == 2 else of_rows.reshape(x.shape)
 
 
-def _of_right(gradient: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The gradient of a matrix of this form in x @ matrix."""
-    gradient, left = _rows(gradient), _rows(x)
-    return (gradient.t() @ left).t() if _by_columns(shape, stride) else left.t() @ gradient
+def _matrix_gradient(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+    """The gradient of the matrix in x @ matrix."""
+    if _by_columns(matrix):
+        return _rows(gradient).t().mm(_rows(x)).t()
+    return _rows(x).t().mm(_rows(gradient))
 
 
-def _matrix_gradient(gradient: Tensor, x: Tensor, form: Form) -> Tensor:
-    return _of_right(gradient, x, form.shape, form.stride)
-
-
-def _transposed_gradient(gradient: Tensor, x: Tensor, form: Form) -> Tensor:
-    return _of_right(gradient, x, form.shape[::-1], form.stride[::-1]).t()
+def _transposed_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the weight in x @ weight.t()."""
+    if _by_columns(weight.t()):
+        return _rows(gradient).t().mm(_rows(x))
+    return _rows(x).t().mm(_rows(gradient)).t()
 
 
 def _nothing(*_: Tensor) -> None:
@@ -112,16 +114,16 @@ _ADDMM = Rule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _m
 _BMM = Rule(
     lambda x, factor, _: torch.bmm(x, factor),
     lambda gradient, x, factor: gradient.bmm(factor.transpose(1, 2)),
-    lambda gradient, x, form: x.transpose(1, 2).bmm(gradient),
+    lambda gradient, x, factor: x.transpose(1, 2).bmm(gradient),
 )
 _GROUPED = Rule(
     lambda rows, factor, _, ends: F.grouped_mm(rows, factor, offs=ends),
     lambda gradient, rows, factor, ends: F.grouped_mm(gradient, factor.transpose(1, 2), offs=ends),
-    lambda gradient, rows, form, ends: _of_groups(gradient, rows, form, ends),
+    lambda gradient, rows, factor, ends: _of_groups(gradient, rows, factor, ends),
 )
 
 
-def _of_groups(gradient: Tensor, rows: Tensor, form: Form, ends: Tensor) -> Tensor:
-    if form.stride[1] == 1:  # column by column, as weights [groups, out, in] are when they are transposed
+def _of_groups(gradient: Tensor, rows: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
+    if factor.stride(1) == 1:  # column by column, as weights [groups, out, in] are when they are transposed
         return F.grouped_mm(gradient.t(), rows, offs=ends).transpose(1, 2)
     return F.grouped_mm(rows.t(), gradient, offs=ends)

@@ -24,6 +24,9 @@ from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 
 from ppctl.errors import Problem, TrainingError
 
+AT_ONCE = 16 * 2**20
+"""Bytes of weights for which autograd is called once in W: a call takes longer than a small product."""
+
 Make = Callable[[], Tensor]
 """Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
 
@@ -115,18 +118,26 @@ class PutOff:
         return any(tensor.untyped_storage()._cdata in own for tensor in self._kept())
 
     def deliver(self) -> None:
-        """Compute the gradients, weight by weight, and accumulate each; what was kept for a weight is free after it."""
+        """Compute the gradients and accumulate each; what was kept for a weight is free after it.
+
+        Autograd is called once for weights of about `AT_ONCE` bytes, whose gradients are there at the same time.
+        """
         while self._uses:
-            _deliver(self._uses.pop(next(iter(self._uses))))
+            group: list[_Use] = []
+            size = 0
+            while self._uses and (not group or size < AT_ONCE):
+                group += (uses := self._uses.pop(next(iter(self._uses))))
+                size += uses[0].weight.nbytes
+            _deliver(group)
         functions, self._functions = self._functions, []
         for function in functions:
             function()
 
     def _kept(self) -> Iterator[Tensor]:
         for uses in self._uses.values():
-            for _, make in uses:
+            for weight, make in uses:
                 if isinstance(make, partial):
-                    yield from (held for held in make.args if isinstance(held, Tensor))
+                    yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
 
     def _look_for(self, base: nn.Parameter) -> None:
         """Raise TrainingError where this backward will also give the parameter a gradient past W."""
@@ -211,13 +222,6 @@ class _Store:
 WeightGradStore = _Store()
 
 
-class Form(NamedTuple):
-    """What the gradient of a factor depends on beside the other operands: not its values."""
-
-    shape: Sequence[int]
-    stride: Sequence[int]
-
-
 class Rule(NamedTuple):
     """A kind of product of an activation x and a factor, which is the weight in the dtype in which it is multiplied."""
 
@@ -226,7 +230,7 @@ class Rule(NamedTuple):
     of_input: Callable[..., Tensor | None]
     """(gradient, x, factor, *others) -> gradient of x."""
     of_factor: Callable[..., Tensor]
-    """(gradient, x, form of the factor, *others) -> gradient of the factor, a new tensor."""
+    """(gradient, x, weight, *others) -> gradient of the factor, a new tensor; of the weight it may read the form."""
     keeps_input: bool = True
     """Whether the gradients depend on x; else they get None for it, and `others` alone are kept."""
 
@@ -259,7 +263,7 @@ def multiply(
     # Autocast casts a parameter once for all its uses, which are summed before that is undone, and each view by itself.
     cast_back = weight.dtype if cast and weight._base is not None else None
     call = _Call(gradients, rule, gradients.place(weight, cast=cast), cast_back, [weight if factor is None else factor])
-    return _Product.apply(call, anchor, x, bias, *others)  # type: ignore[no-untyped-call,no-any-return]
+    return _apply_product(call, anchor, x, bias, *others)
 
 
 class _Product(torch.autograd.Function):
@@ -271,7 +275,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, _: Tensor | None, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
         factor = call.factor.pop()
-        ctx.call, ctx.form = call, Form(factor.shape, factor.stride())
+        ctx.call = call
         ctx.save_for_backward(factor, x if call.rule.keeps_input else None, *others)
         return call.rule.multiply(x, factor, bias, *others)
 
@@ -280,15 +284,19 @@ class _Product(torch.autograd.Function):
         (gradient,), (put_off, rule, weight, cast_back, _) = gradients, ctx.call
         factor, x, *others = ctx.saved_tensors
         of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
-        put_off.put(weight, partial(_part, rule.of_factor, cast_back, gradient, x, ctx.form, *others))
+        make = partial(rule.of_factor, gradient, x, weight, *others)
+        put_off.put(weight, make if cast_back is None else partial(_cast_back, cast_back, *make.args, of=make.func))
         # Autograd itself sums the rows of the bias's.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)
 
 
-def _part(of_factor: Callable[..., Tensor], cast_back: torch.dtype | None, *operands: Any) -> Tensor:
-    part = of_factor(*operands)
-    return part if cast_back is None else part.to(cast_back)
+_apply_product: Callable[..., Tensor] = super(torch.autograd.Function, _Product).apply
+"""`_Product.apply` without what it does for functorch, which takes as long as a small product."""
+
+
+def _cast_back(dtype: torch.dtype, *operands: Tensor, of: Callable[..., Tensor]) -> Tensor:
+    return of(*operands).to(dtype)
 
 
 class _Elsewhere(torch.autograd.Function):
@@ -306,13 +314,14 @@ class _Elsewhere(torch.autograd.Function):
 
 
 def _deliver(uses: list[_Use]) -> None:
-    """Hand one parameter the sum of its uses' parts, through autograd."""
-    parts: dict[int, tuple[Tensor, list[Make]]] = {}
+    """Hand parameters the sums of their uses' parts, through autograd."""
+    weights: dict[int, Tensor] = {}
+    makes: dict[int, list[Make]] = {}
     for weight, make in uses:
-        parts.setdefault(id(weight), (weight, []))[1].append(make)
+        weights[id(weight)] = weight
+        makes.setdefault(id(weight), []).append(make)
     uses.clear()
-    makes = [own for _, own in parts.values()]
-    root: Tensor = _Sums.apply(makes, *(weight for weight, _ in parts.values()))  # type: ignore[no-untyped-call]
+    root = _apply_sums(list(makes.values()), *weights.values())
     # What torch.autograd.backward comes down to, which imports sympy.
     _engine_run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -328,6 +337,9 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         return None, *map(_sum, ctx.makes)
+
+
+_apply_sums: Callable[..., Tensor] = super(torch.autograd.Function, _Sums).apply
 
 
 def _sum(makes: list[Make]) -> Tensor:

@@ -1,13 +1,18 @@
 """`ppctl rehearse` as a person runs it: what it prints and refuses, and its exit codes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command import TINY, ppctl
 
 from ppctl.cli.main import main
-from ppctl.cli.rehearse import _planned_for_gpus, _rehearse
+from ppctl.cli.rehearse import _failure, _planned_for_gpus, _rehearse
 
 TWO = ("+recipe=quickstart", *(each for each in TINY if not each.startswith("launch.device")), "pp=2", "vpp=1")
 
@@ -68,6 +73,47 @@ def test_what_cannot_be_rehearsed_is_refused_by_name(capsys, typed, message):
     assert "PP-E128" in err
     assert message in err
     assert out == ""
+
+
+def test_all_problems_are_reported_before_a_rank_runs(capsys):
+    typed = ("--rank", "2", "--page", "nowhere/step.html", "parallel.variable_seq_lengths=true", "train.stepz=1")
+    assert main(["rehearse", *TWO, *typed]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for part in ("the ranks are 0 to 1", "there is no such directory", "variable_seq_lengths", "train.stepz"):
+        assert part in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"])
+def test_a_signal_to_the_command_ends_its_ranks(tmp_path, number, code):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if 'ppctl.rehearsal.rank' in sys.orig_argv:\n"
+        "    open(os.environ['STARTED'], 'w').write(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    fifo = tmp_path / "started"
+    os.mkfifo(fifo)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "STARTED": str(fifo), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "ppctl", "rehearse", *TWO, "--rank", "0"]
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job's children ignore it
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=heed
+    ) as process:
+        rank = int(fifo.read_text())  # opened once the rank has
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
+    assert not [*tmp_path.glob("ppctl-rehearsal-*")]
+
+
+def test_a_failures_first_line_is_the_error_and_not_its_remedy():
+    error = "[rank3]:   File x\n[rank3]: ppctl.errors.ConfigError: PP-E772: no such product\n[rank3]:   try: a=b\n"
+    assert _failure(3, error).message == (
+        "the rehearsal of rank 3 failed: ppctl.errors.ConfigError: PP-E772: no such product"
+    )
 
 
 def test_help_names_the_command(capsys):

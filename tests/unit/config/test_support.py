@@ -129,6 +129,15 @@ def test_schedules_with_split_backwards_are_trained(name):
     compose([f"pipeline.pp_schedule={name}", "pp=2"], for_training=True)
 
 
+def test_experts_in_8_bits_are_refused_where_the_device_is_known_to_be_a_gpu():
+    on_gpus = ["+recipe=mixtral_8x7b", "model.fp8=hybrid"]  # the recipe's device is cuda
+    compose([*on_gpus, "launch.device=cpu"], for_training=True)
+    compose(on_gpus)
+    with pytest.raises(ConfigError, match=r"experts in 8 bits on a GPU \(model.fp8=hybrid\)") as error:
+        compose(on_gpus, for_training=True)
+    assert [problem.code for problem in error.value.problems] == ["PP-E118"]
+
+
 @pytest.mark.parametrize("name", ["PipelineScheduleSingle", "pipelineschedulemulti"])
 def test_a_kind_of_schedule_is_no_schedule(name):
     with pytest.raises(ConfigError, match="a kind of schedule"):
