@@ -187,10 +187,11 @@ class ModelParallelConfig:
     """With tp_comm_overlap: leave the first feed-forward matrix out of it."""
     tp_comm_bootstrap_backend: str = key("nccl", support=_USERBUFFERS)
     """With tp_comm_overlap: who exchanges its buffers at start-up: `nccl`, `mpi` or `gloo`."""
-    overlap_moe_expert_parallel_comm: bool = key(False, support=Support(LATER))
-    """Hide the experts' all-to-all behind another microbatch's compute."""
-    delay_wgrad_compute: bool = key(False, support=Support(LATER))
-    """Put off weight gradients so that they can hide communication."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Run the next microbatch's forward beside every backward of 1F1B: the exchange of experts of one travels while the
+    other computes. Every rank keeps one more microbatch. In DualPipeV's pairs it is so without this."""
+    delay_wgrad_compute: bool = False
+    """With overlap_moe_expert_parallel_comm: compute the weight gradients of a pair's backward behind the pair."""
     pipeline_dtype: Any = key(None, mathematics=True)
     """dtype of the tensors sent between stages; with pp > 1 it has to be known (runs take params_dtype)."""
     variable_seq_lengths: bool = False

@@ -29,6 +29,7 @@ from ppctl.plan.schedule_choice import (
     Proof,
     check_compiled,
     check_length,
+    check_overlap,
     choose_schedule,
     compute_only,
     proved,
@@ -167,6 +168,7 @@ def derive(values: ConfigValues, violations: Violations, *, search: bool = True)
         if choice is not None:
             check_warmup(values, choice, violations)
             check_compiled(values, choice, cut.vpp, violations)
+            check_overlap(values, choice, cut.vpp, violations)
         if values["layout"] == AUTO:
             check_search(values, len(cut.layout.stages), violations)
     if world is None or batch is None or cut is None or choice is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ppctl.errors import ScheduleError
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.memory_limit import LIMIT, device_limit
-from ppctl.plan.schedule_choice import Choice
+from ppctl.plan.schedule_choice import OVERLAP, Choice
 from ppctl.plan.types import Derived, RankCost
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
@@ -37,6 +37,9 @@ def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -
     elif choice.policy is None or not choice.policy.extra_warmup:
         message = f"schedule {choice.name} has no warm-up that {EXTRA}={extra} could lengthen"
         violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: 0}))
+    elif values[OVERLAP]:
+        message = f"{EXTRA}={extra}: the pairs of {OVERLAP} run one forward more ahead, and no others"
+        violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: 0}, {OVERLAP: False}))
     elif extra > pp - 1:
         message = f"{EXTRA}={extra}: rank r of pp {pp} can run at most pp - 1 - r forwards more, here {pp - 1} to 0"
         violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: pp - 1}, {EXTRA: AUTO}))
@@ -58,6 +61,8 @@ def decide_warmup(
     """
     if values[EXTRA] != AUTO:
         return values[EXTRA], ()
+    if values[OVERLAP]:
+        return 0, (Derived("extra_warmup", 0, f"extra_warmup 0: the pairs of {OVERLAP} run one forward more ahead"),)
     if choice.policy is None or not choice.policy.extra_warmup or values["pp"] == 1:
         return 0, (
             Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {values['pp']} needs none"),

@@ -17,6 +17,7 @@ from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
+from ppctl.schedule.pairs import pair_up, put_off_weights
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule, schedule_policy
 from ppctl.schedule.verify import verify
@@ -29,6 +30,8 @@ _SETTLED = 4
 
 SCHEDULE = "pipeline.pp_schedule"
 GROUP = "parallel.microbatch_group_size_per_vp_stage"
+OVERLAP = "parallel.overlap_moe_expert_parallel_comm"
+DELAY = "parallel.delay_wgrad_compute"
 CAPACITY = "pipeline.p2p_capacity"
 CSV = "pipeline.pp_schedule_csv"
 FROM_FILE = "csv"
@@ -78,10 +81,34 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
 def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
     """Refuse torch.compile of stages whose backward is split: a compiled layer computes all its gradients at once."""
     splits = POLICIES[choice.name].splits if choice.schedule is None else bool(choice.schedule.split)
+    splits = splits or values[DELAY]
     if splits and values.config.train.compile:
         message = f"schedule {choice.name} splits backwards into I and W, and compiled layers compute both at once"
         ways: list[Overrides] = [{"train.compile": False}, {SCHEDULE: fitting_policy(vpp), CSV: None}]
         violations.append(Violation("PP-E392", SCHEDULE, message, values.cite(SCHEDULE, CSV, "train.compile"), *ways))
+
+
+def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
+    """Refuse to hide the exchange of experts where there is none, or where no schedule's pairs can hide it."""
+    asked = [key for key in (OVERLAP, DELAY) if values[key]]
+    if not asked:
+        return
+
+    def refuse(message: str, *ways: Overrides) -> None:
+        off: Overrides = dict.fromkeys(asked, False)
+        violations.append(Violation("PP-E219", asked[0], message, values.cite(*asked, SCHEDULE, CSV), *ways, off))
+
+    if not values[OVERLAP]:
+        refuse(f"{DELAY} puts weight gradients behind the pairs that {OVERLAP} makes", {OVERLAP: True})
+    elif values["ep"] == 1:
+        refuse(f"{OVERLAP} hides what experts on other ranks are sent, and ep is 1")
+    elif choice.policy is None or not choice.policy.pairs:
+        named = ", ".join(name for name, policy in POLICIES.items() if policy.pairs)
+        message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {choice.name} cannot"
+        refuse(message, {SCHEDULE: fitting_policy(vpp), CSV: None})
+    elif in_batches(values.config.parallel):
+        message = f"{OVERLAP} needs a forward and a backward with no batch of messages between the two"
+        refuse(message, {"parallel.overlap_p2p_comm": True, "parallel.batch_p2p_comm": False})
 
 
 def settled(values: ConfigValues, choice: Choice, num_microbatches: int) -> int:
@@ -139,7 +166,7 @@ def compute_only(
     """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp."""
     if choice.schedule is not None:
         return choice.schedule
-    return make_schedule(
+    schedule = make_schedule(
         choice.name,
         pp=values["pp"],
         vpp=vpp,
@@ -147,6 +174,9 @@ def compute_only(
         microbatch_group_size=values[GROUP] if values.is_set(GROUP) else None,
         extra_warmup=extra_warmup,
     )
+    if values[OVERLAP] and not schedule.pairs:
+        schedule = pair_up(schedule)
+    return put_off_weights(schedule) if values[DELAY] else schedule
 
 
 class Proof(NamedTuple):

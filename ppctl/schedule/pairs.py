@@ -1,4 +1,4 @@
-"""Pairs of a forward and a backward: where they stand in a list, and whether a rank can run the two side by side.
+"""Pairs of a forward and a backward: how lists get them, and whether a rank can run the two side by side.
 
 The two of a pair advance in turns, so that the messages of one are under way while the other computes. Knows lists and
 the dependency rule (`action`). Must not know how pairs are run, or time. Standard library only.
@@ -9,13 +9,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice, pairwise
 
 from ppctl.errors import Problem
 from ppctl.schedule.action import COMPUTE, INPUT_GRADIENTS, Action, Op, Pair, Schedule, deps, grouped
 
 _SHOWN = 6
 """How many pairs one problem names; the rest are counted."""
+
+
+def pair_up(schedule: Schedule) -> Schedule:
+    """Every backward and the forward that follows on it as a pair, in which the forward stands in front.
+
+    Of 1F1B, whose ranks then hold one microbatch more.
+    """
+    rows: list[tuple[Action, ...]] = []
+    pairs: list[Pair] = []
+    for row in schedule.actions:
+        paired = list(row)
+        for index, (before, after) in enumerate(pairwise(row)):
+            if before.op is Op.B and after.op is Op.F:
+                pairs.append(Pair(after, before))
+                paired[index : index + 2] = pairs[-1]
+        rows.append(tuple(paired))
+    return replace(schedule, actions=tuple(rows), pairs=frozenset(pairs))
+
+
+def put_off_weights(schedule: Schedule) -> Schedule:
+    """The backward of every pair in two halves: I beside the forward, and W behind the pair."""
+    split = {pair.backward for pair in schedule.pairs if pair.backward.op is Op.B}
+    rows = tuple(
+        tuple(chain.from_iterable(_halves(action) if action in split else (action,) for action in row))
+        for row in schedule.actions
+    )
+    pairs = frozenset(Pair(ahead, _halves(back)[0] if back in split else back) for ahead, back in schedule.pairs)
+    return replace(schedule, actions=rows, pairs=pairs)
+
+
+def _halves(backward: Action) -> tuple[Action, Action]:
+    return backward._replace(op=Op.I), backward._replace(op=Op.W)
 
 
 def wrong_pairs(schedule: Schedule) -> Iterator[Problem]:

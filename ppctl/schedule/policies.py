@@ -108,6 +108,8 @@ class Policy:
     """Whether it has backwards: a run's `pipeline.pp_schedule` may name it."""
     extra_warmup: bool = False
     """Whether forwards beyond the textbook's may run ahead."""
+    pairs: bool = False
+    """Whether it has, or can get (`pairs.pair_up`), forwards and backwards that run side by side."""
     settles: bool = False
     """Whether it is known to hold, after a few rounds of the pipeline, what it holds for any number of microbatches."""
     other_names: tuple[str, ...] = ()
@@ -130,12 +132,15 @@ class Policy:
 
 
 _ROWS = (
-    Policy("1f1b", one_f_one_b, fixed=True, extra_warmup=True, settles=True, for_more_chunks="interleaved_1f1b"),
+    Policy(
+        "1f1b", one_f_one_b, fixed=True, extra_warmup=True, pairs=True, settles=True, for_more_chunks="interleaved_1f1b"
+    ),
     Policy(
         "interleaved_1f1b",
         interleaved_1f1b,
         chunks=2,
         extra_warmup=True,
+        pairs=True,
         settles=True,
         other_names=("Interleaved1F1B", "dfs"),
     ),
@@ -161,7 +166,7 @@ _ROWS = (
     ),
     Policy("v_half", v_half, chunks=2, fixed=True, placement="v", splits=True, other_names=("VHalf",)),
     Policy("v_min", v_min, chunks=2, fixed=True, placement="v", splits=True, other_names=("VMin",)),
-    Policy("dualpipev", dualpipev, chunks=2, fixed=True, placement="v", splits=True),
+    Policy("dualpipev", dualpipev, chunks=2, fixed=True, placement="v", splits=True, pairs=True),
     Policy("forward_only", forward_only, trains=False),
 )
 

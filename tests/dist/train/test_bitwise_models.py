@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from expert_runs import MODELS, STEPS, config_of, hold, hold_to_reference, reference_of, together, train_cut
 from pairwise import in_tiers
@@ -84,3 +85,30 @@ def test_experts_spread_over_ranks_agree_with_replicas_to_a_millionth(text, kind
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert agree(value, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "pp", "options"),
+    [
+        pytest.param("Et*5mL", 1, {}, id="one rank a pipeline"),
+        pytest.param("Et*2|t*3|m|L", 2, {}, id="two chunks a rank"),
+        pytest.param("Et*2|t*3|m|L", 2, {"delay_wgrad_compute": True}, id="weight gradients behind the pairs"),
+    ],
+)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_exchanges_in_pairs_change_no_bit(text, layout, pp, options, recomputed):
+    """Half of the experts on each of two ranks: every rank's forwards and backwards take turns at their exchanges."""
+    paired, alone = (config_of(text, "deepseek", 2 * pp, layout, pp, 2, 2) for _ in range(2))
+    for config in (paired, alone):
+        config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm = True, False
+        if recomputed:
+            config.train.recompute_granularity, config.train.recompute_method = "full", "uniform"
+    paired.parallel.overlap_moe_expert_parallel_comm = True
+    for name, value in options.items():
+        setattr(paired.parallel, name, value)
+    got, expected = (run_ranks(train_cut, 2 * pp, to_mapping(config)) for config in (paired, alone))
+    for (records, _), (wanted, _) in zip(got, expected, strict=True):
+        for key in {"loss", "grad_norm", "mtp_loss", "aux_loss"} & wanted[0].keys():
+            assert [r[key] for r in records] == [r[key] for r in wanted], key
+    ours, theirs = together(got), together(expected)
+    assert all(np.array_equal(value, theirs[name]) for name, value in ours.items()) and ours.keys() == theirs.keys()

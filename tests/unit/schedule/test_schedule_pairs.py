@@ -9,13 +9,14 @@ from itertools import pairwise
 import pytest
 
 from ppctl.errors import ScheduleError
-from ppctl.schedule.action import Pair, Schedule
+from ppctl.schedule.action import Op, Pair, Schedule
 from ppctl.schedule.page import timeline_html
+from ppctl.schedule.pairs import pair_up, put_off_weights
 from ppctl.schedule.passes import lower
 from ppctl.schedule.perfetto import perfetto_json
 from ppctl.schedule.picture import Picture
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.simulate import Costs, simulate, to_slots
+from ppctl.schedule.simulate import Costs, in_flight, simulate, to_slots
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace
 from ppctl.schedule.verify import verify
@@ -44,11 +45,13 @@ def test_pairs_survive_their_csv_and_their_slots() -> None:
     assert alone.to_csv() == AHEAD.replace("(", "").replace(")OVERLAP_F_B", "").replace(";", ",")
 
 
-def test_messages_between_the_two_are_no_part_of_a_pair() -> None:
-    lowered = lower(Schedule.from_csv(AHEAD))
-    assert ",0F2,0SEND_F2,0RECV_B1,0B0," in lowered.to_csv()
-    assert len(lowered.pairs) == 3
-    assert verify(lowered) == []
+def test_messages_stand_between_the_two_of_a_pair_only_in_batches() -> None:
+    schedule = Schedule.from_csv(AHEAD)
+    lowered, batched = lower(schedule), lower(schedule, batched=True)
+    assert ",0RECV_B0,(0F2;0B0)OVERLAP_F_B,0SEND_F2," in lowered.to_csv()
+    assert lowered.to_csv().count("OVERLAP") == 3 > batched.to_csv().count("OVERLAP")
+    assert len(lowered.pairs) == len(batched.pairs) == 3
+    assert verify(lowered) == verify(batched) == []
 
 
 @pytest.mark.parametrize(
@@ -64,11 +67,11 @@ def test_messages_between_the_two_are_no_part_of_a_pair() -> None:
 )
 def test_pairs_that_cannot_stand_side_by_side_are_named(text: str, reason: str) -> None:
     schedule = Schedule.from_csv(text)
-    for each in (schedule, lower(schedule)):
-        (problem,) = verify(each)
-        assert problem.code == "PP-E318"
-        assert reason in problem.message
-        assert verify(replace(each, pairs=frozenset())) == []
+    (problem,) = verify(schedule)
+    assert problem.code == "PP-E318"
+    assert reason in problem.message
+    assert verify(replace(schedule, pairs=frozenset())) == []
+    assert verify(lower(schedule))
 
 
 @pytest.mark.parametrize(
@@ -118,3 +121,21 @@ def test_a_pair_takes_the_time_of_the_two_in_turn_and_is_marked_in_every_picture
     assert marked["0F2"] == marked["0B0"] == "(0F2;0B0)OVERLAP_F_B"
     assert len(marked) == 6
     assert '"pairs":[[[0,0,2],[1,0,0]],[[0,1,1],[1,1,0]],[[0,1,2],[1,1,1]]]' in timeline_html(picture)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5])
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+def test_1f1b_gets_the_next_forward_beside_every_backward(pp: int, vpp: int) -> None:
+    for m in (1, 2, pp, pp + 1, 2 * pp, 3 * pp + 1):
+        plain = make_schedule("1f1b" if vpp == 1 else "interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m)
+        paired = pair_up(plain)
+        split = put_off_weights(paired)
+        for schedule in (paired, split):
+            assert verify(lower(schedule)) == []
+            rows = zip(schedule.actions, plain.actions, strict=True)
+            assert all({a for a in own if a.op is Op.F} == {a for a in row if a.op is Op.F} for own, row in rows)
+        follows = [two for row in plain.actions for two in pairwise(row) if [a.op for a in two] == [Op.B, Op.F]]
+        assert paired.pairs == {Pair(ahead, back) for back, ahead in follows}
+        assert len(split.pairs) == len(paired.pairs) == len(split.split)
+        more = [b - a for a, b in zip(in_flight(plain), in_flight(paired), strict=True)]
+        assert set(more) <= {0, 1} and (m < 3 * pp or all(more))
