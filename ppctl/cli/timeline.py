@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
@@ -20,13 +21,16 @@ FORMS = {
     ".html": ("ppctl.schedule.page", "timeline_html"),
     ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
+    ".svg": ("ppctl.schedule.svg", "picture_svg"),
 }
-"""A file's ending -> the function that draws it; its module is imported only when it is needed."""
+"""A file's ending -> the function that draws a picture; its module is imported only when it is needed."""
+FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.svg", "pictures_svg")}
+"""The same of several pictures in one file."""
 
 
 def add_timeline_argument(parser: argparse.ArgumentParser, *other_names: str) -> None:
     """Declare --timeline, and other names of it."""
-    shown = "draw the step into FILE: .html, .txt, or .json (Perfetto)"
+    shown = "draw the step into FILE: .html, .svg, .txt, or .json (Perfetto)"
     parser.add_argument("--timeline", *other_names, metavar="FILE", help=shown)
 
 
@@ -37,23 +41,35 @@ def plain(picture: Picture) -> str:
     return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"
 
 
-def check_form(path: Path) -> None:
+def check_form(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> None:
     """Raise ConfigError (PP-E129) if the file's ending is none of a picture."""
-    if path.suffix in FORMS:
+    if path.suffix in forms:
         return
-    message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
-    remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
+    what, first = ("a picture" if forms is FORMS else "a picture of several schedules"), next(iter(forms))
+    message = f"--timeline {path}: {what} is one of {', '.join(forms)}"
+    remedy = (
+        f"--timeline {shlex.quote(f'{path.parent / path.stem}{first}')}" if path.stem else f"--timeline step{first}"
+    )
     raise ConfigError(Problem("PP-E129", message, remedy, "command line"))
 
 
 def write_timeline(picture: Picture, path: Path) -> None:
     """Write the picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
-    check_form(path)
-    module, function = FORMS[path.suffix]
+    _write(picture, path, FORMS)
+
+
+def write_timelines(pictures: Sequence[Picture], path: Path) -> None:
+    """Write several pictures into one file, as `write_timeline` does."""
+    _write(pictures, path, FORMS_OF_SEVERAL)
+
+
+def _write(drawn: Picture | Sequence[Picture], path: Path, forms: Mapping[str, tuple[str, str]]) -> None:
+    check_form(path, forms)
+    module, function = forms[path.suffix]
     try:
-        write_atomically(path, getattr(importlib.import_module(module), function)(picture))
+        write_atomically(path, getattr(importlib.import_module(module), function)(drawn))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the picture cannot be written to {path}: {reason}"
-        raise ConfigError(Problem("PP-E129", message, "--timeline step.html", "command line")) from None
+        raise ConfigError(Problem("PP-E129", message, f"--timeline step{path.suffix}", "command line")) from None
     note(f"note: wrote {path}")
