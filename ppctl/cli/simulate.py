@@ -63,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     if args.compare:
-        print_comparison(args.pp, args.microbatches, args.vpp, partial(costs, args), args.timeline, args.json)
+        prices = partial(costs, args)
+        print_comparison(args.pp, args.microbatches, args.vpp, prices, args.timeline, args.json)
         return 0
     vpp = args.vpp or SCHEDULES[args.schedule].chunks
     warmup, microbatches = args.extra_warmup, args.microbatches
     schedule = make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
-    trace = simulate(schedule, costs(args, vpp))
+    trace = simulate(schedule, costs(args, args.pp * vpp, vpp))
     if args.timeline is not None:
         write_timeline(_picture(args, schedule, trace), Path(args.timeline))
     figures = figured(args, schedule, trace)
@@ -76,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def costs(args: argparse.Namespace, vpp: int) -> Costs:
+def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
     """Seconds per stage: each stage takes an equal share of its rank's milliseconds."""
-    num_stages = args.pp * vpp
     forward, gradient, weights = (_MS * ms / vpp for ms in (args.tf, args.tb, args.tw))
     return Costs(
         forward=[forward] * num_stages,
@@ -119,6 +119,9 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         value = getattr(args, name)
         if not 0 <= value < float("inf"):
             yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", place)
+    if args.vpp is not None and args.vpp < 1:
+        yield Problem("PP-E128", f"--vpp {args.vpp}: a rank has at least one chunk", "--vpp 1", place)
+        return
     policy = SCHEDULES.get(args.schedule or "")
     if policy and policy.chunks > 1 and args.vpp is not None and not policy.runs(args.vpp):
         message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"

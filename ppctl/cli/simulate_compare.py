@@ -28,7 +28,12 @@ messages     that all ranks send in a step"""
 
 
 def print_comparison(
-    pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int], Costs], timeline: str | None, as_json: bool
+    pp: int,
+    num_microbatches: int,
+    vpp: int | None,
+    costs: Callable[[int, int], Costs],
+    timeline: str | None,
+    as_json: bool,
 ) -> None:
     """Compare, draw into the file `timeline` where one is named, and print. Raises ScheduleError, ConfigError."""
     found, left_out = compare(pp, num_microbatches, vpp, costs)

@@ -36,12 +36,12 @@ class Compared:
 
 
 def compare(
-    pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int], Costs]
+    pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
 ) -> tuple[list[Compared], dict[str, str]]:
     """The policies that fit, and by name why others do not.
 
-    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of the stages by the number
-    of chunks. Raises ScheduleError for sizes with which there is no 1F1B.
+    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of so many stages, with so
+    many chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
     """
     reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
     found, left_out = [], {}
@@ -56,12 +56,12 @@ def compare(
 
 
 def _figured(
-    policy: Policy, pp: int, num_microbatches: int, vpp: int, costs: Callable[[int], Costs], reference: Compared | None
+    policy: Policy, pp: int, num_microbatches: int, vpp: int, costs: Callable[[int, int], Costs], first: Compared | None
 ) -> Compared:
-    """A policy's figures, as multiples of the reference's; of its own without one."""
+    """A policy's figures, with its step as a multiple of `first`'s; without one, of its own."""
     schedule = make_schedule(policy.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
-    trace = simulate(schedule, costs(vpp))
-    step = step_time(reference.trace if reference else trace)
+    trace = simulate(schedule, costs(pp * vpp, vpp))
+    step = step_time(first.trace if first else trace)
     return Compared(
         policy,
         vpp,

@@ -113,6 +113,8 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.html", "a.svg"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.svg", "cannot be written"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --extra-warmup 1", "--extra-warmup 0"),
+        ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: a rank has at least one chunk"),
+        ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: a rank has at least one chunk"),
         ("--compare --pp 0 --microbatches 3 --tf 1 --tb 2", "pp is 0"),
         ("--compare --pp 512 --microbatches 999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.html", "cannot be written"),
