@@ -44,6 +44,14 @@ def test_pairs_survive_their_csv_and_their_slots() -> None:
     assert alone.to_csv() == AHEAD.replace("(", "").replace(")OVERLAP_F_B", "").replace(";", ",")
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_what_ranks_execute_is_the_same_with_pairs_and_without(batched: bool) -> None:
+    for schedule in (Schedule.from_csv(AHEAD), make_schedule("dualpipev", pp=4, vpp=2, num_microbatches=9)):
+        with_pairs = lower(schedule, batched=batched)
+        without = lower(replace(schedule, pairs=frozenset()), batched=batched)
+        assert replace(with_pairs, pairs=frozenset()) == without != with_pairs
+
+
 def test_messages_between_the_two_are_no_part_of_a_pair() -> None:
     lowered = lower(Schedule.from_csv(AHEAD))
     assert ",0F2,0SEND_F2,0RECV_B1,0B0," in lowered.to_csv()
