@@ -21,6 +21,7 @@ from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON
 from ppctl.config.model_parallel_config import DTYPES
 from ppctl.config.support import MEANING, SHOWN_BY
 from ppctl.errors import ConfigError, Problem
+from ppctl.schedule.policies import POLICIES
 
 PAGES = Path(__file__).resolve().parent.parent / "pages"
 
@@ -50,7 +51,7 @@ def explain(topic: str | None) -> str:
     if code in sections_by_code:
         title, text = sections_by_code[code]
         return f"{code} {title}\n\n{_wrapped(text)}"
-    name = full_name(topic)
+    name = _key_name(topic)
     if name in keys():
         return _key(keys()[name])
     if name in sections():
@@ -60,6 +61,13 @@ def explain(topic: str | None) -> str:
     remedy = f"ppctl explain {close[0]}" if close else "ppctl explain"
     message = f"there is no error code, key or section {topic}{did_you_mean(topic, known)}"
     raise ConfigError(Problem("PP-E125", message, remedy, "command line"))
+
+
+def _key_name(topic: str) -> str:
+    """The full name of a key, by an alias, by itself, or by its last part where only one key has that."""
+    name = full_name(topic)
+    ending = [key for key in keys() if key.endswith(f".{name}")]
+    return ending[0] if len(ending) == 1 and name not in keys() and name not in sections() else name
 
 
 def _wrapped(text: str) -> str:
@@ -129,7 +137,22 @@ def _key(key: Key) -> str:
         lines.append(f"takes    {', '.join(['null', *DTYPES])}")
     if key.name in SHOWN_BY:
         lines.append(f"test     {SHOWN_BY[key.name]}")
+    if key.name == "pipeline.pp_schedule":
+        lines += ["", *_schedules()]
     return "\n".join(lines)
+
+
+def _schedules() -> list[str]:
+    """When to take which schedule, and the command that has figures for the reader's own sizes."""
+    used = {policy.name: policy.use for policy in POLICIES.values() if policy.trains}
+    widest = max(map(len, used))
+    return [
+        "When to take which:",
+        *(_filled(use, f"{name.ljust(widest)}  ") for name, use in used.items()),
+        "",
+        _filled("Bubble, memory and messages of all of them, for your own sizes and times in milliseconds:"),
+        "  ppctl simulate --compare --pp 8 --microbatches 32 --tf 10 --tb 10 --tw 10",
+    ]
 
 
 def _value(key: Key) -> str:

@@ -1,4 +1,4 @@
-"""`ppctl simulate`: simulate and draw a schedule from the times of its operations. Imports no torch and no Hydra.
+"""`ppctl simulate`: simulate and draw a schedule, or all of them, from the times of operations. Imports no torch.
 
 Knows milliseconds and what is printed. Must not know how schedules are made, run or drawn (`ppctl.schedule`).
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import width
+from ppctl.cli.simulate_compare import print_comparison
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.errors import ConfigError, Problem
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
@@ -19,7 +21,7 @@ from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
-from ppctl.schedule.trace import Trace, bubble_fraction, longest_span, step_time
+from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
 
 SCHEDULES = {name: policy for name, policy in POLICIES.items() if policy.trains}
 
@@ -39,7 +41,9 @@ MOST_ROWS = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--schedule", required=True, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    one_or_all = parser.add_mutually_exclusive_group(required=True)
+    one_or_all.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    one_or_all.add_argument("--compare", action="store_true", help="all schedules that fit, in one table")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
     chunks = "chunks per rank (default: 1, or 2 for schedules that need several)"
     parser.add_argument("--vpp", type=int, metavar="V", help=chunks)
@@ -58,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     problems = list(_wrong(args))
     if problems:
         raise ConfigError(problems)
+    if args.compare:
+        prices = partial(costs, args)
+        print_comparison(args.pp, args.microbatches, args.vpp, prices, args.timeline, args.json)
+        return 0
     vpp = args.vpp or SCHEDULES[args.schedule].chunks
     warmup, microbatches = args.extra_warmup, args.microbatches
     schedule = make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
@@ -82,9 +90,7 @@ def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
 
 
 def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[str, Any]:
-    """The fields of `--json`. `bubble_rate` is 1 - m (tf + tb + tw) / the longest span of a rank (arXiv 2401.10241)."""
-    longest = longest_span(trace)
-    work = _MS * args.microbatches * (args.tf + args.tb + args.tw)
+    """The fields of `--json`."""
     return {
         "schedule": schedule.name,
         "pp": schedule.placement.pp,
@@ -92,7 +98,7 @@ def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[
         "microbatches": schedule.num_microbatches,
         "step_time_ms": step_time(trace) / _MS,
         "bubble_fraction": bubble_fraction(trace),
-        "bubble_rate": 1.0 - work / longest if longest > 0 else 0.0,
+        "bubble_rate": bubble_rate(trace),
         "in_flight": list(in_flight(schedule, until=INPUT_GRADIENTS)),
         "in_flight_until_weight_gradient": list(in_flight(schedule)),
     }
@@ -100,7 +106,10 @@ def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[
 
 def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
     place = "command line"
-    if args.schedule not in SCHEDULES:
+    if args.compare and args.extra_warmup:
+        message = "--compare shows schedules with their usual warm-up"
+        yield Problem("PP-E128", message, "--extra-warmup 0", place)
+    if not args.compare and args.schedule not in SCHEDULES:
         from ppctl.config.keys import nearest
 
         close = nearest(args.schedule, SCHEDULES)
@@ -110,11 +119,15 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         value = getattr(args, name)
         if not 0 <= value < float("inf"):
             yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", place)
-    policy = SCHEDULES.get(args.schedule)
+    if args.vpp is not None and args.vpp < 1:
+        yield Problem("PP-E128", f"--vpp {args.vpp}: a rank has at least one chunk", "--vpp 1", place)
+        return
+    policy = SCHEDULES.get(args.schedule or "")
     if policy and policy.chunks > 1 and args.vpp is not None and not policy.runs(args.vpp):
         message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
         yield Problem("PP-E128", message, f"--vpp {policy.chunks}", place)
-    actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
+    count = len(SCHEDULES) if args.compare else 1
+    actions = 3 * count * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if actions > MOST_ACTIONS:
         message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
         yield Problem("PP-E128", message, "--microbatches 64", place)

@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ppctl.cli.console import PIPE_WIDTH, note
@@ -21,13 +22,16 @@ FORMS = {
     ".html": ("ppctl.schedule.page", "timeline_html"),
     ".json": ("ppctl.schedule.perfetto", "perfetto_json"),
     ".txt": ("ppctl.cli.timeline", "plain"),
+    ".svg": ("ppctl.schedule.svg", "picture_svg"),
 }
-"""A file's ending -> the function that draws it; its module is imported only when it is needed."""
+"""A file's ending -> the function that draws a picture; its module is imported only when it is needed."""
+FORMS_OF_SEVERAL = {".svg": ("ppctl.schedule.svg", "pictures_svg")}
+"""The same of several pictures in one file."""
 
 
 def add_timeline_argument(parser: argparse.ArgumentParser, *other_names: str) -> None:
     """Declare --timeline, and other names of it."""
-    shown = "draw the step into FILE: .html, .txt, or .json (Perfetto)"
+    shown = "draw the step into FILE: .html, .svg, .txt, or .json (Perfetto)"
     parser.add_argument("--timeline", *other_names, metavar="FILE", help=shown)
 
 
@@ -38,12 +42,13 @@ def plain(picture: Picture) -> str:
     return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"
 
 
-def unwritable(path: Path) -> list[Problem]:
+def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list[Problem]:
     """Why no picture can be written to this file (PP-E129), as far as it is known before there is one."""
-    if path.suffix not in FORMS:
-        message = f"--timeline {path}: a picture is one of {', '.join(FORMS)}"
-        remedy = f"--timeline {shlex.quote(f'{path.parent / path.stem}.html')}" if path.stem else "--timeline step.html"
-        return [Problem("PP-E129", message, remedy, "command line")]
+    if path.suffix not in forms:
+        what, first = ("a picture" if forms is FORMS else "a picture of several schedules"), next(iter(forms))
+        message = f"--timeline {path}: {what} is one of {', '.join(forms)}"
+        name = shlex.quote(f"{path.parent / path.stem}{first}") if path.stem else f"step{first}"
+        return [Problem("PP-E129", message, f"--timeline {name}", "command line")]
     if not path.parent.is_dir():
         return [_unwritable(path, "there is no such directory")]
     return [] if os.access(path.parent, os.W_OK) else [_unwritable(path, "no permission to write in this directory")]
@@ -51,17 +56,28 @@ def unwritable(path: Path) -> list[Problem]:
 
 def _unwritable(path: Path, reason: str) -> Problem:
     message = f"the picture cannot be written to {path}: {reason}"
-    return Problem("PP-E129", message, "--timeline step.html", "command line")
+    return Problem("PP-E129", message, f"--timeline step{path.suffix}", "command line")
 
 
 def write_timeline(picture: Picture, path: Path) -> None:
     """Write the picture, whole or not at all. Raises ConfigError (PP-E129) if it cannot be written."""
-    problems = unwritable(path)
+    _write(picture, path, FORMS)
+
+
+def write_timelines(pictures: Sequence[Picture], path: Path) -> None:
+    """Write several pictures into one file, as `write_timeline` does."""
+    _write(pictures, path, FORMS_OF_SEVERAL)
+
+
+def _write(drawn: Picture | Sequence[Picture], path: Path, forms: Mapping[str, tuple[str, str]]) -> None:
+    problems = unwritable(path, forms)
     if problems:
         raise ConfigError(problems)
-    module, function = FORMS[path.suffix]
+    module, function = forms[path.suffix]
     try:
-        write_atomically(path, getattr(importlib.import_module(module), function)(picture))
+        write_atomically(path, getattr(importlib.import_module(module), function)(drawn))
     except (OSError, ValueError) as error:
-        raise ConfigError(_unwritable(path, getattr(error, "strerror", None) or str(error))) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"the picture cannot be written to {path}: {reason}"
+        raise ConfigError(Problem("PP-E129", message, f"--timeline step{path.suffix}", "command line")) from None
     note(f"note: wrote {path}")

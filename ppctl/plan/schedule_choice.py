@@ -68,7 +68,7 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
             return Choice(fitting_policy(vpp), (_chosen(vpp, "no schedule was given"),))
         message = f"schedule {asked} runs {policy.chunks_in_words}, and vpp is {vpp}"
         chunks: Overrides = {"vpp": policy.chunks, **({} if values["layout"] is None else {"layout": None})}
-        ways: list[Overrides] = [chunks, {SCHEDULE: fitting_policy(vpp)}]
+        ways: list[Overrides] = [chunks, {SCHEDULE: policy.for_more_chunks or fitting_policy(vpp)}]
         ways = ways[::-1] if policy.for_more_chunks else ways
         violations.append(Violation("PP-E213", SCHEDULE, message, values.cite(SCHEDULE, "vpp", "layout"), *ways))
         return None

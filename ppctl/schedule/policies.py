@@ -119,6 +119,8 @@ class Policy:
     """The policy to take where a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
     """By pp, the fewest microbatches that it makes lists for: of fewer it takes those of such a list that exist."""
+    use: str = ""
+    """When to take it: what `ppctl explain pp_schedule` says of it."""
 
     def runs(self, vpp: int) -> bool:
         """Whether it can run this many chunks per rank."""
@@ -133,7 +135,14 @@ class Policy:
 
 _ROWS = (
     Policy(
-        "1f1b", one_f_one_b, fixed=True, extra_warmup=True, pairs=True, settles=True, for_more_chunks="interleaved_1f1b"
+        "1f1b",
+        one_f_one_b,
+        fixed=True,
+        extra_warmup=True,
+        pairs=True,
+        settles=True,
+        for_more_chunks="interleaved_1f1b",
+        use="many times as many microbatches as ranks: whole backwards, the fewest messages",
     ),
     Policy(
         "interleaved_1f1b",
@@ -143,16 +152,39 @@ _ROWS = (
         pairs=True,
         settles=True,
         other_names=("Interleaved1F1B", "dfs"),
+        use="fewer microbatches: whole backwards, vpp times less bubble for vpp times the messages and some memory",
     ),
-    Policy("gpipe", gpipe, other_names=("LoopedBFS", "looped_bfs")),  # breadth-first: gpipe with several chunks
-    Policy("zb_h1", zb_h1, fixed=True, splits=True, other_names=("ZBH1",), for_more_chunks="interleaved_zero_bubble"),
-    Policy("zb_h2", zb_h2, fixed=True, splits=True, other_names=("ZBH2",), for_more_chunks="interleaved_zero_bubble"),
+    Policy(
+        "gpipe",  # with several chunks breadth-first
+        gpipe,
+        other_names=("LoopedBFS", "looped_bfs"),
+        use="comparisons: all microbatches are in memory at once",
+    ),
+    Policy(
+        "zb_h1",
+        zb_h1,
+        fixed=True,
+        splits=True,
+        other_names=("ZBH1",),
+        for_more_chunks="interleaved_zero_bubble",
+        use="a third of 1F1B's bubble for its memory and its messages",
+    ),
+    Policy(
+        "zb_h2",
+        zb_h2,
+        fixed=True,
+        splits=True,
+        other_names=("ZBH2",),
+        for_more_chunks="interleaved_zero_bubble",
+        use="memory for twice the activations: no bubble on any rank but filling and draining, with 1F1B's messages",
+    ),
     Policy(
         "interleaved_zero_bubble",
         interleaved_zero_bubble,
         chunks=2,
         splits=True,
         other_names=("InterleavedZeroBubble", "zero_bubble"),
+        use="what zb_h1 is to 1F1B, for several chunks, also for more than two",
     ),
     Policy(
         "zbv_zero_bubble",
@@ -163,10 +195,38 @@ _ROWS = (
         splits=True,
         other_names=("ZBVZeroBubble", "v_schedule"),
         least_microbatches=fills_zbv,
+        use="no bubble but filling and draining for 1F1B's memory, where F, I and W take about the same time",
     ),
-    Policy("v_half", v_half, chunks=2, fixed=True, placement="v", splits=True, other_names=("VHalf",)),
-    Policy("v_min", v_min, chunks=2, fixed=True, placement="v", splits=True, other_names=("VMin",)),
-    Policy("dualpipev", dualpipev, chunks=2, fixed=True, placement="v", splits=True, pairs=True),
+    Policy(
+        "v_half",
+        v_half,
+        chunks=2,
+        fixed=True,
+        placement="v",
+        splits=True,
+        other_names=("VHalf",),
+        use="half of 1F1B's memory, with about half of its bubble",
+    ),
+    Policy(
+        "v_min",
+        v_min,
+        chunks=2,
+        fixed=True,
+        placement="v",
+        splits=True,
+        other_names=("VMin",),
+        use="a third of 1F1B's memory; its bubble grows with the microbatches where F, I and W differ",
+    ),
+    Policy(
+        "dualpipev",
+        dualpipev,
+        chunks=2,
+        fixed=True,
+        placement="v",
+        splits=True,
+        pairs=True,
+        use="experts on several ranks: forwards stand beside backwards, to hide exchanges; at least 2 pp microbatches",
+    ),
     Policy("forward_only", forward_only, trains=False),
 )
 

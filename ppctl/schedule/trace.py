@@ -69,6 +69,15 @@ def longest_span(trace: Trace) -> float:
     return max((last[pp_rank] - start for pp_rank, start in first.items()), default=0.0)
 
 
+def bubble_rate(trace: Trace) -> float:
+    """1 - (time in F, B, I, W of the busiest pp_rank) / the longest span of one: the bubble of arXiv 2401.10241."""
+    longest = longest_span(trace)
+    spans: dict[int, list[Span]] = {}
+    for span in trace.spans:
+        spans.setdefault(span.pp_rank, []).append(span)
+    return max(0.0, 1.0 - max(map(busy_time, spans.values())) / longest) if longest > 0 else 0.0
+
+
 def busy_time(spans: Iterable[Span]) -> float:
     """Seconds spent in F, B, I and W."""
     return sum(end - start for _, (op, _, _), start, end in spans if op in COMPUTE)

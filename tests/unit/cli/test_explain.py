@@ -11,6 +11,7 @@ from ppctl.cli.main import main
 from ppctl.config.argv import ALIASES
 from ppctl.config.keys import docstring, keys, sections
 from ppctl.errors import ConfigError
+from ppctl.schedule.policies import POLICIES
 
 SOURCES = [path for path in Path(ppctl.__file__).parent.rglob("*.py")]
 CODE = re.compile(r"[\"'](PP-E[0-9]{3})[\"']")
@@ -52,6 +53,23 @@ def test_without_a_topic_codes_and_sections_are_listed():
     text = explain(None)
     assert all(code in text for code in pages())
     assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in sections())
+
+
+@pytest.mark.parametrize("topic", ["pp_schedule", "pipeline.pp_schedule"])
+def test_the_schedule_is_explained_by_when_to_take_which_and_a_command_that_works(topic, capsys):
+    text = explain(topic)
+    lines = text.splitlines()
+    uses = [re.match(r"(\w+) {2,}\S", line) for line in lines[lines.index("When to take which:") + 1 :]]
+    assert [use[1] for use in uses if use] == [policy.name for policy in POLICIES.values() if policy.trains]
+    (command,) = (line.split() for line in lines if line.startswith("  ppctl "))
+    assert main(command[1:]) == 0
+    assert "dualpipev" in capsys.readouterr().out
+
+
+def test_the_last_part_of_a_key_is_enough_where_no_other_key_has_it():
+    assert explain("micro_batch_size").startswith("train.micro_batch_size\n")
+    with pytest.raises(ConfigError, match="no error code, key or section device"):
+        explain("device")  # cost.device and launch.device
 
 
 @pytest.mark.parametrize("name", sorted(keys()))

@@ -6,12 +6,16 @@ import json
 from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from ppctl.cli.main import main
+from ppctl.schedule.policies import POLICIES, make_schedule
 
-PAPER = json.loads((Path(__file__).parents[2] / "golden" / "zero_bubble_tables.json").read_text())["rows"]
+ROOT = Path(__file__).parents[3]
+PAPER = json.loads((ROOT / "tests" / "golden" / "zero_bubble_tables.json").read_text())["rows"]
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def simulated(capsys: Any, *words: Any) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def test_it_says_the_same_in_words(capsys: Any) -> None:
     assert "rank 1  stage 1 |" in text
 
 
-@pytest.mark.parametrize("ending", ["html", "json", "txt"])
+@pytest.mark.parametrize("ending", ["html", "json", "svg", "txt"])
 def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
     picture = tmp_path / f"step.{ending}"
     simulated(
@@ -106,6 +110,13 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
         ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "pp is 0"),
         ("--schedule gpipe --pp 4096 --microbatches 99999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.png", "a.html"),
+        ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.html", "a.svg"),
+        ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.svg", "cannot be written"),
+        ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --extra-warmup 1", "--extra-warmup 0"),
+        ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: a rank has at least one chunk"),
+        ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: a rank has at least one chunk"),
+        ("--compare --pp 0 --microbatches 3 --tf 1 --tb 2", "pp is 0"),
+        ("--compare --pp 512 --microbatches 999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.html", "cannot be written"),
     ],
 )
@@ -114,3 +125,63 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert told in err
+
+
+def test_all_schedules_that_fit_are_compared_with_1f1b(capsys: Any) -> None:
+    sizes = ("--pp", 4, "--microbatches", 16, "--tf", 10, "--tb", 10, "--tw", 10)
+    found = simulated(capsys, "--compare", *sizes)
+    rows = {row["schedule"]: row for row in found["schedules"]}
+    assert found["left_out"] == {}
+    assert list(rows) == [name for name, policy in POLICIES.items() if policy.trains]
+    for name, row in rows.items():
+        alone = simulated(capsys, "--schedule", name, *sizes)
+        assert {key: row[key] for key in ("step_time_ms", "bubble_fraction", "bubble_rate", "vpp")} == {
+            key: alone[key] for key in ("step_time_ms", "bubble_fraction", "bubble_rate", "vpp")
+        }
+        assert row["step_of_1f1b"] == pytest.approx(row["step_time_ms"] / 570)
+        assert row["activations_of_1f1b"] == max(alone["in_flight_until_weight_gradient"]) / row["vpp"] / 4
+        edges = 6 if row["placement"] == "v" else 4 * row["vpp"] - 1
+        assert row["messages"] == 2 * 16 * edges
+    assert [rows[name]["activations_of_1f1b"] for name in ("1f1b", "zb_h1", "zb_h2", "v_half", "v_min", "gpipe")] == [
+        1, 1, 7 / 4, 3 / 4, 2 / 4, 4,
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys: Any) -> None:
+    words = "simulate --compare --pp 4 --microbatches 4 --tf 1 --tb 2"
+    assert main(words.split()) == 0
+    few = capsys.readouterr().out
+    assert "without dualpipev: dualpipev fills a V of 8 stages: at least 8 microbatches, not 4" in few
+    assert main([*words.split(), "--vpp", "3"]) == 0
+    three = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in three if line.startswith(("gpipe", "inter", "1f1b", "v_half"))] == [
+        ["interleaved_1f1b", "3"],
+        ["gpipe", "3"],
+        ["interleaved_zero_bubble", "3"],
+    ]
+    assert "without v_half: v_half runs two chunks per rank, down a V and back up, and vpp is 3" in three
+
+
+def test_the_picture_of_all_schedules_is_what_its_command_draws(capsys: Any, tmp_path: Path) -> None:
+    """The command that README.md shows."""
+    drawn = tmp_path / "schedules.svg"
+    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "docs/pictures/schedules.svg " in line)
+    command = line.partition("#")[0].split()
+    assert command[:3] == ["ppctl", "simulate", "--compare"]
+    words = [str(drawn) if word.endswith(".svg") else word for word in command[1:]]
+    assert main(words) == 0
+    text = drawn.read_text()
+    assert text == (ROOT / "docs" / "pictures" / "schedules.svg").read_text()
+    root = ElementTree.fromstring(text)
+    assert {
+        (each.text or "").partition(",")[0] for each in root.iter(f"{SVG}text") if each.get("font-weight") == "600"
+    } == {name for name, policy in POLICIES.items() if policy.trains}
+    blocks = sum(path.get("d", "").count("M") for path in root.iter(f"{SVG}path") if path.get("fill-opacity"))
+    schedules = [
+        make_schedule(name, pp=4, vpp=policy.chunks, num_microbatches=8)
+        for name, policy in POLICIES.items()
+        if policy.trains
+    ]
+    assert blocks == sum(len(row) for schedule in schedules for row in schedule.actions)
+    bars = [path for path in root.iter(f"{SVG}path") if not path.get("fill-opacity")]
+    assert sum(path.get("d", "").count("M") for path in bars) == sum(len(schedule.pairs) for schedule in schedules)

@@ -50,6 +50,9 @@ RULES = [
     (dict(gbs=7, dp=2), {"PP-E211"}),
     (dict(gbs=12, mbs=5), {"PP-E211"}),
     (dict(pp=2, vpp=2, pipeline__pp_schedule="1f1b"), {"PP-E213"}),
+    (dict(pp=2, vpp=2, pipeline__pp_schedule="ZB-H2"), {"PP-E213"}),
+    (dict(pp=2, vpp=1, pipeline__pp_schedule="v-half"), {"PP-E213"}),
+    (dict(pp=2, vpp=4, pipeline__pp_schedule="v_min"), {"PP-E213"}),
     (dict(gbs=90, pp=4), {"PP-E214"}),
     (dict(gbs=100, pp=4, vpp=2, mbs=2), {"PP-E214"}),
     (dict(model__num_layers=10**9), {"PP-E103"}),
@@ -111,6 +114,14 @@ def test_every_remedy_mends_its_problem_and_breaks_nothing_else(values: dict[str
             after = problems_of(start.overridden(parse_overrides(line)))
             assert len(after) < len(before), f"{problem} -- {line} -> {after}"
             assert len(before) > 1 or after == ()
+
+
+def test_too_few_microbatches_for_dualpipev_are_refused_with_a_schedule_that_takes_them() -> None:
+    start = config_values(pp=2, vpp=2, gbs=2, pipeline__pp_schedule="dualpipev")
+    (problem,) = problems_of(start)
+    assert problem.code == "PP-E304"
+    assert "at least 4 microbatches, not 2" in problem.message
+    assert problems_of(start.overridden(parse_overrides(problem.remedy))) == ()
 
 
 def test_disagreeing_values_are_named_with_their_sources_and_two_ways_out() -> None:

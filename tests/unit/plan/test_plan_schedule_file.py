@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from unit_plan import equation, plan, refusal
 
 from ppctl.cli.plan import planned
+from ppctl.plan.plan import Plan
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import to_slots
 
@@ -140,6 +142,16 @@ def test_a_dumped_schedule_reads_back_as_the_same_plan(tmp_path: Path, name: str
     assert before.schedule.actions == after.schedule.actions
     assert before.schedule.capacities == after.schedule.capacities
     assert before.pp_ranks == after.pp_ranks
+
+
+def test_a_plan_keeps_pairs_and_one_without_looks_as_before() -> None:
+    plans = [planned(["pp=2", "vpp=2", "gbs=8", f"pipeline.pp_schedule={name}"])[1] for name in ("dualpipev", "gpipe")]
+    for made, paired in zip(plans, (True, False), strict=True):
+        assert made is not None
+        data = json.loads(json.dumps(made.to_json()))
+        assert bool(made.schedule.pairs) == ("pairs" in data["schedule"]) == paired
+        read = Plan.from_json(data)
+        assert (read.schedule, read.digest) == (made.schedule, made.digest)
 
 
 def test_a_path_is_kept_absolute_so_that_a_run_can_be_resumed_from_anywhere(file, monkeypatch) -> None:

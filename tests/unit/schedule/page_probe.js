@@ -33,5 +33,7 @@ report.clicked = text();
 const tall = canvas.clientHeight; $("memory").click();
 report.shorter = canvas.clientHeight < tall;
 report.map = $("map").innerText;
+report.pairs = data.spans.flatMap((row, rank) => row.map((span, index) => lines({span, rank, index})))
+  .filter(said => /F/.test(said[0][0])).flatMap(said => said.filter(line => line[1].startsWith("paired with")).map(line => `${said[0][0]} ${line[1].split(":")[0]}`)).sort();
 report.fetched = performance.getEntriesByType("resource").length;
 const out = document.createElement("pre"); out.id = "report"; out.textContent = JSON.stringify(report); document.body.append(out);

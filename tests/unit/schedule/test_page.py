@@ -98,6 +98,18 @@ def test_a_browser_draws_measured_memory_over_planned(tmp_path: Path) -> None:
     assert rows[2][-3:] == ["1.13 GiB", "", ""]
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
+@pytest.mark.parametrize("name", ["dualpipev", "zbv_zero_bubble"])
+def test_a_browser_marks_pairs_where_there_are_any(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, pp=2, vpp=2, num_microbatches=4)
+    notes = tuple(StageNote(s, schedule.placement.rank_of(s), schedule.placement.chunk_of(s)) for s in range(4))
+    drawn = Picture("", "", simulate(schedule, Costs.uniform(4, 1e-3, 2e-3)), notes)
+    report = worked(drawn, tmp_path)
+    assert report["errors"] == []
+    assert ("a pair" in report["keys"]) == (name == "dualpipev")
+    assert report["pairs"] == sorted(f"{ahead} paired with {behind}" for ahead, behind in schedule.pairs)
+
+
 def test_what_is_held_behind_the_last_action_ends_the_levels() -> None:
     drawn = picture()
     levels, _ = memory_over_time(drawn.trace, (RankMemory(100, {0: 10}, behind=400), None))

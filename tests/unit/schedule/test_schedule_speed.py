@@ -56,6 +56,12 @@ def test_a_schedule_is_made_with_a_line_or_two_an_action() -> None:
     assert lines(lambda: make_schedule("interleaved_1f1b", pp=64, vpp=2, num_microbatches=512)) < 2 * 131072
 
 
+@pytest.mark.parametrize("name", ["zbv_zero_bubble", "v_half", "v_min"])
+def test_a_v_is_made_with_as_much_work_for_each_microbatch_however_many_there_are(name: str) -> None:
+    few, many = (lines(lambda m=m: make_schedule(name, pp=8, vpp=2, num_microbatches=m)) for m in (64, 512))
+    assert many < 8 * few < 8 * 30 * 3 * 16 * 64
+
+
 @pytest.mark.parametrize("work", [lower, verify, lambda schedule: simulate(schedule, Costs.uniform(8)), in_flight])
 def test_eight_times_the_microbatches_are_eight_times_the_work(work: Callable[[Schedule], object]) -> None:
     schedules = [make_schedule("interleaved_1f1b", pp=4, vpp=2, num_microbatches=m) for m in (40, 320)]

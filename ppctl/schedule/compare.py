@@ -1,0 +1,79 @@
+"""The policies side by side: what each makes of the same microbatches and costs.
+
+Knows policies, what they hold and what they send. Must not know what is printed, models or devices. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ppctl.errors import ScheduleError
+from ppctl.schedule.action import Placement
+from ppctl.schedule.policies import POLICIES, Policy, make_schedule
+from ppctl.schedule.simulate import Costs, in_flight, simulate
+from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
+
+REFERENCE = "1f1b"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A policy's figures. `step` and `activations` are multiples of 1F1B's step and of what its first rank holds."""
+
+    policy: Policy
+    vpp: int
+    trace: Trace
+    step: float
+    bubble_fraction: float
+    bubble_rate: float
+    activations: float
+    """At most on any rank; each counts whole from its F to its B or W."""
+    messages: int
+    """Activations and gradients that all ranks send in a step."""
+
+
+def compare(
+    pp: int, num_microbatches: int, vpp: int | None, costs: Callable[[int, int], Costs]
+) -> tuple[list[Compared], dict[str, str]]:
+    """The policies that fit, and by name why others do not.
+
+    Each has its own number of chunks per rank, or all have `vpp`; `costs` gives the times of so many stages, with so
+    many chunks per rank. Raises ScheduleError for sizes with which there is no 1F1B.
+    """
+    reference = _figured(POLICIES[REFERENCE], pp, num_microbatches, 1, costs, None)
+    found, left_out = [], {}
+    for name, policy in POLICIES.items():
+        if not policy.trains:
+            continue
+        try:
+            found.append(_figured(policy, pp, num_microbatches, vpp or policy.chunks, costs, reference))
+        except ScheduleError as refusal:
+            left_out[name] = refusal.problems[0].message
+    return found, left_out
+
+
+def _figured(
+    policy: Policy, pp: int, num_microbatches: int, vpp: int, costs: Callable[[int, int], Costs], first: Compared | None
+) -> Compared:
+    """A policy's figures, with its step as a multiple of `first`'s; without one, of its own."""
+    schedule = make_schedule(policy.name, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+    trace = simulate(schedule, costs(pp * vpp, vpp))
+    step = step_time(first.trace if first else trace)
+    return Compared(
+        policy,
+        vpp,
+        trace,
+        step_time(trace) / step if step else 1.0,
+        bubble_fraction(trace),
+        bubble_rate(trace),
+        max(in_flight(schedule)) / vpp / min(pp, num_microbatches),
+        2 * num_microbatches * _edges_between_ranks(schedule.placement),
+    )
+
+
+def _edges_between_ranks(place: Placement) -> int:
+    ranks = map(place.rank_of, range(place.num_stages))
+    return sum(before != after for before, after in pairwise(ranks))
