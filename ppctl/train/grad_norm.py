@@ -86,7 +86,9 @@ class GradientNorm:
         for each in self.parameters:
             by_rank.setdefault(each.pp_rank if group is not None else 0, []).append(each.name)
         self.own_names = tuple(by_rank.get(0 if group is None else group.rank(), ()))
-        self.own_experts = [i for i, name in enumerate(self.own_names) if name in experts]
+        own_experts = [i for i, name in enumerate(self.own_names) if name in experts]
+        self.own_experts = torch.tensor(own_experts, dtype=torch.int64, device=self.device)
+        """Places in this rank's vector, on the device: a list of Python's would be copied there at every step."""
         self.width = max(len(names) for names in by_rank.values())
         position = {name: rank * self.width + i for rank, names in by_rank.items() for i, name in enumerate(names)}
         # Where each parameter, in canonical order, is in the gathered vectors of the ranks.
@@ -101,7 +103,7 @@ class GradientNorm:
         flat = torch.stack(own + [zero] * (self.width - len(own)))
         if self.part_group is not None:
             flat = _norms_of_parts(flat, self.part_group)
-        elif self.expert_group is not None and self.own_experts:
+        elif self.expert_group is not None and len(self.own_experts):
             flat[self.own_experts] = _norms_of_parts(flat[self.own_experts], self.expert_group)
         if self.group is not None:
             rows = [torch.empty_like(flat) for _ in range(self.group.size())]
