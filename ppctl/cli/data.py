@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ppctl.cli.console import console, note
+from ppctl.cli.signals import unwound_by_sigterm
 from ppctl.errors import DataError, Problem
 
 _SHOWN = 20
 """The tokens of a document that `show` prints by default."""
-_TERMINATED = 128 + signal.SIGTERM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,6 @@ def tokenize(args: argparse.Namespace) -> int:
     from ppctl.data.text import encode_files, matching
     from ppctl.data.tokenizer import end_mark, token_dtype
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))  # unwinds, which removes unfinished files
     try:
         tokenizer = load_tokenizer(args.tokenizer)
         end = [end_mark(tokenizer, "--append-eod")] if args.append_eod else []
@@ -62,7 +60,11 @@ def tokenize(args: argparse.Namespace) -> int:
         files = list(dict.fromkeys(file for matched in found for file in matched))
         prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
         dtype = token_dtype(tokenizer.vocab_size)
-        with IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer, _progress(files) as progress:
+        with (
+            unwound_by_sigterm(),  # the writer removes unfinished files when it is left
+            IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer,
+            _progress(files) as progress,
+        ):
             for encoded in encode_files(files, tokenizer, progress):
                 writer.add_document(encoded.tokens, end if len(encoded.tokens) else [], encoded.place)
             if not writer.tokens:
@@ -70,8 +72,6 @@ def tokenize(args: argparse.Namespace) -> int:
     except OSError as error:
         message = f"{error.filename or args.output} cannot be written: {error.strerror}"
         raise DataError(Problem("PP-E413", message, place="command line")) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
     counts = {"documents": writer.documents, "tokens": writer.tokens, "dtype": dtype.name}
     if args.json:
         print(json.dumps({"prefix": str(prefix), **counts}))

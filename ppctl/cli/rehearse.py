@@ -14,14 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 
 from ppctl.cli.console import console, note, print_problems, width
 from ppctl.cli.plan import MEMORY, planned
 from ppctl.cli.rehearsal_text import rehearsal_text
+from ppctl.cli.signals import unwound_by_sigterm
 from ppctl.cli.timeline import add_timeline_argument, check_form, write_timeline
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
@@ -116,8 +118,8 @@ def _rehearse(config: RunConfig, plan: Plan, rank: int | None) -> Rehearsal:
         files = RunDir(Path(directory))
         files.write_config(short_config)
         files.write_plan(short)
-        with _live() as shown, _ranks(Path(directory), shown) as ranks:
-            measured = list(ranks.map([each for _, each in chosen]))
+        with unwound_by_sigterm(), _live() as shown:
+            measured = _Ranks(Path(directory), shown).measure_all([each for _, each in chosen])
     kinds_measured = tuple((kind, each) for (kind, _), each in zip(chosen, measured, strict=True))
     return Rehearsal(config, plan, short, kinds_measured)
 
@@ -131,19 +133,31 @@ class _Ranks:
         self.running: set[subprocess.Popen[str]] = set()
         self.failure: TrainingError | None = None
         """Of the first rank that failed: it ends the others."""
+        self.ended = False
+        self._lock = Lock()
+        """Held where a process starts, so that none starts behind the end."""
 
-    def map(self, ranks: Sequence[int]) -> Iterator[Rehearsed]:
-        """What was measured of each rank, in order."""
+    def measure_all(self, ranks: Sequence[int]) -> list[Rehearsed]:
+        """What was measured of each rank, in order. A rank that fails, or a signal, ends all processes."""
         with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 1)) as pool:
-            yield from pool.map(self.measure, ranks)
+            try:
+                return list(pool.map(self.measure, ranks))
+            except BaseException:
+                self.end()  # the pool waits for its threads, and they for their processes
+                raise
 
     def measure(self, rank: int) -> Rehearsed:
-        """Run one rank. Raises TrainingError (PP-E780) where it fails."""
+        """Run one rank. Raises TrainingError (PP-E780) where it fails, CancelledError behind the end."""
         started = time.monotonic()
         command = [sys.executable, "-m", "ppctl.rehearsal.rank", str(self.directory), str(rank)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        self.running.add(process)
+        with self._lock:
+            if self.ended:
+                raise CancelledError
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+            self.running.add(process)
         with self.shown(rank):
             out, error = process.communicate()
         self.running.discard(process)
@@ -155,18 +169,11 @@ class _Ranks:
         return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
 
     def end(self) -> None:
-        """End what is still running."""
-        for process in list(self.running):
-            process.kill()
-
-
-@contextmanager
-def _ranks(directory: Path, shown: _Shown) -> Iterator[_Ranks]:
-    ranks = _Ranks(directory, shown)
-    try:
-        yield ranks
-    finally:
-        ranks.end()
+        """End what is still running, and let nothing start any more."""
+        with self._lock:
+            self.ended = True
+            for process in list(self.running):
+                process.kill()
 
 
 @contextmanager

@@ -1,15 +1,21 @@
 """`ppctl rehearse` as a person runs it: what it prints and refuses, and its exit codes."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from command import TINY, ppctl
+from frozen import fields, hold
 
 from ppctl.cli.main import main
 from ppctl.cli.rehearse import _planned_for_gpus, _rehearse
 
 TWO = ("+recipe=quickstart", *(each for each in TINY if not each.startswith("launch.device")), "pp=2", "vpp=1")
+KEPT = "ranks[].measured.kept_bytes_per_microbatch"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,53 @@ def test_one_rank_in_json_that_does_not_fit(tmp_path):
     assert [row["pp_rank"] for row in found["pp_ranks"]] == [1]
     assert "rehearsing 1 of 2 ranks" in done.stderr
     assert [*tmp_path.iterdir()] == []  # no run directory
+    hold("rehearse --json", fields(found, "ranks[].planned.kept_bytes_per_microbatch", KEPT))
+
+
+SLOW = """
+import sys
+if 'ppctl.rehearsal.rank' in sys.orig_argv:
+    import os, pathlib, time
+    pathlib.Path(os.environ['STARTED'], str(os.getpid())).touch()
+    time.sleep(600)
+"""
+"""Makes a child that rehearses stand still, and tell that it is there."""
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks_that_are_rehearsed(tmp_path, monkeypatch, told):
+    started = tmp_path / "started"
+    started.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("STARTED", str(started))
+    command = subprocess.Popen(
+        [sys.executable, "-m", "ppctl", "rehearse", *TWO], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    while not (children := [int(path.name) for path in started.iterdir()]):
+        assert command.poll() is None, command.stderr.read()
+        time.sleep(0.05)
+    assert set(children) <= set(children_of(command.pid))
+    children = children_of(command.pid)
+    command.send_signal(told)
+    _, error = command.communicate(timeout=100)
+    assert command.returncode == 128 + told, error
+    assert "Traceback" not in error
+    for child in children:
+        assert not Path(f"/proc/{child}").exists(), error
+
+
+def children_of(parent):
+    """The process ids that /proc names as its children."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields_of_one = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it is gone
+            continue
+        if int(fields_of_one[1]) == parent:
+            found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.parametrize(
