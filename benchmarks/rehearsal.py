@@ -2,8 +2,9 @@
 
     python benchmarks/rehearsal.py        (make bench-plan)
 
-Prints the tables of a results page, and on stderr a line for each recipe while it runs (about 10 minutes). Exit code 1 where state differs by a byte, or what a microbatch keeps or a peak by
-more than 1 %, the memory does not fit, or a host waits more often than once for the exchange of each MoE layer.
+Prints the tables of a results page, and on stderr a line for each recipe while it runs (about 10 minutes). Exit code 1
+where state differs by a byte, or what a microbatch keeps or a peak by more than 1 %, the memory does not fit, or a host
+waits more often than once for the exchange of each MoE layer.
 """
 
 from __future__ import annotations
