@@ -49,13 +49,14 @@ bench: .venv/ready-core      ## the engine against its peers, the launcher again
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/engine.py
 
-bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles, Hydra's speed, and this CPU
+bench-plan: .venv/ready-core ## plans against recorded memory, published throughput and bubbles, Hydra's speed, this CPU, and rehearsals: about 15 minutes
 	$(PY) benchmarks/plan_accuracy.py
 	$(PY) benchmarks/plan_speed.py
 	$(PY) benchmarks/plan_on_cpu.py
+	$(PY) benchmarks/rehearsal.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
-	PPCTL_GOLDEN=write $(PY) -m pytest -m "not whole and not soak and not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/cli/test_doctor.py
+	PPCTL_GOLDEN=write $(PY) -m pytest -m "not whole and not soak and not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/cli/test_doctor.py tests/dist/cli/test_rehearse_command.py
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

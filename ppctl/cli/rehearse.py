@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 
 from ppctl.cli.console import console, note, print_problems, width
 from ppctl.cli.plan import MEMORY, OVER_MEMORY, planned
@@ -133,27 +134,33 @@ class _Ranks:
         self.directory = directory
         self.shown = shown
         self.running: set[subprocess.Popen[str]] = set()
-        self.ended = False
         self.failure: TrainingError | None = None
         """Of the first rank that failed: it ends the others."""
+        self.ended = False
+        self._lock = Lock()
+        """Held where a process starts, so that none starts behind the end."""
 
     def measure_all(self, ranks: Sequence[int]) -> list[Rehearsed]:
-        """What was measured of each rank, in order. No process is left, also where it is interrupted."""
+        """What was measured of each rank, in order. A rank that fails, or a signal, ends all processes."""
         with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)), 1)) as pool:
             try:
                 return list(pool.map(self.measure, ranks))
-            finally:
-                self.end()  # or the pool would wait for the processes of its threads
+            except BaseException:
+                self.end()  # the pool waits for its threads, and they for their processes
+                raise
 
     def measure(self, rank: int) -> Rehearsed:
-        """Run one rank. Raises TrainingError (PP-E780) where it fails."""
+        """Run one rank. Raises TrainingError (PP-E780) where it fails, CancelledError behind the end."""
         started = time.monotonic()
         command = [sys.executable, "-m", "ppctl.rehearsal.rank", str(self.directory), str(rank)]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-        self.running.add(process)
-        if self.ended:  # while this one started
-            process.kill()
+        with self._lock:
+            if self.ended:
+                raise CancelledError
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+            self.running.add(process)
         with self.shown(rank):
             out, error = process.communicate()
         self.running.discard(process)
@@ -165,10 +172,11 @@ class _Ranks:
         return Rehearsed.from_json(json.loads(out.splitlines()[-1]))
 
     def end(self) -> None:
-        """End what is running, and what a thread starts from now on."""
-        self.ended = True
-        for process in list(self.running):
-            process.kill()
+        """End what is still running, and let nothing start any more."""
+        with self._lock:
+            self.ended = True
+            for process in list(self.running):
+                process.kill()
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def check_connection(backend: object, channel: Channel) -> None:
     the device goes on with what was in the buffers: nothing raises any more that was waited for before.
     """
     try:
-        error = backend.get_error()  # type: ignore[attr-defined]
+        error = backend.get_error()  # type: ignore[attr-defined]  # NCCL's alone have it
     except (AttributeError, RuntimeError):  # gloo has none: its works raise
         return
     if error.name != "SUCCESS":

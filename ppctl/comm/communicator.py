@@ -30,7 +30,9 @@ class Communicator:
     make, by default those of a loop; a V placement passes its own. `modes` say how messages travel, by default each on
     its channel. `device` is where tensors live, by default a GPU where the group's backend moves its tensors, else
     torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without `connect` channels
-    of NCCL connect on their first message. `ends` are this rank's ends of all channels where the caller has made them.
+    of NCCL connect on their first message; where shapes vary that must be before the engine's messages (`ppctl.reach`
+    then sets `connected`), or the engine is refused. `ends` are this rank's ends of all channels where the caller has
+    made them.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Communicator:
         self.sync = self.device if modes.sync and self.device.type == "cuda" else None
         """The device to synchronise after each fused batch (batch_p2p_sync)."""
         self.pool = BufferPool(self.device)
+        self.connected = connect or ends is not None or not on_device
+        """Whether no channel connects on a message of the engine's."""
         self._ends: dict[Channel, DirectEnd] = dict(ends or {})
         if self.fused and on_device:
             meet_once(pp_group, self.device)
@@ -90,7 +94,17 @@ class Communicator:
         return LooseBatch(self.end)
 
     def end_in(self, channel: Channel, batch: MessageBatch | None = None) -> ChannelEnd:
-        """This rank's end of a channel as the engine uses it: its own, or a part of `batch`."""
+        """This rank's end of a channel as the engine uses it: its own, or a part of `batch`.
+
+        Raises ScheduleError where shapes vary and channels are not connected yet: one host would wait in connecting for
+        the other, which waits for a header that the first one has not enqueued.
+        """
+        if self.modes.variable and not self.connected:
+            message = (
+                f"the channels of pp_rank {self.pp_rank} would connect on messages of variable shape, and two ranks "
+                "that read each other's headers would wait for each other"
+            )
+            raise ScheduleError(Problem("PP-E390", message, "Communicator(pp_group, modes, connect=True)"))
         return self.end(channel) if batch is None else BatchedEnd(channel, batch)
 
     def end(self, channel: Channel) -> DirectEnd:

@@ -18,7 +18,7 @@ from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F, Op
 from ppctl.schedule.sync_events import gathers_ahead
-from ppctl.topology import ParallelSizes
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 
 class Precision(NamedTuple):
@@ -103,23 +103,28 @@ def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: Par
 
 
 def peaks(
-    actions: Iterable[Action], bytes_of: Sequence[int], while_backward: Sequence[int] | None = None
+    actions: Iterable[Action],
+    bytes_of: Sequence[int],
+    while_forward: Sequence[int] | None = None,
+    while_backward: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """(activations in flight, their bytes) of one rank, each at its largest.
 
     A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
-    and holds `bytes_of[stage]`; `while_backward[stage]` more (what is computed again) while its backward runs. Exact,
-    since a rank runs its list in order. One walk for both: plans hold many actions.
+    and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
+    (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
+    plans hold many actions.
     """
     alive = most = held = largest = 0
+    in_forward = bytes_of if while_forward is None else while_forward
     for op, stage, _ in actions:
         if op is F:
             alive += 1
-            held += bytes_of[stage]
             if alive > most:
                 most = alive
-            if held > largest:
-                largest = held
+            if held + in_forward[stage] > largest:
+                largest = held + in_forward[stage]
+            held += bytes_of[stage]
         elif op in LIFE_ENDS:
             if while_backward is not None and held + while_backward[stage] > largest:
                 largest = held + while_backward[stage]
@@ -143,7 +148,7 @@ class Passing(NamedTuple):
     arriving: int
     """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
     leaving: int
-    """Beside the gradients while they are summed: a bucket's copy."""
+    """Beside the gradients while they are summed: a bucket's copy, and the parts of the buckets before."""
 
 
 class Most(NamedTuple):
@@ -155,13 +160,26 @@ class Most(NamedTuple):
     """Of these with activations and what is on its way."""
 
 
-def passing(count: Count, sizes: ParallelSizes, precision: Precision, bucket: int) -> Passing:
-    """Of a stage's parameters; `bucket` are the most elements that travel at once."""
-    dense, experts = on_device(count, sizes)
-    whole, part = dense + experts, shared(dense, experts, sizes)
-    copied = min(max(dense, experts), bucket)
+def passing(
+    count: Count, sizes: ParallelSizes, precision: Precision, matrices: tuple[int, int], limit: int = BUCKET_ELEMENTS
+) -> Passing:
+    """Of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
+
+    `matrices` are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are
+    the first of every layer, travel before experts: other ranks share those.
+    """
+    groups = [*zip(on_device(count, sizes), matrices, (sizes.dp * sizes.cp, sizes.edp), strict=True)]
+    whole, part = sum(group[0] for group in groups), shared(*on_device(count, sizes), sizes)
+    copied = leaving = there = 0
+    for elements, matrix, ways in groups:
+        copy = min(elements, max(limit, matrix))
+        copied = max(copied, copy)
+        # The copy is made beside its tensors; when its part is, all of them but the last one are free.
+        making = max(copy, min(matrix, copy) - -copy // ways)
+        leaving = max(leaving, there - -(elements - copy) // ways + making)
+        there -= -elements // ways
     weight, gradient = precision.weight, precision.gradient
-    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, copied * gradient)
+    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient)
 
 
 def while_summing(
@@ -172,11 +190,11 @@ def while_summing(
     stages: Mapping[int, Passing],
 ) -> int:
     """The most bytes of one rank beside its state while gradients are summed, in parts: activations as in `peaks`,
-    copies on their way, and this rank's parts of the sums.
+    copies on their way, and this rank's parts of the sums, less the gradients that became parts.
 
     Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
     """
-    held = waiting = pool = parts = largest = 0
+    held = waiting = pool = parts = freed = leaving = largest = 0
     sums = False
     for op, stage, _ in actions:
         if op is F:
@@ -185,18 +203,26 @@ def while_summing(
             held += bytes_of[stage] - received[stage]
         elif op in LIFE_ENDS:
             if sums:
-                largest = max(largest, parts + held + pool + while_backward[stage])
+                largest = max(largest, parts - freed + held + pool + while_backward[stage])
             held -= bytes_of[stage] - received[stage]
             waiting -= received[stage]
         elif op is Op.REDUCE_GRAD:
             sums = True
-            largest = max(largest, parts + held + pool + stages[stage].leaving)
+            freed += leaving  # the sums of the stage before are waited for first
+            leaving = stages[stage].gradients
+            largest = max(largest, parts - freed + held + pool + stages[stage].leaving)
             parts += stages[stage].parts
     return largest
 
 
-def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], stages: Mapping[int, Passing]) -> Most:
-    """Over the list of a rank that has `stages`; `kept` and `again` are activations by stage, as `peaks` takes them."""
+def most(
+    actions: Sequence[Action],
+    bytes_of: Sequence[int],
+    while_forward: Sequence[int],
+    while_backward: Sequence[int],
+    stages: Mapping[int, Passing],
+) -> Most:
+    """Over the list of a rank that has `stages`; activations by stage are as `peaks` takes them."""
     rank, ahead = _Rank(stages), gathers_ahead(actions)
     backwards = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     for action in actions:
@@ -205,11 +231,11 @@ def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], s
             rank.gather(stage)
             if action in ahead:
                 rank.begin(ahead[action])
-            rank.activations += kept[stage]
-            rank.note()
+            rank.note(while_forward[stage])
+            rank.activations += bytes_of[stage]
         if op in LIFE_ENDS:
-            rank.note(again[stage])
-            rank.activations -= kept[stage]
+            rank.note(while_backward[stage])
+            rank.activations -= bytes_of[stage]
         if op in WEIGHT_GRADIENTS:
             rank.gradients[stage] = stages[stage].gradients
             rank.note()

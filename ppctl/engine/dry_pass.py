@@ -35,6 +35,7 @@ def dry_pass(
 
     A `split` backward is run in its two halves.
 
+    Inputs have the shapes that the program's specs declare; where `run_schedule` lets them vary, declare usual ones.
     Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
     stage = Stage(program, is_last=is_last, training=training, deallocate_outputs=True, split=(mb,) * split)

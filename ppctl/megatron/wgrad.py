@@ -123,7 +123,7 @@ class Deferral:
             message = f"defer_embedding_wgrad_compute puts off an nn.Linear; output_layer is a {type(layer).__name__}"
             raise misuse(message, "defer_embedding_wgrad_compute=False")
         # On the instance alone and for this step: no hook keeps a layer from computing its own gradient.
-        layer.forward = self._forward  # type: ignore[method-assign, assignment]
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]  # put over the class's method
         try:
             yield self
         finally:
@@ -138,7 +138,8 @@ class Deferral:
         layer = self.module.output_layer
         if self.microbatch < self._from or not torch.is_grad_enabled() or not layer.weight.requires_grad:
             return F.linear(x, layer.weight, layer.bias)
-        result: Tensor = _LinearPutOff.apply(x, layer.weight, layer.bias, self._put_off)  # type: ignore[no-untyped-call]
+        put_off = _LinearPutOff.apply(x, layer.weight, layer.bias, self._put_off)  # type: ignore[no-untyped-call]  # torch's
+        result: Tensor = put_off
         return result
 
     def _put_off(self, activation: Tensor, gradient: Tensor) -> None:

@@ -96,7 +96,7 @@ class MixtureOfExperts(nn.Module):
             out = out + self.shared_experts(x)
         if routing.auxiliary is not None:
             scale = self.router.ledger.scale
-            out = _Attach.apply(out, routing.auxiliary, scale)  # type: ignore[no-untyped-call]
+            out = _Attach.apply(out, routing.auxiliary, scale)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
     def _apply_experts(self, make_rows: Callable[[], Tensor], counts: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from math import prod
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
-from ppctl.cost.parameters import float32_buffers, largest_matrix, stage_count, trained_count
+from ppctl.cost.parameters import float32_buffers, largest_matrices, stage_count, trained_count
 from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes, while_summing
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
@@ -21,7 +21,7 @@ from ppctl.plan.memory_limit import GIB, MIB, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
-from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -56,7 +56,7 @@ def rank_costs(
     """What each pp_rank's device holds."""
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
-    kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
+    kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
     received = [message_bytes(stage.receives) for stage in stages]
     sharding = _sharding(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
@@ -70,13 +70,13 @@ def rank_costs(
         biases = sum(float32_buffers(model, stage.layers) for stage in own)
         state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
         state = state._replace(weights=state.weights + biases)
-        in_flight, activations = peaks(actions, kept, again if any(again) else None)
+        in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None)
         in_step = state.total + activations
         if sharding == "optimizer_gradients" and setting.allocator.backward:
-            summing = while_summing(actions, kept, again, received, _passing(config, own, sizes))
+            summing = while_summing(actions, kept, in_backward, received, _passing(config, own, sizes))
             in_step = max(in_step, state.total + summing)
         if sharding == "full":
-            held = most(actions, kept, again, _passing(config, own, sizes))
+            held = most(actions, kept, in_forward, in_backward, _passing(config, own, sizes))
             state = State(held.weights + biases, held.gradients, state.optimizer)
             in_step = held.total + biases + state.optimizer
         if setting.allocator.backward:
@@ -141,9 +141,12 @@ def _tied_sum(
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:
     """What the stages of a rank hold of state only while they compute."""
     model, precision = config.model, precision_of(config)
-    matrices = [largest_matrix(model, stage.layers, sizes.ep * sizes.etp) for stage in own]
-    bucket = max(BUCKET_ELEMENTS, *matrices)
-    return {stage.stage: passing(trained_count(model, stage.layers), sizes, precision, bucket) for stage in own}
+
+    def of(layers: tuple[Layer, ...]) -> Passing:
+        matrices = largest_matrices(model, layers, sizes.ep * sizes.etp)
+        return passing(trained_count(model, layers), sizes, precision, matrices)
+
+    return {stage.stage: of(stage.layers) for stage in own}
 
 
 def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:

@@ -89,6 +89,8 @@ def warm_up(
     first = FirstContact(store, rank, dist.get_world_size(), host_name(), float(seconds(launch.start_limit)))
     contacts = _contacts(device, communicator, groups, ties)
     made = first.make(contacts, limit, lambda: _enter(device))
+    if communicator is not None:
+        communicator.connected = True
     rows: list[Any] | None = [None] * first.world if rank == 0 else None
     dist.gather_object((first.host, made), rows)
     return None if rows is None else _record(rows, limit)

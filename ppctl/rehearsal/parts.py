@@ -119,5 +119,5 @@ def rehearsal_parts(ledger: Ledger, make_recorder: Callable[..., object]) -> Par
         load_data=no_data,
         capability=capability,
         clock_offset=lambda: 0.0,
-        make_recorder=make_recorder,  # type: ignore[arg-type]
+        make_recorder=make_recorder,  # type: ignore[arg-type]  # Recorder's own type is not known here
     )

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppctl.config.schema import RunConfig
 from ppctl.engine.recorder import Recorder
+from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
@@ -53,7 +54,7 @@ class MemoryRecorder(Recorder):
         """The action begins."""
         self._note(index)
         if self.actions[index].op is Op.REDUCE_GRAD:  # all of a stage's gradients are there, and nothing has gone
-            self.most_state = tuple(map(max, self.most_state, self.state()))  # type: ignore[assignment]
+            self.most_state = tuple(map(max, self.most_state, self.state()))  # type: ignore[assignment]  # of two
         self.before[index] = self.ledger.live
         self.ledger.during = _DURING.get(self.actions[index].op, STEP)
         super().begin(index)
@@ -69,8 +70,15 @@ class MemoryRecorder(Recorder):
 
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
-    """One step of a rank. Must run in a process of its own: it makes the default process group."""
+    """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
     dist.init_process_group("fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
+    try:
+        return _rehearse(config, plan, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
     ledger = Ledger()
     recorders: list[MemoryRecorder] = []
 
@@ -81,9 +89,10 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
     with FusedKernels(), ledger:
         parts = rehearsal_parts(ledger, make_recorder)
         session = build_session(config, plan, rank, torch.device("meta"), parts=parts)
+        _refuse_experts_one_by_one(session)
         ledger.axes |= {group.group_name: axis for axis, group in session.groups.items()}
         reads = any(reads_data(spec, config.data) for spec in session.own.stages)
-        trainer = Trainer(session, Samples(config, plan) if reads else None, lambda: 0)  # type: ignore[arg-type]
+        trainer = Trainer(session, Samples(config, plan) if reads else None, lambda: 0)  # type: ignore[arg-type]  # no Batches
         recorders[0].state = lambda: _state(session)
         ledger.begin_step()
         started = time.perf_counter()
@@ -92,6 +101,14 @@ def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
         in_update = ledger.restart_peak()
     (recorder,) = recorders
     return _figures(session, ledger, recorder, in_update, seconds)
+
+
+def _refuse_experts_one_by_one(session: Session) -> None:
+    """Raise ConfigError where the host would need to know how many rows each expert gets: that is a value."""
+    model = session.config.model
+    if model.num_moe_experts is not None and not session.kernels.groups_experts:
+        message = "experts that do not run as one grouped product have sizes that a rehearsal does not know"
+        raise ConfigError(Problem("PP-E128", message, "parallel.bf16=true, and widths that are multiples of 8"))
 
 
 def _figures(session: Session, ledger: Ledger, recorder: MemoryRecorder, in_update: int, seconds: float) -> Rehearsed:

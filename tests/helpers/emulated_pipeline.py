@@ -63,6 +63,7 @@ class EmulatedCommunicator(Communicator):
         self.device, self.pool = CPU, BufferPool(CPU)
         self.fused, self.sync = modes.batched, CPU if modes.sync else None
         self.pp_group = connections.of_all("nccl", "pipeline") if self.fused else None
+        self.connected = connect or connections.world.connected
         self._ends = {}
         if not self.fused or modes.variable:
             own = [channel for channel in sorted(schedule.capacities) if self.pp_rank in channel[:2]]

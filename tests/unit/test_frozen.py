@@ -2,7 +2,8 @@
 
 The list is tests/golden/frozen.json: additions are free. As far as can be it is asked for as a user would ask, at the
 command line, in files and by public names, so that what is behind it may move: then only import lines here may change.
-What needs torch: tests/torch/test_frozen_run.py. `doctor --json`: tests/dist/cli/test_doctor.py.
+What needs torch: tests/torch/test_frozen_run.py. `doctor --json` and `rehearse --json`:
+tests/dist/cli.
 """
 
 from __future__ import annotations

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from command import TINY, ppctl
+from frozen import fields, hold
 
 from ppctl.cli.main import main
 from ppctl.cli.rehearse import _failure, _planned_for_gpus, _rehearse
 
 TWO = ("+recipe=quickstart", *(each for each in TINY if not each.startswith("launch.device")), "pp=2", "vpp=1")
+KEPT = "ranks[].measured.kept_bytes_per_microbatch"
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,7 @@ def test_one_rank_in_json_that_does_not_fit(tmp_path):
     assert [row["pp_rank"] for row in found["pp_ranks"]] == [1]
     assert "rehearsing 1 of 2 ranks" in done.stderr
     assert [*tmp_path.iterdir()] == []  # no run directory
+    hold("rehearse --json", fields(found, "ranks[].planned.kept_bytes_per_microbatch", KEPT))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from functools import cache
 
 import pipeline
 import pytest
-from emulated_pipeline import emulation, expected, make_step, run_step
+from emulated_pipeline import EmulatedCommunicator, emulation, expected, make_step, run_step
 from emulated_world import Deadlock, World
 from pairwise import pairwise
 
 from ppctl.comm.modes import Modes
+from ppctl.errors import ScheduleError
 from ppctl.schedule.action import COMPUTE, Action, B, F, Op, Placement, Schedule, deps
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
@@ -176,10 +177,17 @@ def test_a_v_turns_without_a_message_in_every_mode(monkeypatch, mode: str) -> No
 
 
 def test_with_variable_shapes_channels_are_connected_before_the_first_message(monkeypatch) -> None:
-    """A host that reads a header off its device enqueues nothing that the other one, which connects, waits for."""
+    """A host that reads a header off its device enqueues nothing that the other one, which connects, waits for.
+
+    So the engine is refused before it sends; without that it stands still.
+    """
     monkeypatch.setattr(pipeline, "data", pipeline.ragged)
     schedule = scheduled("channels, variable", "interleaved_1f1b, wide groups", 2, 2, 5, None)
-    with pytest.raises(Deadlock) as stood:
+    with pytest.raises(ScheduleError, match="connect=True") as refused:
+        run_step(World(2, connected=False), schedule, modes=Modes(variable=True))
+    assert [problem.code for problem in refused.value.problems] == ["PP-E390"]
+    with monkeypatch.context() as patch, pytest.raises(Deadlock) as stood:
+        patch.setattr(EmulatedCommunicator, "connected", property(lambda _: True, lambda *_: None), raising=False)
         run_step(World(2, connected=False), schedule, modes=Modes(variable=True))
     hosts = sorted(line.split(" waits ")[1] for line in str(stood.value).splitlines() if line.startswith("host"))
     assert hosts[0].startswith("for all of") and hosts[1] == "for an event"

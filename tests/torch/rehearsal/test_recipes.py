@@ -6,7 +6,6 @@ A case is a short cut of a recipe: three pp_ranks of a dense layer or two, at th
 import random
 
 import pytest
-import torch.distributed as dist
 from pairwise import in_tiers
 
 from ppctl.cli.plan import planned
@@ -25,11 +24,8 @@ MODES = (
 )  # fmt: skip
 PP = 3
 MICROBATCHES = 2 * PP
-FORWARD = "the peak is in a forward, and the plan prices more than is kept for backwards alone"
-TINY = "a peak of 11 to 19 MB is off by 0.1 to 0.2 MB; cause not yet found"
+TINY = "messages and rotary tables of 0.1 to 0.3 MB are more than 1 % of a peak of 11 to 19 MB"
 OFF = {
-    **{("deepseek_v3", mode): FORWARD for mode in ("mla_up_proj", "mla_up_proj layernorm")},
-    ("deepseek_v2_lite", "mla_up_proj layernorm"): FORWARD,
     **{("quickstart", mode): TINY for mode in ("full 1", "full 2", "block 1", "mlp", "mlp layernorm", "core_attn mlp")},
 }
 """Cases whose plan is off by more, and what is known of why."""
@@ -117,10 +113,7 @@ def test_the_plan_is_what_is_measured(recipe, mode):
     config, plan = cut(recipe, mode)
     off = []
     for cost in plan.pp_ranks:
-        try:
-            measured = rehearse(config, plan, cost.pp_rank * plan.sizes.dp)
-        finally:
-            dist.destroy_process_group()
+        measured = rehearse(config, plan, cost.pp_rank * plan.sizes.dp)
         for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
             if getattr(measured, name) != getattr(cost, name):
                 off.append(f"pp_rank {cost.pp_rank}: {name} {getattr(measured, name):,} of {getattr(cost, name):,}")

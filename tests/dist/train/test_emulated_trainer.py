@@ -1,0 +1,116 @@
+"""Whole steps of training over devices that compute later: pipeline, norm over the ranks and update, bit by bit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from command import TINY
+from emulated_hosts import current_actor
+from emulated_nccl import Backend
+from emulated_pipeline import EmulatedCommunicator, EmulatedConnections, emulation
+from emulated_world import World
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ppctl.cli.plan import planned
+from ppctl.comm.modes import Modes
+from ppctl.config.schema import RunConfig
+from ppctl.data.batches import StepBatch
+from ppctl.plan import Plan
+from ppctl.train import grad_norm, rank_reports
+from ppctl.train.session import Parts, Session, build_session, reads_data
+from ppctl.train.step import Trainer
+
+CPU = torch.device("cpu")
+STEPS = 2
+
+
+class Drawn:
+    """The batches of every step."""
+
+    def __init__(self, config: RunConfig, plan: Plan) -> None:
+        draw = torch.Generator().manual_seed(0)
+        shape = (plan.num_microbatches, config.train.micro_batch_size, config.data.seq_length)
+        tokens = torch.randint(config.model.vocab_size, shape, generator=draw)
+        mask = torch.ones(shape)
+        self.batch = StepBatch(tokens, tokens.roll(-1, -1), mask, total_tokens=mask.numel(), checksum=0)
+
+    def step(self, step: int) -> StepBatch:
+        return self.batch
+
+
+class Reports:
+    """The gather of the ranks' reports, which goes between CPUs."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.rows: defaultdict[int, dict[int, Sequence[float]]] = defaultdict(dict)
+        self.calls: Counter[int] = Counter()
+
+    def gather(self, row: Sequence[float], rank: int, groups: object) -> torch.Tensor:
+        rows = self.rows[self.calls[rank]]
+        self.calls[rank] += 1
+        rows[rank] = list(row)
+        current_actor().wait(lambda: len(rows) == self.world, "for the reports")
+        return torch.tensor([rows[rank] for rank in range(self.world)], dtype=torch.float64)
+
+
+def all_gather(rows: Sequence[torch.Tensor], own: torch.Tensor, *, group: Backend) -> None:
+    """As NCCL has it: one group of sends and receives."""
+    others = [peer for peer in range(group.size()) if peer != group.position]
+    moves = [(own, peer, True) for peer in others] + [(rows[peer], peer, False) for peer in others]
+    group.start(moves).wait()
+    rows[group.position].copy_(own)
+
+
+def composed(pp: int) -> tuple[RunConfig, Plan]:
+    found, plan, problems = planned(["+recipe=quickstart", *TINY, f"pp={pp}", "vpp=1"], for_training=True)
+    assert plan is not None, problems
+    return found.config, plan
+
+
+def session_of(rank: int, config: RunConfig, plan: Plan, connect: Callable) -> Session:
+    dist.init_process_group("fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
+    try:
+        parts = Parts(connect=connect, load_data=lambda data: None, clock_offset=lambda: 0.0)
+        return build_session(config, plan, rank, CPU, parts=parts)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(session: Session) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, norm) of every step, and the weights behind them."""
+    reads = any(reads_data(spec, session.config.data) for spec in session.own.stages)
+    trainer = Trainer(session, Drawn(session.config, session.plan) if reads else None, lambda: 0)
+    records = [trainer.step(step).record for step in range(STEPS)]
+    return [(record["loss"], record["grad_norm"]) for record in records], dict(session.weights.model)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_training_over_devices_has_the_bits_of_one_process(monkeypatch, pp: int, seed: int) -> None:
+    numbers, weights = train(session_of(0, *composed(1), connect=lambda *_: None))
+    assert numbers[0] != numbers[1]
+    config, plan = composed(pp)
+    world = World(pp, seed=seed)
+    sessions = []
+    for rank in range(pp):
+        connections = EmulatedConnections(world, rank, pp)
+        communicator = EmulatedCommunicator(connections, plan.schedule, Modes())
+        session = session_of(rank, config, plan, connect=lambda *_, made=communicator: made)
+        session.norm.group = Backend(world, rank, "norm", range(pp))
+        sessions.append(session)
+    with emulation(world), monkeypatch.context() as patch:
+        patch.setattr(rank_reports, "gather_rows", Reports(pp).gather)
+        patch.setattr(grad_norm, "dist", SimpleNamespace(all_gather=all_gather))
+        found = world.run(lambda rank: train(sessions[rank]))
+    together: dict[str, torch.Tensor] = {}
+    for own_numbers, own in found:
+        assert own_numbers == numbers
+        together |= own
+    assert together.keys() == weights.keys()
+    assert all(torch.equal(together[name], weights[name]) for name in weights)

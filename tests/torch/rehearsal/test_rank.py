@@ -1,0 +1,175 @@
+"""A rehearsed rank is a real one: the same operators, and nothing of it stays in the process."""
+
+from collections import Counter
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from command import TINY
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ppctl.cli.plan import planned
+from ppctl.data.batches import StepBatch
+from ppctl.errors import ConfigError
+from ppctl.rehearsal import rank as rehearsal
+from ppctl.rehearsal.parts import Samples
+from ppctl.train import step as training
+from ppctl.train.grad_norm import GradientNorm, Location
+from ppctl.train.optimizer import AdamW
+from ppctl.train.session import Parts, build_session
+from ppctl.train.step import Trainer
+
+CPU = torch.device("cpu")
+ON_GPU = (*(each for each in TINY if not each.startswith("launch.device")), "launch.device=cuda")
+ONE = ("+recipe=quickstart", *ON_GPU, "pp=1", "vpp=1")
+EXPERTS = (
+    "+recipe=quickstart", *ON_GPU, "pp=2", "vpp=1", "dp=2", "ep=2", "model.num_moe_experts=4",
+    "parallel.bf16=true", "model.ffn_hidden_size=32",
+)  # fmt: skip
+NO_VALUES = {"aten._to_copy.default": 1, "aten.empty.memory_format": 3}
+"""The norm on its way to the host, and a batch without values."""
+FUSED = {
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_cudnn_attention_backward.default",
+    "aten.empty_like.default",  # a fused norm's results, forward and backward
+    "aten.new_empty.default",  # and its statistics
+    "aten._fused_adamw_.default",
+    "aten._foreach_add_.Scalar",  # its counts of steps
+    *NO_VALUES,
+}
+"""What a GPU's fused kernels are called, where the CPU goes step by step."""
+
+
+class Names(TorchDispatchMode):
+    """The names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Drawn(Samples):
+    """Batches with values."""
+
+    def __init__(self, config, plan):
+        super().__init__(config, plan)
+        shapes = super().step(0)
+        tokens = torch.randint(config.model.vocab_size, shapes.tokens.shape)
+        ones = torch.ones(tokens.shape)
+        self.made = StepBatch(tokens, tokens.roll(-1, -1), ones, total_tokens=shapes.total_tokens, checksum=0)
+
+    def step(self, step):
+        return self.made
+
+
+def composed(*overrides):
+    config, plan, problems = planned(overrides, for_training=True)
+    assert plan is not None, problems
+    return config.config, plan
+
+
+def real_step(config, plan):
+    """A step of the only rank on the CPU, with data, weights and kernels of its own."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        session = build_session(config, plan, 0, CPU, parts=Parts(load_data=lambda data: None))
+        result = Trainer(session, Drawn(config, plan), lambda: 0).step(0)
+    finally:
+        dist.destroy_process_group()
+    assert result.record["loss"] > 0
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """`operators(work)`: the names of what the one step of `work()` hands to torch."""
+    whole = Trainer.step
+
+    def of(work):
+        with monkeypatch.context() as patch, Names() as outside:
+            names = Names()
+
+            def step(self, number):
+                with names:
+                    return whole(self, number)
+
+            patch.setattr(Trainer, "step", step)
+            work()
+        assert outside.seen
+        return names.seen
+
+    return of
+
+
+def test_a_rehearsed_step_calls_the_operators_of_a_real_one(operators, monkeypatch):
+    """Without the stand-ins for fused kernels, and without what torch does by kind of device: the update."""
+    config, plan = composed(*ONE, "model.attention_backend=unfused")
+    monkeypatch.setattr(rehearsal, "FusedKernels", nullcontext)
+    monkeypatch.setattr(AdamW, "step", lambda self: None)
+    monkeypatch.setattr(training, "clip_gradients", lambda *_: None)
+    rehearsed = operators(lambda: rehearsal.rehearse(config, plan, 0))
+    real = operators(lambda: real_step(config, plan))
+    assert sum(real.values()) > 10_000
+    assert rehearsed - real == Counter(NO_VALUES)
+    assert real - rehearsed == Counter()
+
+
+def test_what_a_gpu_fuses_has_its_own_names_and_nothing_else_has(operators):
+    config, plan = composed(*ONE)
+    rehearsed = operators(lambda: rehearsal.rehearse(config, plan, 0))
+    real = operators(lambda: real_step(config, plan))
+    assert {name for name in rehearsed if rehearsed[name] > real[name]} == FUSED
+
+
+def left_behind():
+    modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    return modes, dist.is_initialized(), torch.get_default_device().type
+
+
+def test_nothing_of_a_rehearsal_stays_in_the_process(monkeypatch):
+    config, plan = composed(*ONE)
+    rehearsal.rehearse(config, plan, 0)
+    assert left_behind() == ([], False, "cpu")
+    assert torch.ones(2).sum().item() == 2.0
+    monkeypatch.setattr(Trainer, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rehearsal.rehearse(config, plan, 0)
+    assert left_behind() == ([], False, "cpu")
+
+
+def test_experts_without_a_grouped_product_are_refused():
+    config, plan = composed(*(each for each in EXPERTS if each != "parallel.bf16=true"))
+    with pytest.raises(ConfigError, match=r"PP-E128.*grouped"):
+        rehearsal.rehearse(config, plan, 0)
+
+
+def test_a_step_waits_for_the_gradients_norm_once():
+    config, plan = composed(*EXPERTS)
+    waits = [wait for wait in rehearsal.rehearse(config, plan, 0).host_waits if wait.file.endswith("grad_norm.py")]
+    lines = (Path(training.__file__).parent / "grad_norm.py").read_text().splitlines()
+    assert [(wait.count, lines[wait.line - 1].strip()) for wait in waits] == [(1, "return float(self.total)")]
+
+
+def test_the_places_of_experts_norms_are_made_once():
+    """A list as an index is a copy to the device at every step, made where no ledger sees it."""
+    masters = {name: nn.Parameter(torch.ones(2)) for name in ("dense", "experts")}
+    for parameter in masters.values():
+        parameter.grad = torch.ones(2)
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        parameters = [Location(name, 0, 0) for name in masters]
+        norm = GradientNorm(parameters, device=CPU, experts=["experts"], expert_group=dist.group.WORLD)
+        with Names() as names:
+            norm.measure(masters)
+    finally:
+        dist.destroy_process_group()
+    assert names.seen["aten.index.Tensor"] == 2
+    assert names.seen["aten.lift_fresh.default"] == 0
