@@ -92,10 +92,18 @@ def float32_buffers(model: ModelConfig, layers: Iterable[Layer]) -> int:
     return sum(4 * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")
 
 
-def largest_matrix(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> int:
-    """Elements of the largest tensor of a stage; a layer's experts on one of `expert_ranks` are one for each matrix."""
-    rows = stage_rows(model, layers)
-    return max((row.size * (row.experts // expert_ranks if row.experts else 1) for row, _ in rows), default=0)
+def largest_matrices(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> tuple[int, int]:
+    """Elements of a stage's largest (dense tensor, tensor of experts), 0 where it has none.
+
+    A layer's experts on one of `expert_ranks` are one tensor for each matrix.
+    """
+    dense = experts = 0
+    for row, _ in stage_rows(model, layers):
+        if row.experts:
+            experts = max(experts, row.size * (row.experts // expert_ranks))
+        else:
+            dense = max(dense, row.size)
+    return dense, experts
 
 
 def replicated_parameters(model: ModelConfig, layers: Iterable[Layer]) -> int:

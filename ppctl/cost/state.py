@@ -18,7 +18,7 @@ from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F, Op
 from ppctl.schedule.sync_events import gathers_ahead
-from ppctl.topology import ParallelSizes
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 
 class Precision(NamedTuple):
@@ -143,7 +143,7 @@ class Passing(NamedTuple):
     arriving: int
     """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
     leaving: int
-    """Beside the gradients while they are summed: a bucket's copy."""
+    """Beside the gradients while they are summed: a bucket's copy, and the parts of the buckets before."""
 
 
 class Most(NamedTuple):
@@ -155,13 +155,26 @@ class Most(NamedTuple):
     """Of these with activations and what is on its way."""
 
 
-def passing(count: Count, sizes: ParallelSizes, precision: Precision, bucket: int) -> Passing:
-    """Of a stage's parameters; `bucket` are the most elements that travel at once."""
-    dense, experts = on_device(count, sizes)
-    whole, part = dense + experts, shared(dense, experts, sizes)
-    copied = min(max(dense, experts), bucket)
+def passing(
+    count: Count, sizes: ParallelSizes, precision: Precision, matrices: tuple[int, int], limit: int = BUCKET_ELEMENTS
+) -> Passing:
+    """Of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
+
+    `matrices` are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are
+    the first of every layer, travel before experts: other ranks share those.
+    """
+    groups = [*zip(on_device(count, sizes), matrices, (sizes.dp * sizes.cp, sizes.edp), strict=True)]
+    whole, part = sum(group[0] for group in groups), shared(*on_device(count, sizes), sizes)
+    copied = leaving = there = 0
+    for elements, matrix, ways in groups:
+        copy = min(elements, max(limit, matrix))
+        copied = max(copied, copy)
+        # The copy is made beside its tensors; when its part is, all of them but the last one are free.
+        making = max(copy, min(matrix, copy) - -copy // ways)
+        leaving = max(leaving, there - -(elements - copy) // ways + making)
+        there -= -elements // ways
     weight, gradient = precision.weight, precision.gradient
-    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, copied * gradient)
+    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient)
 
 
 def while_summing(
@@ -172,11 +185,11 @@ def while_summing(
     stages: Mapping[int, Passing],
 ) -> int:
     """The most bytes of one rank beside its state while gradients are summed, in parts: activations as in `peaks`,
-    copies on their way, and this rank's parts of the sums.
+    copies on their way, and this rank's parts of the sums, less the gradients that became parts.
 
     Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
     """
-    held = waiting = pool = parts = largest = 0
+    held = waiting = pool = parts = freed = leaving = largest = 0
     sums = False
     for op, stage, _ in actions:
         if op is F:
@@ -185,12 +198,14 @@ def while_summing(
             held += bytes_of[stage] - received[stage]
         elif op in LIFE_ENDS:
             if sums:
-                largest = max(largest, parts + held + pool + while_backward[stage])
+                largest = max(largest, parts - freed + held + pool + while_backward[stage])
             held -= bytes_of[stage] - received[stage]
             waiting -= received[stage]
         elif op is Op.REDUCE_GRAD:
             sums = True
-            largest = max(largest, parts + held + pool + stages[stage].leaving)
+            freed += leaving  # the sums of the stage before are waited for first
+            leaving = stages[stage].gradients
+            largest = max(largest, parts - freed + held + pool + stages[stage].leaving)
             parts += stages[stage].parts
     return largest
 

@@ -13,7 +13,7 @@ from math import prod
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
-from ppctl.cost.parameters import float32_buffers, largest_matrix, stage_count, trained_count
+from ppctl.cost.parameters import float32_buffers, largest_matrices, stage_count, trained_count
 from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes, while_summing
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
@@ -21,7 +21,7 @@ from ppctl.plan.memory_limit import GIB, MIB, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
-from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -141,9 +141,12 @@ def _tied_sum(
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:
     """What the stages of a rank hold of state only while they compute."""
     model, precision = config.model, precision_of(config)
-    matrices = [largest_matrix(model, stage.layers, sizes.ep * sizes.etp) for stage in own]
-    bucket = max(BUCKET_ELEMENTS, *matrices)
-    return {stage.stage: passing(trained_count(model, stage.layers), sizes, precision, bucket) for stage in own}
+
+    def of(layers: tuple[Layer, ...]) -> Passing:
+        matrices = largest_matrices(model, layers, sizes.ep * sizes.etp)
+        return passing(trained_count(model, layers), sizes, precision, matrices)
+
+    return {stage.stage: of(stage.layers) for stage in own}
 
 
 def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:

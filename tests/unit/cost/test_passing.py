@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from ppctl.cost.state import PRECISIONS, Passing, most, passing
+from ppctl.cost.state import PRECISIONS, Passing, most, passing, while_summing
 from ppctl.schedule.action import Action
 from ppctl.topology import ParallelSizes
 
@@ -47,10 +47,34 @@ def test_what_travels_is_counted_beside_what_it_becomes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket", "arriving", "leaving"),
-    [(1000, (60 // 4 + 40 // 2 + 60) * 2, 60 * 4), (30, (60 // 4 + 40 // 2 + 30) * 2, 30 * 4)],
+    ("limit", "arriving", "leaving"),
+    [
+        # One copy of all 60 dense parameters; that of 40 of experts comes when the dense ones are a part of 15.
+        (1000, (60 // 4 + 40 // 2 + 60) * 2, max(60, 15 + 40) * 4),
+        # Dense parts are there (15), and experts' but for the last 30 of 40 (5). Beside the copy of 30 is its part (15)
+        # before the last tensor of 20 is free.
+        (30, (60 // 4 + 40 // 2 + 30) * 2, (15 + 5 + 20 + 15) * 4),
+        # Experts' only tensor is larger than what travels at once.
+        (7, (60 // 4 + 40 // 2 + 40) * 2, (15 + 40 + 20) * 4),
+    ],
 )
-def test_a_stage_holds_its_part_and_sends_a_bucket_of_one_group_at_a_time(bucket, arriving, leaving) -> None:
+def test_a_stage_holds_its_part_and_sends_a_bucket_of_one_group_at_a_time(limit, arriving, leaving) -> None:
     count = Counter({("tp",): 40, (): 20, ("ep", "etp"): 80})
-    found = passing(count, ParallelSizes(4, dp=4, ep=2, edp=2), PRECISIONS["bfloat16"], bucket)
+    matrices = 20, 20 if limit > 7 else 40
+    found = passing(count, ParallelSizes(4, dp=4, ep=2, edp=2), PRECISIONS["bfloat16"], matrices, limit)
     assert found == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        ("0F0 0B0 0REDUCE_GRAD", 70),
+        # Stage 2's gradients (200) are freed before stage 0's leave, and are a part (100) by then.
+        ("2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD", max(71, 100 + 30, 100 - 200 + 70)),
+        # A backward beside stage 2's sums, and one beside both: its activations (1) and what it makes (30).
+        ("0F0 2B0 2REDUCE_GRAD 0B0", 1 + 100 + 30),
+    ],
+)
+def test_sums_are_counted_beside_state_less_the_gradients_that_are_parts(actions, expected) -> None:
+    stages = {0: FIRST._replace(leaving=70), 2: THIRD._replace(leaving=70)}
+    assert while_summing(list(map(Action.parse, actions.split())), [1, 0, 0], [30, 0, 0], [0] * 3, stages) == expected
