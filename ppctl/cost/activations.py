@@ -227,6 +227,32 @@ def _mtp_vectors(setting: Setting) -> float:
     return inside + 2 * outside + _final_norm(setting) + (inside if setting.allocator.fp32_norms else 0)
 
 
+_HELD_IN_FORWARD = ("layernorm", "mla_up_proj", "moe_act")
+"""Modules whose outputs are made again, and held until the forward of their layer ends (`model/recompute.py`)."""
+
+
+def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
+    """Bytes that live beside what a layer keeps, at most, while its forward runs. Of one microbatch.
+
+    A block's output and the layer's; of experts the weighted rows and their sum, before shared experts run, and behind
+    these both results and their sum. What is recomputed as a whole is not looked at: its backward, which runs it again,
+    has more.
+    """
+    if not setting.allocator.backward or kind == "embedding":
+        return 0.0
+    if kind == "loss":  # a block of logits in float32 and its log-probabilities
+        rows = 8 * min(LOSS_ROWS, setting.tokens)
+        return rows * model.vocab_size / setting.sizes.tp if setting.logit_bytes is None else 0.0
+    hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
+    held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
+    if not moe:
+        return held + 2 * hidden
+    size = setting.element * setting.tokens
+    rows = size * model.moe_router_topk * sizes.hidden * over.etp / over.tp
+    shared = size * sizes.shared / over.tp
+    return held + max(rows + hidden - setting.allocator.gated_vectors * shared, (3 if shared else 2) * hidden)
+
+
 def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
     """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch.
 
@@ -305,6 +331,8 @@ class StageActivations(NamedTuple):
 
     kept: int
     """From its forward to its backward."""
+    in_forward: int
+    """While its forward runs, at most: `kept`, or all that is there in its last layers."""
     in_backward: int
     """More while its backward runs: the largest piece that is computed again at once, with its gradients."""
 
@@ -316,12 +344,12 @@ def stage_activations(
     tokens, held = setting.tokens, tuple(layers)
     hidden = setting.hidden_bytes(model)
     if not held:
-        return StageActivations(hidden, 0)
+        return StageActivations(hidden, hidden, 0)
     runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
 
     @cache
-    def price(kind: KindName, moe: bool) -> tuple[float, float, float]:
-        """Bytes that stay, that a recomputed layer would make again, and that live only while its backward runs."""
+    def price(kind: KindName, moe: bool) -> tuple[float, float, float, float]:
+        """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
         found = layer_parts(model, kind, moe, setting)
         again: dict[str, float] = {}
         for module, size in found:
@@ -330,28 +358,31 @@ def stage_activations(
                 again[made] = again.get(made, 0.0) + tokens * size
         whole = tokens * sum(part.size for part in found)
         outside = tokens * sum(part.size for part in found if part.module == "mtp")
-        return whole - sum(again.values()), whole - outside, _in_backward(model, kind, moe, setting, again)
+        lives = (each(model, kind, moe, setting, again) for each in (_in_forward, _in_backward))
+        return whole - sum(again.values()), whole - outside, *lives
 
-    pieces: dict[int, tuple[float, float]] = {}  # by the first layer's place: bytes that stay, more in the backward
+    # By the first layer's place: bytes that stay, more in the forward, more in the backward.
+    pieces: dict[int, tuple[float, float, float]] = {}
     for run in runs:
         priced = [price(*kind) for kind in layer_kinds(model, run)]
-        outside = sum(stays - made for stays, made, _ in priced)
-        again = sum(made for _, made, _ in priced) - hidden
-        pieces[held.index(run[0])] = hidden + outside, again + max(more for _, _, more in priced)
+        outside = sum(stays - made for stays, made, _, _ in priced)
+        again = sum(made for _, made, _, _ in priced) - hidden
+        pieces[held.index(run[0])] = hidden + outside, 0.0, again + max(more for *_, more in priced)
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
         if layer not in recomputed:
-            stays, _, more = price(*kind)
-            pieces[place] = stays, more
-    kept = _passed_on(model, held, setting)
-    largest = 0.0
-    freed = 0.0
-    for number, (_, (stays, more)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # What is behind had its backward before, and is free but for the gradient that it gave.
-        ahead = hidden - freed if number and setting.allocator.backward else 0.0
-        largest = max(largest, more + ahead)
-        freed += stays
-    return StageActivations(round(kept + freed), round(largest))
+            stays, _, *lives = price(*kind)
+            pieces[place] = stays, *lives
+    passed = _passed_on(model, held, setting)
+    whole = sum(stays for stays, *_ in pieces.values())
+    in_forward, in_backward, behind = whole, 0.0, 0.0
+    for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
+        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
+        in_forward = max(in_forward, whole - behind + forward)
+        ahead = hidden - behind if number and setting.allocator.backward else 0.0
+        in_backward = max(in_backward, backward + ahead)
+        behind += stays
+    return StageActivations(round(passed + whole), round(passed + in_forward), round(in_backward))
 
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:

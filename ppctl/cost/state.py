@@ -103,23 +103,28 @@ def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: Par
 
 
 def peaks(
-    actions: Iterable[Action], bytes_of: Sequence[int], while_backward: Sequence[int] | None = None
+    actions: Iterable[Action],
+    bytes_of: Sequence[int],
+    while_forward: Sequence[int] | None = None,
+    while_backward: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """(activations in flight, their bytes) of one rank, each at its largest.
 
     A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
-    and holds `bytes_of[stage]`; `while_backward[stage]` more (what is computed again) while its backward runs. Exact,
-    since a rank runs its list in order. One walk for both: plans hold many actions.
+    and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
+    (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
+    plans hold many actions.
     """
     alive = most = held = largest = 0
+    in_forward = bytes_of if while_forward is None else while_forward
     for op, stage, _ in actions:
         if op is F:
             alive += 1
-            held += bytes_of[stage]
             if alive > most:
                 most = alive
-            if held > largest:
-                largest = held
+            if held + in_forward[stage] > largest:
+                largest = held + in_forward[stage]
+            held += bytes_of[stage]
         elif op in LIFE_ENDS:
             if while_backward is not None and held + while_backward[stage] > largest:
                 largest = held + while_backward[stage]
@@ -210,8 +215,14 @@ def while_summing(
     return largest
 
 
-def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], stages: Mapping[int, Passing]) -> Most:
-    """Over the list of a rank that has `stages`; `kept` and `again` are activations by stage, as `peaks` takes them."""
+def most(
+    actions: Sequence[Action],
+    bytes_of: Sequence[int],
+    while_forward: Sequence[int],
+    while_backward: Sequence[int],
+    stages: Mapping[int, Passing],
+) -> Most:
+    """Over the list of a rank that has `stages`; activations by stage are as `peaks` takes them."""
     rank, ahead = _Rank(stages), gathers_ahead(actions)
     backwards = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     for action in actions:
@@ -220,11 +231,11 @@ def most(actions: Sequence[Action], kept: Sequence[int], again: Sequence[int], s
             rank.gather(stage)
             if action in ahead:
                 rank.begin(ahead[action])
-            rank.activations += kept[stage]
-            rank.note()
+            rank.note(while_forward[stage])
+            rank.activations += bytes_of[stage]
         if op in LIFE_ENDS:
-            rank.note(again[stage])
-            rank.activations -= kept[stage]
+            rank.note(while_backward[stage])
+            rank.activations -= bytes_of[stage]
         if op in WEIGHT_GRADIENTS:
             rank.gradients[stage] = stages[stage].gradients
             rank.note()

@@ -56,7 +56,7 @@ def rank_costs(
     """What each pp_rank's device holds."""
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
-    kept, again = [each.kept for each in alive], [each.in_backward for each in alive]
+    kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
     received = [message_bytes(stage.receives) for stage in stages]
     sharding = _sharding(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
@@ -70,13 +70,13 @@ def rank_costs(
         biases = sum(float32_buffers(model, stage.layers) for stage in own)
         state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
         state = state._replace(weights=state.weights + biases)
-        in_flight, activations = peaks(actions, kept, again if any(again) else None)
+        in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None)
         in_step = state.total + activations
         if sharding == "optimizer_gradients" and setting.allocator.backward:
-            summing = while_summing(actions, kept, again, received, _passing(config, own, sizes))
+            summing = while_summing(actions, kept, in_backward, received, _passing(config, own, sizes))
             in_step = max(in_step, state.total + summing)
         if sharding == "full":
-            held = most(actions, kept, again, _passing(config, own, sizes))
+            held = most(actions, kept, in_forward, in_backward, _passing(config, own, sizes))
             state = State(held.weights + biases, held.gradients, state.optimizer)
             in_step = held.total + biases + state.optimizer
         if setting.allocator.backward:

@@ -44,6 +44,7 @@ def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankM
         RankMemory(
             cost.peak_bytes - cost.activation_bytes,
             {stage: alive[stage].kept for stage in stages},
+            in_forward={stage: alive[stage].in_forward for stage in stages},
             in_backward={stage: alive[stage].in_backward for stage in stages},
         )
         for cost, stages in zip(plan.pp_ranks, own, strict=True)

@@ -29,21 +29,21 @@ FIRST, THIRD = Passing(10, 100, 50, 0, 0), Passing(20, 200, 100, 0, 0)
     ],
 )
 def test_weights_live_from_first_forward_to_last_backward_and_gradients_until_they_are_parts(actions, expected) -> None:
-    found = most(list(map(Action.parse, actions.split())), [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
+    found = most(list(map(Action.parse, actions.split())), [1, 0, 1], [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
     assert found == expected
 
 
 def test_weights_begin_to_travel_beside_the_forward_before() -> None:
     actions = list(map(Action.parse, ["0F0", "0F1", "2F0"]))
-    alone = most(actions[:1], [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
-    beside = most(actions, [1, 0, 0], [0, 0, 0], {0: FIRST, 2: THIRD})
+    alone = most(actions[:1], [1, 0, 1], [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
+    beside = most(actions, [1, 0, 0], [1, 0, 0], [0, 0, 0], {0: FIRST, 2: THIRD})
     assert (alone.weights, beside.weights, beside.total) == (10, 30, 32)
 
 
 def test_what_travels_is_counted_beside_what_it_becomes() -> None:
     stage = Passing(10, 100, 50, 7, 70)
-    assert most([Action.parse("0F0")], [1], [0], {0: stage}).total == 17
-    assert most(list(map(Action.parse, ["0F0", "0B0"])), [1], [0], {0: stage}).total == 170
+    assert most([Action.parse("0F0")], [1], [1], [0], {0: stage}).total == 17
+    assert most(list(map(Action.parse, ["0F0", "0B0"])), [1], [1], [0], {0: stage}).total == 170
 
 
 @pytest.mark.parametrize(
