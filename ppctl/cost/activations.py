@@ -241,8 +241,8 @@ def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting,
     if not setting.allocator.backward or kind == "embedding":
         return 0.0
     if kind == "loss":  # a block of logits in float32 and its log-probabilities
-        rows = 8 * min(LOSS_ROWS, setting.tokens)
-        return rows * model.vocab_size / setting.sizes.tp if setting.logit_bytes is None else 0.0
+        block = 8 * min(LOSS_ROWS, setting.tokens) * model.vocab_size / setting.sizes.tp
+        return block if setting.logit_bytes is None else 0.0
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
     if not moe:
@@ -358,8 +358,9 @@ def stage_activations(
                 again[made] = again.get(made, 0.0) + tokens * size
         whole = tokens * sum(part.size for part in found)
         outside = tokens * sum(part.size for part in found if part.module == "mtp")
-        lives = (each(model, kind, moe, setting, again) for each in (_in_forward, _in_backward))
-        return whole - sum(again.values()), whole - outside, *lives
+        in_forward = _in_forward(model, kind, moe, setting, again)
+        in_backward = _in_backward(model, kind, moe, setting, again)
+        return whole - sum(again.values()), whole - outside, in_forward, in_backward
 
     # By the first layer's place: bytes that stay, more in the forward, more in the backward.
     pieces: dict[int, tuple[float, float, float]] = {}
@@ -371,8 +372,8 @@ def stage_activations(
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
         if layer not in recomputed:
-            stays, _, *lives = price(*kind)
-            pieces[place] = stays, *lives
+            stays, _, *more = price(*kind)
+            pieces[place] = stays, more[0], more[1]
     passed = _passed_on(model, held, setting)
     whole = sum(stays for stays, *_ in pieces.values())
     in_forward, in_backward, behind = whole, 0.0, 0.0
