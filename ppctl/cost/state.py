@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import Count, on_device
+from ppctl.cost.put_off import PutOff
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
-from ppctl.schedule.action import LIFE_ENDS, WEIGHT_GRADIENTS, Action, F, Op
+from ppctl.schedule.action import INPUT_GRADIENTS, LIFE_ENDS, WEIGHT_GRADIENTS, Action, B, F, I, Op, W
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
@@ -102,19 +103,47 @@ def dummy_gradient_bytes(model: ModelConfig, layers: Iterable[Layer], sizes: Par
     return 2 * sum(map(prod, shapes))
 
 
+class Ends(NamedTuple):
+    """What the operations of a backward free and need, in bytes by stage."""
+
+    frees: Mapping[Op, Sequence[int]]
+    """Of what their microbatch held: B and W the rest; I all but what waits for its W."""
+    needs: Mapping[Op, Sequence[int]]
+    """Beside all that is held while they run."""
+
+
+def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
+    """Backwards of which nothing is known but that they end with their W, where they are split."""
+    needs = [0] * len(kept) if while_backward is None else while_backward
+    return Ends(dict.fromkeys(LIFE_ENDS, kept), dict.fromkeys(LIFE_ENDS, needs))
+
+
+def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequence[PutOff]) -> Ends:
+    """The backwards of stages that keep `kept` from their F on; `put_off` says what they keep for W.
+
+    An I frees what its layers kept while it puts their operands off: it needs most with the last layer or the first.
+    """
+    later = [each.kept for each in put_off]
+    grown = [more + max(0, wait - own) for more, wait, own in zip(while_backward, later, kept, strict=True)]
+    freed = [own - wait for own, wait in zip(kept, later, strict=True)]
+    return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in put_off]})
+
+
 def peaks(
     actions: Iterable[Action],
     bytes_of: Sequence[int],
     while_forward: Sequence[int] | None = None,
     while_backward: Sequence[int] | None = None,
+    ends: Ends | None = None,
 ) -> tuple[int, int]:
     """(activations in flight, their bytes) of one rank, each at its largest.
 
     A (stage, microbatch) lives from the start of its F to the end of its B, or of its W where the backward is split,
     and holds `bytes_of[stage]`; `while_forward[stage]` instead while its forward runs, and `while_backward[stage]` more
     (what is computed again) while its backward does. Exact, since a rank runs its list in order. One walk for both:
-    plans hold many actions.
+    plans hold many actions. `ends` says what the halves of split backwards free; else all is free behind W.
     """
+    frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     alive = most = held = largest = 0
     in_forward = bytes_of if while_forward is None else while_forward
     for op, stage, _ in actions:
@@ -125,11 +154,11 @@ def peaks(
             if held + in_forward[stage] > largest:
                 largest = held + in_forward[stage]
             held += bytes_of[stage]
-        elif op in LIFE_ENDS:
-            if while_backward is not None and held + while_backward[stage] > largest:
-                largest = held + while_backward[stage]
-            alive -= 1
-            held -= bytes_of[stage]
+        elif op in frees:
+            if held + needs[op][stage] > largest:
+                largest = held + needs[op][stage]
+            alive -= op in LIFE_ENDS
+            held -= frees[op][stage]
     return most, largest
 
 
@@ -188,12 +217,15 @@ def while_summing(
     while_backward: Sequence[int],
     received: Sequence[int],
     stages: Mapping[int, Passing],
+    ends: Ends | None = None,
 ) -> int:
     """The most bytes of one rank beside its state while gradients are summed, in parts: activations as in `peaks`,
     copies on their way, and this rank's parts of the sums, less the gradients that became parts.
 
     Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
     """
+    frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
+    returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
     held = waiting = pool = parts = freed = leaving = largest = 0
     sums = False
     for op, stage, _ in actions:
@@ -201,11 +233,12 @@ def while_summing(
             waiting += received[stage]
             pool = max(pool, waiting)
             held += bytes_of[stage] - received[stage]
-        elif op in LIFE_ENDS:
+        elif op in frees:
             if sums:
-                largest = max(largest, parts - freed + held + pool + while_backward[stage])
-            held -= bytes_of[stage] - received[stage]
-            waiting -= received[stage]
+                largest = max(largest, parts - freed + held + pool + needs[op][stage])
+            message = received[stage] if op in returned else 0
+            held -= frees[op][stage] - message
+            waiting -= message
         elif op is Op.REDUCE_GRAD:
             sums = True
             freed += leaving  # the sums of the stage before are waited for first
@@ -221,8 +254,10 @@ def most(
     while_forward: Sequence[int],
     while_backward: Sequence[int],
     stages: Mapping[int, Passing],
+    ends: Ends | None = None,
 ) -> Most:
     """Over the list of a rank that has `stages`; activations by stage are as `peaks` takes them."""
+    frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     rank, ahead = _Rank(stages), gathers_ahead(actions)
     backwards = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
     for action in actions:
@@ -233,9 +268,9 @@ def most(
                 rank.begin(ahead[action])
             rank.note(while_forward[stage])
             rank.activations += bytes_of[stage]
-        if op in LIFE_ENDS:
-            rank.note(while_backward[stage])
-            rank.activations -= bytes_of[stage]
+        if op in frees:
+            rank.note(needs[op][stage])
+            rank.activations -= frees[op][stage]
         if op in WEIGHT_GRADIENTS:
             rank.gradients[stage] = stages[stage].gradients
             rank.note()

@@ -14,7 +14,18 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
 from ppctl.cost.parameters import float32_buffers, largest_matrices, stage_count, trained_count
-from ppctl.cost.state import Passing, State, dummy_gradient_bytes, most, passing, peaks, state_bytes, while_summing
+from ppctl.cost.put_off import stage_put_off
+from ppctl.cost.state import (
+    Passing,
+    State,
+    dummy_gradient_bytes,
+    ends_of,
+    most,
+    passing,
+    peaks,
+    state_bytes,
+    while_summing,
+)
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, unit_for
@@ -57,6 +68,9 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
+    later = [stage_put_off(model, stage.layers, setting) for stage in stages]
+    splits = schedule.split and setting.allocator.backward
+    ends = ends_of(kept, in_backward, later) if splits else None
     received = [message_bytes(stage.receives) for stage in stages]
     sharding = _sharding(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
@@ -70,13 +84,13 @@ def rank_costs(
         biases = sum(float32_buffers(model, stage.layers) for stage in own)
         state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
         state = state._replace(weights=state.weights + biases)
-        in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None)
+        in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
         if sharding == "optimizer_gradients" and setting.allocator.backward:
-            summing = while_summing(actions, kept, in_backward, received, _passing(config, own, sizes))
+            summing = while_summing(actions, kept, in_backward, received, _passing(config, own, sizes), ends)
             in_step = max(in_step, state.total + summing)
         if sharding == "full":
-            held = most(actions, kept, in_forward, in_backward, _passing(config, own, sizes))
+            held = most(actions, kept, in_forward, in_backward, _passing(config, own, sizes), ends)
             state = State(held.weights + biases, held.gradients, state.optimizer)
             in_step = held.total + biases + state.optimizer
         if setting.allocator.backward:

@@ -60,6 +60,13 @@ def test_live_storages_at_the_peak_are_the_planned_bytes_on_every_rank(text: Pat
         assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"
 
 
+def test_live_storages_at_the_peak_are_the_planned_bytes_where_backwards_are_split(text: Path) -> None:
+    config = config_of(text, DENSE)
+    config.parallel.pipeline_model_parallel_size, config.pipeline.pp_schedule = 2, "zbv_zero_bubble"
+    for rank, (live, cost) in enumerate(run_ranks(live_and_planned, 2, to_mapping(config))):
+        assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"
+
+
 WIDE = ModelConfig(num_layers=4, hidden_size=96, ffn_hidden_size=288, num_attention_heads=4, vocab_size=260)
 """Of weights rather than activations, with short sequences."""
 

@@ -106,7 +106,6 @@ PRECISIONS = {
 SPREAD = {
     "one replica": {},
     "replicas": {"dp": 2},
-    "optimizer": {"dp": 2, "data_parallel_sharding": "optimizer"},
     "gradients": {"dp": 2, "data_parallel_sharding": "optimizer_gradients"},
     "full": {"dp": 2, "data_parallel_sharding": "full"},
     "full, experts": {"dp": 2, "data_parallel_sharding": "full", "expert_model_parallel_size": 2},

@@ -1,0 +1,76 @@
+"""What a split backward keeps of a microbatch between its I and its W: the operands of the weight gradients.
+
+Knows which weights' gradients are put off (decision 37) and their sizes. Must not know schedules or how it is done
+(`ppctl/weight_gradients`). Of every product that is its input and the gradient of its result; an input that several
+products read counts once. Recomputation changes nothing: what it makes again in I is kept from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.activations import Setting
+from ppctl.geometry.layers import Kind, Layer, layer_kinds
+from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
+from ppctl.topology import ParallelSizes
+
+_READS_WITH = {"wk": "wq", "wv": "wq", "wkv_a": "wq", "wq_a": "wq", "w3": "w1"}
+"""A matrix -> the one that reads the same input."""
+
+
+class PutOff(NamedTuple):
+    """Bytes of one microbatch on a stage whose backward is split."""
+
+    kept: int
+    """From its I to its W."""
+    in_weights: int
+    """More while its W runs: the largest weight gradient, until it is added to the sum."""
+
+
+def stage_put_off(model: ModelConfig, layers: Iterable[Layer], setting: Setting) -> PutOff:
+    """What a stage of these layers keeps for W, on one device."""
+    kinds = layer_kinds(model, layers)
+    width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds)
+    largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0.0)
+    return PutOff(round(width * setting.tokens * setting.element), round(largest * setting.element))
+
+
+def is_put_off(row: Parameter) -> bool:
+    """Whether a parameter's gradient waits for W: matrices, experts' too, and tables of rows; not the output's.
+
+    Routers multiply in float32 and are small; the output's operands are a microbatch's logits.
+    """
+    return row.role in ("matrix", "expert", "embedding") and not row.name.startswith("output.")
+
+
+def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence_parallel: int) -> float:
+    """Elements per token that a layer keeps for W on one device; `sequence_parallel` divides the residual stream."""
+    seen: set[str] = set()
+    total = 0.0
+    for row in kind_parameters(Sizes.of(model), kind):
+        if is_put_off(row):
+            uses = model.moe_router_topk if row.experts else 1
+            block, _, name = row.name.removesuffix(".weight").rpartition(".")
+            read = f"{block}.{_READS_WITH.get(name, name)}"
+            inside = 0.0 if row.role == "embedding" or read in seen else _on_device(row, 1, sizes, sequence_parallel)
+            seen.add(read)
+            total += uses * (inside + _on_device(row, 0, sizes, sequence_parallel))
+    if kind.name == "mtp":  # the embedding's copy, of which every module reads rows
+        total += model.hidden_size / sequence_parallel
+    return total
+
+
+def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel: int) -> float:
+    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results."""
+    if row.role == "embedding":
+        return row.shape[1] / sequence_parallel
+    splits: dict[int, int] = {at - bool(row.experts): getattr(sizes, axis) for axis, at in row.splits if axis != "ep"}
+    return row.shape[dim] / splits.get(dim, 1 if row.experts else sequence_parallel)
+
+
+def _largest(model: ModelConfig, kind: Kind, sizes: ParallelSizes) -> float:
+    """Elements of a layer's largest weight gradient that W makes on one device; a stack of experts has one."""
+    rows = [row for row in kind_parameters(Sizes.of(model), kind) if is_put_off(row)]
+    return max((row.elements / (sizes.ep * sizes.etp if row.experts else sizes.tp) for row in rows), default=0.0)
