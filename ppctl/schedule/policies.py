@@ -165,17 +165,20 @@ POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
 """The policies by name, those that are wanted most first."""
 
 
+AUTO = "auto"
+"""Stands for a schedule that is searched for (`search`), and is the name of one that was found."""
+
 SPELLINGS = {
     spelling.lower(): policy.name
     for policy in _ROWS
     if policy.trains
     for spelling in (policy.name, *policy.other_names)
-}
+} | {AUTO: AUTO}
 """What a run's `pipeline.pp_schedule` may be, in lower case and without torch's prefix `Schedule` -> the policy."""
 
 
 def schedule_policy(name: str | None) -> str | None:
-    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`), or None."""
+    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`), AUTO, or None."""
     return SPELLINGS.get((name or "").lower().removeprefix("schedule"))
 
 

@@ -32,12 +32,9 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.lane_orders import KINDS, ROUNDING, Block, Clock, Lanes, Rows, critical_blocks, rows_of, schedule_of
 from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
-from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import longest_span, step_time
-
-NAME = "auto"
-"""The name of a schedule that was found."""
 
 ALLOWANCE = 5_000_000
 """Units of work of one search, about half a microsecond each: one entry of one order put on the clock is one unit."""
@@ -134,6 +131,34 @@ def find_schedule(task: Task, allowance: int = ALLOWANCE) -> Found:
     """
     _check(task)
     return _Search(task, allowance).run()
+
+
+def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
+    """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
+
+    Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) where all are.
+    """
+    found: list[Found] = []
+    refused: list[Problem] = []
+    for task in tasks:
+        try:
+            found.append(find_schedule(task, allowance // len(tasks)))
+        except ScheduleError as error:
+            refused += error.problems
+    if not found:
+        raise ScheduleError(refused)
+    least = min(each.seconds for each in found) * (1 + ROUNDING)
+    return next(each for each in found if each.seconds <= least)
+
+
+def placements(pp: int, vpp: int) -> list[Placement]:
+    """Where the stages may be: on a loop, and with two chunks per rank on a V."""
+    return [Placement(kind, pp, pp * vpp) for kind in ("loop", "v") if kind == "loop" or vpp == 2]
+
+
+def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> float:
+    """What 1F1B keeps on its first rank: of min(pp, num_microbatches) microbatches the first pp-th of the stages."""
+    return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
 
 
 def least_limits(placement: Placement, sizes: Sequence[float]) -> list[float]:
@@ -350,7 +375,7 @@ class _Search:
         """The best order as a schedule; a named one where that is as fast."""
         best = min(named, key=lambda each: (each.seconds, each.span), default=None)
         assert self.rows is not None  # a rule always makes one
-        schedule = schedule_of(self.rows, self.lanes, NAME)
+        schedule = schedule_of(self.rows, self.lanes, AUTO)
         trace = simulate(schedule, self.task.costs)
         seconds, span = step_time(trace), longest_span(trace)
         if best is not None and best.seconds <= seconds * (1 + ROUNDING):
