@@ -12,7 +12,7 @@ from ppctl.config.keys import Key, as_typed, place_of, text_keys, value_of, valu
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, WORKS
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
-from ppctl.schedule.policies import POLICIES, schedule_policy
+from ppctl.schedule.policies import AUTO, POLICIES, schedule_policy
 
 MEANING = {
     WORKS: "works",
@@ -151,6 +151,11 @@ def ignored(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
     return [f"without effect: {', '.join(found)}"] if found else []
 
 
+def _splits(policy: str | None) -> bool:
+    """Whether a policy splits backwards; what is searched for does."""
+    return policy == AUTO or (policy is not None and POLICIES[policy].splits)
+
+
 def not_trained(config: RunConfig) -> list[Problem]:
     """One problem that names all features that this config needs and this release cannot train yet; none otherwise."""
     missing: dict[str, list[str]] = {}
@@ -158,7 +163,7 @@ def not_trained(config: RunConfig) -> list[Problem]:
         if not (key.name.endswith("parallel_size") and value == 1):
             missing.setdefault(key.facts.support.note, []).append(f"{key.name}={str(value).lower()}")
     policy = schedule_policy(config.pipeline.pp_schedule)
-    if config.pipeline.pp_schedule_csv is None and policy is not None and POLICIES[policy].splits:
+    if config.pipeline.pp_schedule_csv is None and _splits(policy):
         named = f"pipeline.pp_schedule={config.pipeline.pp_schedule}"
         missing.setdefault("schedules with split backwards", []).append(named)
     model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim

@@ -18,7 +18,15 @@ from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule, schedule_policy
+from ppctl.schedule.policies import (
+    AUTO,
+    POLICIES,
+    Policy,
+    fitting_policy,
+    forwards_alone,
+    make_schedule,
+    schedule_policy,
+)
 from ppctl.schedule.verify import verify
 
 MOST_ACTIONS = 200_000
@@ -30,21 +38,24 @@ _SETTLED = 4
 SCHEDULE = "pipeline.pp_schedule"
 GROUP = "parallel.microbatch_group_size_per_vp_stage"
 CAPACITY = "pipeline.p2p_capacity"
+MEMORY = "pipeline.schedule_memory"
 CSV = "pipeline.pp_schedule_csv"
 FROM_FILE = "csv"
 """The name of a schedule from a file."""
 
 
 class Choice(NamedTuple):
-    """A policy's name, and the equation where ppctl chose it; or a schedule from a file."""
+    """A policy's name, and the equation where ppctl chose it; or a schedule from a file or a search."""
 
     name: str
     derived: tuple[Derived, ...] = ()
     schedule: Schedule | None = None
+    searched: bool = False
+    """Whether a search will replace this policy (`schedule_search`); until then it stands for what is found."""
 
     @property
     def policy(self) -> Policy | None:
-        """What is known about the policy; None for a schedule from a file."""
+        """What is known about the policy; None for a schedule from a file or a search."""
         return POLICIES[self.name] if self.schedule is None else None
 
     @property
@@ -59,6 +70,8 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
     name = schedule_policy(asked)
     if name is None:
         return None  # `config.checks` reports it
+    if name == AUTO:
+        return Choice(fitting_policy(vpp), searched=True)
     policy = POLICIES[name]
     if not policy.runs(vpp):
         if not values.is_set(SCHEDULE):

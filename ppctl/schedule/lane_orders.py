@@ -49,6 +49,8 @@ class Lanes:
     """What one microbatch holds on a stage from its F to its W."""
     limits: Sequence[float]
     """What a pp_rank may hold, in the same unit, and a billionth more: sums of sizes are rounded."""
+    sums: list[float]
+    """Seconds that every pp_rank takes to sum gradients, behind its last entry."""
 
     @classmethod
     def of(
@@ -73,7 +75,10 @@ class Lanes:
         line_seconds = [costs.messages.get(channel, costs.message) for channel in channels]
         stages_of = [placement.stages_of(pp_rank) for pp_rank in range(placement.pp)]
         room = [limit * (1 + ROUNDING) for limit in limits]
-        return cls(placement, num_microbatches, seconds, goes_to, line, line_seconds, rank_of, stages_of, sizes, room)
+        sums = [sum(of_op[Op.REDUCE_GRAD][stage] for stage in stages) for stages in stages_of]
+        return cls(
+            placement, num_microbatches, seconds, goes_to, line, line_seconds, rank_of, stages_of, sizes, room, sums
+        )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
         """The same with messages that many times as long, stages that much evener (0 to 1), lanes stretched."""
@@ -106,14 +111,14 @@ class Lanes:
     def bound(self) -> float:
         """Seconds that no order undercuts: a rank's first arrival and all its work, or its backwards from their first.
 
-        Also one microbatch through all stages and back.
+        Also one microbatch through all stages and back. Summing gradients is part of a rank's work.
         """
         first, count, seconds = self.firsts(), self.num_microbatches, self.seconds
         bounds = [first[1] + seconds[1] + seconds[2]]
-        for stages, work in zip(self.stages_of, self.work(), strict=True):
+        for stages, work, sums in zip(self.stages_of, self.work(), self.sums, strict=True):
             backward = count * sum(seconds[KINDS * s + 1] + seconds[KINDS * s + 2] for s in stages)
-            bounds.append(min(first[KINDS * s] for s in stages) + work)
-            bounds.append(min(first[KINDS * s + 1] for s in stages) + backward)
+            bounds.append(min(first[KINDS * s] for s in stages) + work + sums)
+            bounds.append(min(first[KINDS * s + 1] for s in stages) + backward + sums)
         return max(bounds)
 
     def peaks(self, rows: Rows) -> list[float]:

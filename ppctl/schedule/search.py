@@ -93,10 +93,15 @@ class Found:
     """Of its simulated step."""
     bound: float
     """Seconds that no order of this placement undercuts."""
-    best_named: Named | None
-    """The fastest named schedule of this placement that fits the same memory; none where none fits."""
+    named: tuple[Named, ...]
+    """The named schedules of this placement that fit the same memory, the fastest first."""
     tried: int
     """Orders that were put on the clock."""
+
+    @property
+    def best_named(self) -> Named | None:
+        """The fastest of them, if there is one."""
+        return self.named[0] if self.named else None
 
 
 class _Value(NamedTuple):
@@ -235,6 +240,7 @@ class _Search:
         ends = Clock(self.lanes, rows).ends
         if ends is None:
             return None
+        ends = [end + sums for end, sums in zip(ends, self.lanes.sums, strict=True)]
         span = max(end - begin for end, begin in zip(ends, self.begins, strict=True))
         return _Value(round(max(ends) / self.unit, 9), round(span / self.unit, 9), sum(ends))
 
@@ -373,16 +379,16 @@ class _Search:
 
     def _found(self, named: list[Named]) -> Found:
         """The best order as a schedule; a named one where that is as fast."""
-        best = min(named, key=lambda each: (each.seconds, each.span), default=None)
+        ranked = tuple(sorted(named, key=lambda each: (each.seconds, each.span)))
         assert self.rows is not None  # a rule always makes one
         schedule = schedule_of(self.rows, self.lanes, AUTO)
         trace = simulate(schedule, self.task.costs)
         seconds, span = step_time(trace), longest_span(trace)
-        if best is not None and best.seconds <= seconds * (1 + ROUNDING):
+        if ranked and (best := ranked[0]).seconds <= seconds * (1 + ROUNDING):
             slower = best.seconds < seconds * (1 - ROUNDING)
             if slower or best.span <= span * (1 + ROUNDING):
                 schedule, seconds = best.schedule, best.seconds
-        return Found(schedule, seconds, self.bound, best, self.tried)
+        return Found(schedule, seconds, self.bound, ranked, self.tried)
 
 
 def _other_rules(rule: Rule) -> list[Rule]:
