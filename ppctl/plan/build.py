@@ -34,7 +34,7 @@ from ppctl.plan.schedule_choice import (
     settled,
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
-from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule
+from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
@@ -220,26 +220,27 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
     kept = kept_choice(before, start.cut.layout.canonical(), sizes, count)
     if kept is not None:
         return replace(start, choice=kept)
-    starts = [start] if start.values["layout"] != AUTO else list(_with_named_layouts(start))
-    found = [search_schedule(each.values, sizes, each.ways, count, len(starts)) for each in starts]
-    best = min(range(len(starts)), key=lambda index: found[index].seconds)
-    return replace(starts[best], choice=found[best].choice)
+    if start.values["layout"] != AUTO:
+        return replace(start, choice=search_schedule(start.values, sizes, start.ways, count).choice)
+    rivals = list(_with_named_layouts(start))
+    layouts = {rival.cut.layout.canonical(): replace(rival, choice=start.choice, proof=None) for rival in rivals}
+    found = {
+        text: search_schedule(each.values, sizes, each.ways, count, len(layouts)) for text, each in layouts.items()
+    }
+    best = min(found, key=lambda text: found[text].seconds)
+    held = [timed(rival.values, rival.ways, rival.choice) for rival in rivals]
+    fastest = min(range(len(held)), key=held.__getitem__)
+    named = rivals[fastest].choice.name, rivals[fastest].cut.layout.canonical(), held[fastest]
+    return replace(layouts[best], choice=with_rival(found[best].choice, *named))
 
 
 def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:
-    """With the best layout of every named schedule, each once."""
-    seen = set()
+    """Every named schedule with the layout that it runs fastest."""
     for way in start.ways:
-        kept = [float(cost.activation_bytes) for cost in way.costs]
         no_limit = [float("inf")] * way.placement.pp
-        task = Task(
-            way.placement, start.batch.num_microbatches, simulation_costs(way.costs, way.stages), kept, no_limit
-        )
-        for schedule in named_schedules(task):
-            named = _with_layout(replace(start, choice=Choice(schedule.name, (), schedule)))
-            if (text := named.cut.layout.canonical()) not in seen:
-                seen.add(text)
-                yield replace(named, choice=start.choice, proof=None)
+        prices, kept = simulation_costs(way.costs, way.stages), [cost.activation_bytes for cost in way.costs]
+        for schedule in named_schedules(Task(way.placement, start.batch.num_microbatches, prices, kept, no_limit)):
+            yield _with_layout(replace(start, choice=Choice(schedule.name, (), schedule)))
 
 
 def _with_layout(start: Derivation) -> Derivation:

@@ -100,6 +100,18 @@ def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microb
     return Choice(schedule.name, (Derived("schedule", schedule.name, equation),), schedule)
 
 
+def timed(values: ConfigValues, ways: Sequence[Way], choice: Choice) -> float:
+    """Seconds of a call under a choice that holds a schedule."""
+    assert choice.schedule is not None
+    return next(_seconds(values, way, choice.schedule) for way in ways if way.placement == choice.schedule.placement)
+
+
+def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice:
+    """With a line on the best named schedule on the layout that suits it best, whatever memory it takes."""
+    equation = f"beside it {name} {seconds:.4g} s a call: the best named schedule, on its best layout {layout}"
+    return choice._replace(derived=(*choice.derived, Derived("named schedule", name, equation)))
+
+
 def _searched(values: ConfigValues, sizes: ParallelSizes, way: Way, num_microbatches: int, allowance: int) -> Searched:
     """What is found on one placement, timed as the plan times it: with messages, capacities and gradient sums.
 
