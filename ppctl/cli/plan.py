@@ -10,8 +10,10 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from ppctl.cli import plan_text
@@ -27,6 +29,7 @@ from ppctl.schedule.simulate import to_slots
 
 CONFIG, MEMORY = 2, 4
 OVER_MEMORY = "PP-E801"
+_PATIENCE_S = 1.0
 
 _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_mtp", "params_active", "params_hf")
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
@@ -90,15 +93,31 @@ def planned(
 
 
 def plan_of(
-    composed: Composed, problems: Sequence[Problem], *, for_training: bool
+    composed: Composed, problems: Sequence[Problem], *, for_training: bool, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
-    """The plan of a composed config, and all problems: those that were known before, and the plan's."""
+    """The plan of a composed config, and all problems: those that were known before, and the plan's.
+
+    `before` is the plan of the run's last start, whose schedule is kept where one was searched for.
+    """
     try:
-        plan = plan_checked(composed.config, composed.provenance, problems)
+        with _search_noted():
+            plan = plan_checked(composed.config, composed.provenance, problems, before=before)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
     untrained = not_trained(composed.config) if for_training else []
     return plan, list(dict.fromkeys([*plan.problems, *untrained]))
+
+
+@contextmanager
+def _search_noted() -> Iterator[None]:
+    """Say after a second that a plan takes longer: only searches for a layout or a schedule do."""
+    waiting = Timer(_PATIENCE_S, note, ("note: searching; a plan without a search takes half a second",))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def _read_model(source: str) -> Any:

@@ -18,7 +18,7 @@ from ppctl.cli.console import note
 from ppctl.cli.plan import plan_of
 from ppctl.cli.runs import add_run_arguments, named_run
 from ppctl.config.compose import Composed, RefusedError, override
-from ppctl.config.keys import keys_with
+from ppctl.config.keys import keys_with, value_of
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -29,6 +29,9 @@ from ppctl.plan import Plan
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint
+
+_SEARCHED_BY = ("pipeline.pp_schedule", "pipeline.pp_schedule_csv", "pipeline.schedule_memory", "launch.device_memory")
+"""While these stay, a schedule that was searched for stays what was found: prices may have changed since."""
 
 _MICRO_BATCH = "train.micro_batch_size"  # pipeline.pp_microbatch_size is the same value
 
@@ -71,18 +74,17 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
 
 def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[Composed, Plan | None, list[Problem]]:
     """The config with the overrides applied, its plan if it has one, and all problems of both."""
+    plan = run.read_plan()
     # Values from the run's own command line are weaker than those from this one.
-    sources = {
-        key: f"run {run.id}" if source == "command line" else source
-        for key, source in run.read_plan().provenance.items()
-    }
+    sources = {key: f"run {run.id}" if source == "command line" else source for key, source in plan.provenance.items()}
     found: list[Problem] = list(args.problems)
     try:
         composed = override(before, sources, args.overrides, for_training=True)
     except RefusedError as error:
         composed = error.composed
         found += error.problems
-    return composed, *plan_of(composed, found, for_training=True)
+    same_search = all(value_of(before, key) == value_of(composed.config, key) for key in _SEARCHED_BY)
+    return composed, *plan_of(composed, found, for_training=True, before=plan if same_search else None)
 
 
 def _values(config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 from ppctl.cli.console import width
 from ppctl.cli.simulate_compare import print_comparison
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
-from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
+from ppctl.schedule.search import Found, Task, find_best, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
@@ -35,6 +37,8 @@ _MS = 1e-3
 
 MOST_ACTIONS = 5_000_000
 """More actions would take minutes and gigabytes: some size is a mistake."""
+MOST_SEARCHED = 150_000
+"""As many that a search tries again and again: about 20 s."""
 MOST_ROWS = 32
 """The most stages that a screen shows."""
 
@@ -42,7 +46,7 @@ MOST_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     one_or_all = parser.add_mutually_exclusive_group(required=True)
-    one_or_all.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
+    one_or_all.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}, {AUTO}")
     one_or_all.add_argument("--compare", action="store_true", help="all schedules that fit, in one table")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
     chunks = "chunks per rank (default: 1, or 2 for schedules that need several)"
@@ -53,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=f"{what}, in ms")
     more = "forward passes beyond the usual warm-up"
     parser.add_argument("--extra-warmup", type=int, default=0, metavar="N", help=more)
+    memory = f"for {AUTO}: activations that a rank may hold, in units of what 1F1B holds on its first rank (default: 1)"
+    parser.add_argument("--memory", type=float, metavar="N", help=memory)
     add_timeline_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -66,15 +72,57 @@ def run(args: argparse.Namespace) -> int:
         prices = partial(costs, args)
         print_comparison(args.pp, args.microbatches, args.vpp, prices, args.timeline, args.json)
         return 0
-    vpp = args.vpp or SCHEDULES[args.schedule].chunks
-    warmup, microbatches = args.extra_warmup, args.microbatches
-    schedule = make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
-    trace = simulate(schedule, costs(args, args.pp * vpp, vpp))
+    found = _searched(args) if args.schedule == AUTO else None
+    schedule = _named(args) if found is None else found.schedule
+    stages = schedule.placement.num_stages
+    trace = simulate(schedule, costs(args, stages, stages // args.pp))
     if args.timeline is not None:
         write_timeline(_picture(args, schedule, trace), Path(args.timeline))
     figures = figured(args, schedule, trace)
+    if found is not None:
+        figures["search"] = _search_figures(args, found)
     print(json.dumps(figures, indent=2) if args.json else _text(figures, schedule, trace))
     return 0
+
+
+def _named(args: argparse.Namespace) -> Schedule:
+    vpp = args.vpp or SCHEDULES[args.schedule].chunks
+    warmup, microbatches = args.extra_warmup, args.microbatches
+    return make_schedule(args.schedule, pp=args.pp, vpp=vpp, num_microbatches=microbatches, extra_warmup=warmup)
+
+
+def _searched(args: argparse.Namespace) -> Found:
+    """The best schedule of `--vpp` chunks per rank; without it, of one chunk, or of two on a V."""
+    places = placements(args.pp, args.vpp) if args.vpp else [*placements(args.pp, 1), placements(args.pp, 2)[-1]]
+    tasks = []
+    for place in places:
+        stages = place.num_stages
+        sizes = [1.0] * stages
+        limit = _memory(args) * unit_of_memory(sizes, args.pp, args.microbatches)
+        prices = costs(args, stages, stages // args.pp)
+        tasks.append(Task(place, args.microbatches, prices, sizes, [limit] * args.pp))
+    try:
+        return find_best(tasks)
+    except ScheduleError as error:
+        least = -(-1000 // min(args.pp, args.microbatches)) / 1000
+        raise ScheduleError([replace(error.problems[0], remedy=f"--memory {least:g}", place="--memory")]) from error
+
+
+def _memory(args: argparse.Namespace) -> float:
+    return 1.0 if args.memory is None else float(args.memory)
+
+
+def _search_figures(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """What was searched: the memory, the bound, and the best named schedule of the same placement and memory."""
+    named = found.best_named
+    return {
+        "memory": _memory(args),
+        "placement": found.schedule.placement.kind,
+        "lower_bound_ms": found.bound / _MS,
+        "best_named": None if named is None else named.schedule.name,
+        "best_named_ms": None if named is None else named.seconds / _MS,
+        "orders": found.tried,
+    }
 
 
 def costs(args: argparse.Namespace, num_stages: int, vpp: int) -> Costs:
@@ -109,11 +157,16 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
     if args.compare and args.extra_warmup:
         message = "--compare shows schedules with their usual warm-up"
         yield Problem("PP-E128", message, "--extra-warmup 0", place)
-    if not args.compare and args.schedule not in SCHEDULES:
+    if args.schedule == AUTO:
+        yield from _not_searched(args)
+    elif args.memory is not None:
+        message = f"--memory is a limit for a search, and {args.schedule or '--compare'} holds what it holds"
+        yield Problem("PP-E128", message, f"--schedule {AUTO}", place)
+    if not args.compare and args.schedule not in (*SCHEDULES, AUTO):
         from ppctl.config.keys import nearest
 
-        close = nearest(args.schedule, SCHEDULES)
-        message = f"there is no schedule {args.schedule!r}: {', '.join(SCHEDULES)}"
+        close = nearest(args.schedule, (*SCHEDULES, AUTO))
+        message = f"there is no schedule {args.schedule!r}: {', '.join((*SCHEDULES, AUTO))}"
         yield Problem("PP-E128", message, f"--schedule {close[0] if close else '1f1b'}", place)
     for name, what in _TIMES.items():
         value = getattr(args, name)
@@ -130,6 +183,24 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
     actions = 3 * count * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if actions > MOST_ACTIONS:
         message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
+        yield Problem("PP-E128", message, "--microbatches 64", place)
+
+
+def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
+    """What no search can be made for."""
+    place = "command line"
+    sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
+    for name, size in sizes.items():
+        if size < 1:
+            yield Problem("PP-E128", f"{name} {size}: at least 1", f"{name} 1", place)
+    if args.extra_warmup:
+        message = f"--extra-warmup {args.extra_warmup}: {AUTO} finds the warm-up itself"
+        yield Problem("PP-E128", message, "--extra-warmup 0", place)
+    if not 0 < _memory(args) < float("inf"):
+        yield Problem("PP-E128", f"--memory {args.memory:g}: a rank holds more than nothing", "--memory 1", place)
+    actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
+    if MOST_SEARCHED < actions <= MOST_ACTIONS:
+        message = f"about {actions:,} actions; a search is made for at most {MOST_SEARCHED:,}"
         yield Problem("PP-E128", message, "--microbatches 64", place)
 
 
@@ -151,9 +222,22 @@ def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
     until_weights = figures["in_flight_until_weight_gradient"]
     if until_weights != figures["in_flight"]:
         lines.append(f"                 {_counts(until_weights)}  (until the weight gradient)")
+    if search := figures.get("search"):
+        lines += _search_lines(search)
     if schedule.placement.num_stages <= MOST_ROWS:
         lines += ["", timeline_text(trace, width()).rstrip()]
     return "\n".join(lines)
+
+
+def _search_lines(search: dict[str, Any]) -> list[str]:
+    best = "none fits the memory"
+    if search["best_named"] is not None:
+        best = f"{search['best_named']}, {search['best_named_ms']:.6g} ms"
+    return [
+        f"memory           {search['memory']:g} x what 1F1B holds on its first rank, activations whole until W",
+        f"lower bound      {search['lower_bound_ms']:.6g} ms  (stages placed as a {search['placement']})",
+        f"best named       {best}  ({search['orders']} orders tried)",
+    ]
 
 
 def _counts(values: list[int]) -> str:

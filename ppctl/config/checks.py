@@ -32,7 +32,7 @@ from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
-from ppctl.schedule.policies import SPELLINGS, fitting_policy, schedule_policy
+from ppctl.schedule.policies import AUTO, SPELLINGS, fitting_policy, schedule_policy
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -186,7 +186,12 @@ def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iter
 
 
 def _schedule(config: RunConfig) -> Iterator[Finding]:
-    name = config.pipeline.pp_schedule
+    name, memory = config.pipeline.pp_schedule, config.pipeline.schedule_memory
+    if memory is not None and (config.pipeline.pp_schedule_csv is not None or schedule_policy(name) != AUTO):
+        message = f"pipeline.schedule_memory={memory:g} is a limit for a search, and no schedule is searched for"
+        remedy = f"pipeline.pp_schedule={AUTO}" if config.pipeline.pp_schedule_csv is None else None
+        unset = "pipeline.schedule_memory=null"
+        yield ("pipeline.schedule_memory", "pipeline.pp_schedule"), message, "\n".join(filter(None, (remedy, unset)))
     if config.pipeline.pp_schedule_csv is not None and name is None:
         return
     if schedule_policy(name) is None:

@@ -222,6 +222,9 @@ class RunPipelineConfig(PipelineConfig):
     """Messages under way per channel (posted receives plus outstanding sends); none lets the plan choose."""
     extra_warmup: Any = 0
     """Forwards in flight beyond the textbook warm-up, at most pp - 1 - r on rank r; `auto` chooses by simulation."""
+    schedule_memory: float | None = key(None, positive())
+    """For pp_schedule=auto: the activations that a rank may hold, in units of what 1F1B keeps on its first rank. None:
+    what launch.device_memory leaves for them, and where that is none, 1."""
 
 
 @dataclass(kw_only=True, slots=True)

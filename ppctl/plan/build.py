@@ -5,9 +5,9 @@ Knows the order of the chapters. Must not know their rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.schema import RunConfig
@@ -17,7 +17,7 @@ from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_patte
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import device_of, gathered, rank_costs
+from ppctl.plan.memory import computed_again, device_of, gathered, rank_costs
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs, stage_costs, step_timing
@@ -36,11 +36,13 @@ from ppctl.plan.schedule_choice import (
     settled,
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
+from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Placement, Schedule
+from ppctl.schedule.search import Task, named_schedules, placements
 from ppctl.schedule.trace import bubble_fraction
 from ppctl.topology import ParallelSizes
 
@@ -56,15 +58,23 @@ def build_plan(config: RunConfig, provenance: Mapping[str, str] | None = None, *
 
 
 def plan_checked(
-    config: RunConfig, provenance: Mapping[str, str], problems: Sequence[Problem], *, title: str | None = None
+    config: RunConfig,
+    provenance: Mapping[str, str],
+    problems: Sequence[Problem],
+    *,
+    title: str | None = None,
+    before: Plan | None = None,
 ) -> Plan:
-    """As `build_plan`, of a config that `config.checks` has looked at: `problems` are what it found, and come first."""
+    """As `build_plan`, of a config that `config.checks` has looked at: `problems` are what it found, and come first.
+
+    Where a schedule is searched for, that of `before` is taken if it is for the same pipeline.
+    """
     beyond = list(beyond_limits(config))
     if any(is_size(key) for key in beyond):
         raise ConfigError(problems)  # they name these values; nothing can be derived from such
     values = ConfigValues(within_limits(config, beyond), provenance)
     violations: Violations = []
-    derivation = derive(values, violations)
+    derivation = derive(values, violations, before=before)
     if violations or derivation is None:
         raise ConfigError([*problems, *as_problems(values, violations, _judge(values))])
     plan = _assemble(derivation, title or config.recipe or config.log.name)
@@ -113,6 +123,18 @@ class Derivation:
         return stage_costs(self.values.config, layers, self.sizes, size, self.measured)
 
     @property
+    def ways(self) -> list[Way]:
+        """How the stages may be placed for a schedule that is searched for, and what they cost there."""
+        config, size = self.values.config, self.batch.micro_batch_size
+
+        def way(placement: Placement) -> Way:
+            stages = stage_specs(config, self.cut.layout, size, placement.kind)
+            priced = partial(_rank_costs, config, stages, self.sizes, size)
+            return Way(placement, stages, self.costs, priced, computed_again(config, stages, self.sizes, size))
+
+        return list(map(way, placements(self.sizes.pp, self.cut.vpp)))
+
+    @property
     def derived(self) -> tuple[Derived, ...]:
         """All equations, in the order in which a reader wants them."""
         return (*self.world.derived, *self.batch.derived, *self.cut.derived, *self.choice.derived)
@@ -138,10 +160,13 @@ class Derivation:
         return make(extra), derived
 
 
-def derive(values: ConfigValues, violations: Violations, *, search: bool = True) -> Derivation | None:
+def derive(
+    values: ConfigValues, violations: Violations, *, search: bool = True, before: Plan | None = None
+) -> Derivation | None:
     """Sizes, layout, batch and the choice of schedule; None where one cannot be derived.
 
-    Adds all that is wrong to `violations`. Without `search`, `layout=auto` stays the even split.
+    Adds all that is wrong to `violations`. Without `search`, `layout=auto` stays the even split, and `auto` as a
+    schedule 1F1B. `before` as in `plan_checked`.
     """
     violations += beyond(values)
     if not violations:
@@ -155,29 +180,74 @@ def derive(values: ConfigValues, violations: Violations, *, search: bool = True)
     schedule = read_schedule_file(values, violations)
     cut = derive_cut(values, violations, chunks_wanted(values, schedule))
     batch = derive_batch(values, world.dp, violations) if world is not None else None
-    choice = None
-    if cut is not None:
-        num_stages = values["pp"] * cut.vpp
-        check_recompute(values, num_stages, violations)
-        if values[CSV] is None:
-            choice = choose_schedule(values, cut.vpp, violations)
-        elif schedule is not None:
-            choice = choose_file(values, schedule, cut, batch, violations)
-        if batch is not None:
-            check_length(values, num_stages, batch.num_microbatches, violations)
-        if choice is not None:
-            check_warmup(values, choice, violations)
-            check_compiled(values, choice, cut.vpp, violations)
-            check_overlap(values, choice, cut.vpp, violations)
-        if values["layout"] == AUTO:
-            check_search(values, len(cut.layout.stages), violations)
+    choice = _choice(values, schedule, cut, batch, violations) if cut is not None else None
     if world is None or batch is None or cut is None or choice is None:
         return None
     derivation = Derivation(values, world, batch, cut, choice, measured)
-    return _searched(derivation) if search and values["layout"] == AUTO and not violations else derivation
+    if choice.searched and not violations:
+        check_memory(values, derivation.costs, batch.num_microbatches, violations)
+    return _searched(derivation, before) if search and not violations else derivation
 
 
-def _searched(start: Derivation) -> Derivation:
+def _choice(
+    values: ConfigValues, schedule: Schedule | None, cut: Cut, batch: Batch | None, violations: Violations
+) -> Choice | None:
+    """The choice of schedule for these stages, with all that is wrong with them and it."""
+    num_stages = values["pp"] * cut.vpp
+    check_recompute(values, num_stages, violations)
+    choice = None
+    if values[CSV] is None:
+        choice = choose_schedule(values, cut.vpp, violations)
+    elif schedule is not None:
+        choice = choose_file(values, schedule, cut, batch, violations)
+    if batch is not None:
+        check_length(values, num_stages, batch.num_microbatches, violations)
+    if choice is not None:
+        check_warmup(values, choice, violations)
+        check_compiled(values, choice, cut.vpp, violations)
+        check_overlap(values, choice, cut.vpp, violations)
+    if values["layout"] == AUTO:
+        check_search(values, len(cut.layout.stages), violations)
+    return choice
+
+
+def _searched(start: Derivation, before: Plan | None) -> Derivation:
+    """With what a search finds, where the config asks for one."""
+    if start.choice.searched:
+        return _with_found_schedule(start, before)
+    return _with_layout(start) if start.values["layout"] == AUTO else start
+
+
+def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
+    """With the best schedule in place of 1F1B; and with the layout that it runs fastest, where that is open, too."""
+    count, sizes = start.batch.num_microbatches, start.sizes
+    kept = kept_choice(before, start.cut.layout.canonical(), sizes, count)
+    if kept is not None:
+        return replace(start, choice=kept)
+    if start.values["layout"] != AUTO:
+        return replace(start, choice=search_schedule(start.values, sizes, start.ways, count).choice)
+    rivals = list(_with_named_layouts(start))
+    layouts = {rival.cut.layout.canonical(): replace(rival, choice=start.choice, proof=None) for rival in rivals}
+    found = {
+        text: search_schedule(each.values, sizes, each.ways, count, len(layouts)) for text, each in layouts.items()
+    }
+    best = min(found, key=lambda text: found[text].seconds)
+    held = [timed(rival.values, rival.ways, rival.choice) for rival in rivals]
+    fastest = min(range(len(held)), key=held.__getitem__)
+    named = rivals[fastest].choice.name, rivals[fastest].cut.layout.canonical(), held[fastest]
+    return replace(layouts[best], choice=with_rival(found[best].choice, *named))
+
+
+def _with_named_layouts(start: Derivation) -> Iterator[Derivation]:
+    """Every named schedule with the layout that it runs fastest."""
+    for way in start.ways:
+        no_limit = [float("inf")] * way.placement.pp
+        prices, kept = simulation_costs(way.costs, way.stages), [cost.activation_bytes for cost in way.costs]
+        for schedule in named_schedules(Task(way.placement, start.batch.num_microbatches, prices, kept, no_limit)):
+            yield _with_layout(replace(start, choice=Choice(schedule.name, (), schedule)))
+
+
+def _with_layout(start: Derivation) -> Derivation:
     """With the best layout in place of the even split."""
     from ppctl.plan.auto_layout import balanced_cut  # few plans search
 
@@ -185,6 +255,12 @@ def _searched(start: Derivation) -> Derivation:
     proof = proved(values, compute_only(values, start.choice, start.cut.vpp, batch.num_microbatches))
     cut = balanced_cut(values, start.cut, batch, proof.schedule, start.sizes, start.measured)
     return replace(start, cut=cut, proof=proof)
+
+
+def _rank_costs(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int, schedule: Schedule
+) -> tuple[RankCost, ...]:
+    return rank_costs(config, stages, sizes, schedule, micro_batch_size)
 
 
 def _layer_kinds(values: ConfigValues) -> Iterable[Violation]:

@@ -34,8 +34,9 @@ def check_warmup(values: ConfigValues, choice: Choice, violations: Violations) -
     if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
         message = f"{EXTRA}={extra} is neither a number of forwards (0 to pp - 1) nor auto"
         violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: AUTO}, {EXTRA: 0}))
-    elif choice.policy is None or not choice.policy.extra_warmup:
-        message = f"schedule {choice.name} has no warm-up that {EXTRA}={extra} could lengthen"
+    elif choice.searched or choice.policy is None or not choice.policy.extra_warmup:
+        name = values["pipeline.pp_schedule"] if choice.searched else choice.name
+        message = f"schedule {name} has no warm-up that {EXTRA}={extra} could lengthen"
         violations.append(Violation("PP-E215", EXTRA, message, place, {EXTRA: 0}))
     elif values[OVERLAP]:
         message = f"{EXTRA}={extra}: the pairs of {OVERLAP} run one forward more ahead, and no others"

@@ -140,6 +140,14 @@ def held_bytes(
     return held, stage_activations(config.model, layers, setting, stage).kept
 
 
+def computed_again(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
+) -> list[int]:
+    """Bytes of one microbatch that every stage holds only while its backward runs."""
+    setting = setting_of(config, sizes, micro_batch_size)
+    return [stage_activations(config.model, each.layers, setting, each.stage).in_backward for each in stages]
+
+
 def _tied_sum(
     config: RunConfig, stages: Sequence[StageSpec], own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str
 ) -> int:

@@ -19,7 +19,15 @@ from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.pairs import pair_up, put_off_weights
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, Policy, fitting_policy, forwards_alone, make_schedule, schedule_policy
+from ppctl.schedule.policies import (
+    AUTO,
+    POLICIES,
+    Policy,
+    fitting_policy,
+    forwards_alone,
+    make_schedule,
+    schedule_policy,
+)
 from ppctl.schedule.verify import verify
 
 MOST_ACTIONS = 200_000
@@ -33,21 +41,24 @@ GROUP = "parallel.microbatch_group_size_per_vp_stage"
 OVERLAP = "parallel.overlap_moe_expert_parallel_comm"
 DELAY = "parallel.delay_wgrad_compute"
 CAPACITY = "pipeline.p2p_capacity"
+MEMORY = "pipeline.schedule_memory"
 CSV = "pipeline.pp_schedule_csv"
 FROM_FILE = "csv"
 """The name of a schedule from a file."""
 
 
 class Choice(NamedTuple):
-    """A policy's name, and the equation where ppctl chose it; or a schedule from a file."""
+    """A policy's name, and the equation where ppctl chose it; or a schedule from a file or a search."""
 
     name: str
     derived: tuple[Derived, ...] = ()
     schedule: Schedule | None = None
+    searched: bool = False
+    """Whether a search will replace this policy (`schedule_search`); until then it stands for what is found."""
 
     @property
     def policy(self) -> Policy | None:
-        """What is known about the policy; None for a schedule from a file."""
+        """What is known about the policy; None for a schedule from a file or a search."""
         return POLICIES[self.name] if self.schedule is None else None
 
     @property
@@ -62,6 +73,8 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
     name = schedule_policy(asked)
     if name is None:
         return None  # `config.checks` reports it
+    if name == AUTO:
+        return Choice(fitting_policy(vpp), searched=True)
     policy = POLICIES[name]
     if not policy.runs(vpp):
         if not values.is_set(SCHEDULE):
@@ -81,9 +94,10 @@ def choose_schedule(values: ConfigValues, vpp: int, violations: Violations) -> C
 def check_compiled(values: ConfigValues, choice: Choice, vpp: int, violations: Violations) -> None:
     """Refuse torch.compile of stages whose backward is split: a compiled layer computes all its gradients at once."""
     splits = POLICIES[choice.name].splits if choice.schedule is None else bool(choice.schedule.split)
-    splits = splits or values[DELAY]
+    splits = splits or choice.searched or values[DELAY]
     if splits and values.config.train.compile:
-        message = f"schedule {choice.name} splits backwards into I and W, and compiled layers compute both at once"
+        name = AUTO if choice.searched else choice.name
+        message = f"schedule {name} splits backwards into I and W, and compiled layers compute both at once"
         ways: list[Overrides] = [{"train.compile": False}, {SCHEDULE: fitting_policy(vpp), CSV: None}]
         violations.append(Violation("PP-E392", SCHEDULE, message, values.cite(SCHEDULE, CSV, "train.compile"), *ways))
 
@@ -102,9 +116,9 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
         refuse(f"{DELAY} puts weight gradients behind the pairs that {OVERLAP} makes", {OVERLAP: True})
     elif values["ep"] == 1:
         refuse(f"{OVERLAP} hides what experts on other ranks are sent, and ep is 1")
-    elif choice.policy is None or not choice.policy.pairs:
+    elif choice.searched or choice.policy is None or not choice.policy.pairs:
         named = ", ".join(name for name, policy in POLICIES.items() if policy.pairs)
-        message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {choice.name} cannot"
+        message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {AUTO if choice.searched else choice.name} cannot"
         refuse(message, {SCHEDULE: fitting_policy(vpp), CSV: None})
     elif in_batches(values.config.parallel):
         message = f"{OVERLAP} needs a forward and a backward with no batch of messages between the two"

@@ -18,7 +18,7 @@ from ppctl.layout.letters import MAX_ITEMS, canonical_text
 from ppctl.plan.config_values import ConfigValues, Overrides, value_text
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
-from ppctl.schedule.policies import POLICIES, schedule_policy
+from ppctl.schedule.policies import AUTO, POLICIES, schedule_policy
 
 FIRST = "parallel.num_layers_in_first_pipeline_stage"
 LAST = "parallel.num_layers_in_last_pipeline_stage"
@@ -166,7 +166,7 @@ def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
     if size is None:
         raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
     policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
-    single = POLICIES[policy].chunks == 1 if policy else -(-layers // max(size, 1)) <= pp
+    single = POLICIES[policy].chunks == 1 if policy and policy != AUTO else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
     if stages > layers:
         raise _Unfit(f"{stages} stages are more than the {layers} layers", {PER_STAGE: None, ROUND: None})

@@ -234,17 +234,21 @@ POLICIES: Mapping[str, Policy] = {policy.name: policy for policy in _ROWS}
 """The policies by name, those that are wanted most first."""
 
 
+AUTO = "auto"
+"""Stands for a schedule that is searched for (`search`), and is the name of one that was found."""
+
 SPELLINGS = {
     spelling.lower(): policy.name
     for policy in _ROWS
     if policy.trains
     for spelling in (policy.name, *policy.other_names)
-}
-"""What a run's `pipeline.pp_schedule` may be, as `schedule_policy` reads it -> the policy."""
+} | {AUTO: AUTO}
+"""What a run's `pipeline.pp_schedule` may be, as `schedule_policy` reads it -> the policy, or AUTO."""
 
 
 def schedule_policy(name: str | None) -> str | None:
-    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`, `V-Half`), or None."""
+    """The policy that `name` means in any system and case (`Interleaved1F1B`, `ScheduleGPipe`, `V-Half`), AUTO, or
+    None."""
     return SPELLINGS.get((name or "").lower().replace("-", "_").removeprefix("schedule"))
 
 

@@ -1,0 +1,278 @@
+"""Orders of a step in the form that a search can try quickly: rows of lane numbers, and when each rank ends.
+
+A lane is one operation of one stage for all microbatches, which run in order: what is left to choose is in which order
+a rank's lanes take turns. Knows prices and activation sizes. Must not know how orders are found (`search`). Its clock
+is the executor's for schedules without messages (a test compares); it is kept apart because it runs thousands of times
+per search, on less: no whole backwards, no capacities, no batches. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ppctl.schedule.action import Action, B, Channel, F, I, Op, Placement, Schedule, W
+from ppctl.schedule.simulate import Costs
+
+KINDS = 3
+"""Lanes of a stage: lane 3s is F of stage s, 3s + 1 its I, 3s + 2 its W."""
+
+ROUNDING = 1e-9
+"""Relative difference of two sums that are the same but for rounding."""
+
+_OPS: tuple[Op, ...] = (F, I, W)
+
+Rows = list[list[int]]
+"""For every pp_rank the lanes in the order in which it works on them; a lane's n-th entry is microbatch n."""
+
+Block = tuple[int, int, int]
+"""A pp_rank, and the first and last index of consecutive entries of its row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What every lane costs, where its result goes, and what a rank may hold."""
+
+    placement: Placement
+    num_microbatches: int
+    seconds: list[float]
+    goes_to: list[int]
+    """The lane that works on this one's result; -1 where nothing goes on."""
+    line: list[int]
+    """The channel that the result goes over, as an index of `line_seconds`; -1 where it stays on the rank."""
+    line_seconds: list[float]
+    rank_of: list[int]
+    """The pp_rank of every stage."""
+    stages_of: list[tuple[int, ...]]
+    """The stages of every pp_rank."""
+    sizes: Sequence[float]
+    """What one microbatch holds on a stage from its F to its W."""
+    limits: Sequence[float]
+    """What a pp_rank may hold, in the same unit, and a billionth more: sums of sizes are rounded."""
+    sums: list[float]
+    """Seconds that every pp_rank takes to sum gradients, behind its last entry."""
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        num_microbatches: int,
+        costs: Costs,
+        sizes: Sequence[float],
+        limits: Sequence[float],
+    ) -> Lanes:
+        """The lanes of these stages at these costs."""
+        stages = range(placement.num_stages)
+        rank_of = [placement.rank_of(stage) for stage in stages]
+        of_op = costs.seconds()
+        seconds = [of_op[op][stage] for stage in stages for op in _OPS]
+        goes_to, line, channels = [-1] * len(seconds), [-1] * len(seconds), dict[Channel, int]()
+        for lane, target, direction in _edges(placement.num_stages):
+            goes_to[lane] = target
+            here, there = rank_of[lane // KINDS], rank_of[target // KINDS]
+            if here != there:
+                line[lane] = channels.setdefault(Channel(here, there, direction), len(channels))
+        line_seconds = [costs.messages.get(channel, costs.message) for channel in channels]
+        stages_of = [placement.stages_of(pp_rank) for pp_rank in range(placement.pp)]
+        room = [limit * (1 + ROUNDING) for limit in limits]
+        sums = [sum(of_op[Op.REDUCE_GRAD][stage] for stage in stages) for stages in stages_of]
+        return cls(
+            placement, num_microbatches, seconds, goes_to, line, line_seconds, rank_of, stages_of, sizes, room, sums
+        )
+
+    def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
+        """The same with messages that many times as long, stages that much evener (0 to 1), lanes stretched."""
+        seconds = list(self.seconds)
+        for kind in range(KINDS):
+            mean = sum(seconds[kind::KINDS]) / self.placement.num_stages
+            seconds[kind::KINDS] = [(1.0 - even) * each + even * mean for each in seconds[kind::KINDS]]
+        if stretch is not None:
+            seconds = [each * factor for each, factor in zip(seconds, stretch, strict=True)]
+        return replace(self, seconds=seconds, line_seconds=[message * each for each in self.line_seconds])
+
+    def work(self) -> list[float]:
+        """Seconds of computing per pp_rank and step."""
+        count = self.num_microbatches
+        return [count * sum(self.stage_seconds(stage) for stage in stages) for stages in self.stages_of]
+
+    def stage_seconds(self, stage: int) -> float:
+        """F, I and W of one microbatch."""
+        return sum(self.seconds[KINDS * stage : KINDS * (stage + 1)])
+
+    def firsts(self) -> list[float]:
+        """By lane of an F or I, the earliest start of its first microbatch: the way there through all stages."""
+        first, clock, lane = [0.0] * len(self.seconds), 0.0, 0
+        while lane >= 0:
+            first[lane] = clock
+            clock += self.seconds[lane] + (self.line_seconds[self.line[lane]] if self.line[lane] >= 0 else 0.0)
+            lane = self.goes_to[lane]
+        return first
+
+    def bound(self) -> float:
+        """Seconds that no order undercuts: a rank's first arrival and all its work, or its backwards from their first.
+
+        Also one microbatch through all stages and back. Summing gradients is part of a rank's work.
+        """
+        first, count, seconds = self.firsts(), self.num_microbatches, self.seconds
+        bounds = [first[1] + seconds[1] + seconds[2]]
+        for stages, work, sums in zip(self.stages_of, self.work(), self.sums, strict=True):
+            backward = count * sum(seconds[KINDS * s + 1] + seconds[KINDS * s + 2] for s in stages)
+            bounds.append(min(first[KINDS * s] for s in stages) + work + sums)
+            bounds.append(min(first[KINDS * s + 1] for s in stages) + backward + sums)
+        return max(bounds)
+
+    def peaks(self, rows: Rows) -> list[float]:
+        """The most that every pp_rank holds."""
+        return [max(self._held(row), default=0.0) for row in rows]
+
+    def fit(self, rows: Rows) -> bool:
+        """Whether every pp_rank holds at most its limit."""
+        return all(peak <= limit for peak, limit in zip(self.peaks(rows), self.limits, strict=True))
+
+    def _held(self, row: Sequence[int]) -> Iterator[float]:
+        held = 0.0
+        for lane in row:
+            if lane % KINDS == 0:
+                held += self.sizes[lane // KINDS]
+                yield held
+            elif lane % KINDS == 2:
+                held -= self.sizes[lane // KINDS]
+
+    def sound(self, pp_rank: int, row: Sequence[int]) -> bool:
+        """Whether a row's backwards follow their forwards, its Ws their Is, and it holds at most its limit."""
+        count = [0] * len(self.seconds)
+        held, limit, sizes = 0.0, self.limits[pp_rank], self.sizes
+        for lane in row:
+            kind = lane % KINDS
+            if kind == 0:
+                held += sizes[lane // KINDS]
+                if held > limit:
+                    return False
+            elif count[lane] >= count[lane - 1]:
+                return False
+            elif kind == 2:
+                held -= sizes[lane // KINDS]
+            count[lane] += 1
+        return True
+
+
+def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:
+    """(lane, the lane that works on its result, direction); from the last stage's F to its own I nothing travels."""
+    last = num_stages - 1
+    for stage in range(num_stages):
+        forward = KINDS * stage
+        yield forward, forward + KINDS if stage < last else forward + 1, "F"
+        if stage > 0:
+            yield forward + 1, forward + 1 - KINDS, "B"
+
+
+def rows_of(schedule: Schedule) -> Rows | None:
+    """A compute-only schedule's rows, whole backwards as I and W; None where a lane's microbatches are not in order."""
+    count = [0] * (KINDS * schedule.placement.num_stages)
+    rows: Rows = []
+    for actions in schedule.actions:
+        row: list[int] = []
+        for op, stage, mb in actions:
+            kinds = (1, 2) if op is B else (_OPS.index(op),)
+            for lane in (KINDS * stage + kind for kind in kinds):
+                if count[lane] != mb:
+                    return None
+                count[lane] += 1
+                row.append(lane)
+        rows.append(row)
+    return rows
+
+
+def schedule_of(rows: Rows, lanes: Lanes, name: str) -> Schedule:
+    """The rows as a compute-only schedule."""
+    count = [0] * len(lanes.seconds)
+    actions = []
+    for row in rows:
+        own = []
+        for lane in row:
+            own.append(Action(_OPS[lane % KINDS], lane // KINDS, count[lane]))
+            count[lane] += 1
+        actions.append(tuple(own))
+    return Schedule(name, lanes.placement, lanes.num_microbatches, tuple(actions))
+
+
+class Clock:
+    """One run of rows: when each rank ends (`ends`, None where they hang) and, if `traced`, what each entry waited for.
+
+    Every message is sent at once and received at once; those of a channel go one after another.
+    """
+
+    def __init__(self, lanes: Lanes, rows: Rows, *, traced: bool = False) -> None:
+        self.lanes, self.rows = lanes, rows
+        size = len(lanes.seconds)
+        self.waits: list[list[int]] = [[] for _ in rows]
+        """Per entry the microbatch whose arrival it waited for, -1 where the rank was not idle before it."""
+        self.traced = traced
+        self._ready: list[list[float]] = [[] for _ in range(size)]
+        self._ready[0] = [0.0] * lanes.num_microbatches
+        self._count, self._waiter = [0] * size, [-1] * size
+        self._free = [0.0] * len(lanes.line_seconds)
+        self._at, self._position = [0.0] * len(rows), [0] * len(rows)
+        self._awake = list(range(len(rows)))
+        while self._awake:
+            self._advance(self._awake.pop())
+        hangs = any(at < len(row) for at, row in zip(self._position, rows, strict=True))
+        self.ends: list[float] | None = None if hangs else self._at
+
+    def _advance(self, pp_rank: int) -> None:
+        """Run a rank as far as it can; what it waits for wakes it."""
+        lanes, count, ready, waiter, free = self.lanes, self._count, self._ready, self._waiter, self._free
+        seconds, goes_to, line, line_seconds = lanes.seconds, lanes.goes_to, lanes.line, lanes.line_seconds
+        row, clock, waits = self.rows[pp_rank], self._at[pp_rank], self.waits[pp_rank]
+        for index in range(self._position[pp_rank], len(row)):
+            lane = row[index]
+            waited = -1
+            if lane % KINDS != 2:
+                mb, arrivals = count[lane], ready[lane]
+                if mb >= len(arrivals):
+                    waiter[lane] = pp_rank
+                    self._at[pp_rank], self._position[pp_rank] = clock, index
+                    return
+                count[lane] = mb + 1
+                if arrivals[mb] > clock:
+                    clock, waited = arrivals[mb], mb
+            clock += seconds[lane]
+            if self.traced:
+                waits.append(waited)
+            if (target := goes_to[lane]) >= 0:
+                arrival = clock
+                if (channel := line[lane]) >= 0:
+                    arrival = (free[channel] if free[channel] > clock else clock) + line_seconds[channel]
+                    free[channel] = arrival
+                ready[target].append(arrival)
+                if waiter[target] >= 0:
+                    self._awake.append(waiter[target])
+                    waiter[target] = -1
+        self._at[pp_rank], self._position[pp_rank] = clock, len(row)
+
+
+def critical_blocks(lanes: Lanes, rows: Rows) -> list[Block]:
+    """The longest chain of a step, last part first: runs of entries that follow each other without a pause.
+
+    Between two of them stands a message. The rows must not hang.
+    """
+    clock = Clock(lanes, rows, traced=True)
+    assert clock.ends is not None
+    maker = {target: lane for lane, target in enumerate(lanes.goes_to) if target >= 0}
+    places: dict[int, list[int]] = {lane: [] for lane in range(len(lanes.seconds))}
+    for row in rows:
+        for index, lane in enumerate(row):
+            places[lane].append(index)
+    pp_rank = max(range(len(rows)), key=clock.ends.__getitem__)
+    blocks: list[Block] = []
+    last = index = len(rows[pp_rank]) - 1
+    while index >= 0:
+        mb = clock.waits[pp_rank][index]
+        if mb < 0:
+            index -= 1
+            continue
+        blocks.append((pp_rank, index, last))
+        made_by = maker[rows[pp_rank][index]]
+        pp_rank = lanes.rank_of[made_by // KINDS]
+        last = index = places[made_by][mb]
+    return [*blocks, (pp_rank, 0, last)]

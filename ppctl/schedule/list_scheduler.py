@@ -1,0 +1,259 @@
+"""Orders made by running the step: whenever a rank is free, a rule picks what it works on next.
+
+The rule is greedy and knows only what has been sent by then; `search` tries many rules, and altered costs, to find one
+whose order is good. Memory comes first: a forward starts only where every later stage of its rank will still find room
+for one microbatch, so that no rule ever hangs. Must not know where rules come from. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heappop, heappush
+
+from ppctl.schedule.lane_orders import KINDS, Lanes, Rows
+
+_NEVER = float("inf")
+
+
+class First(StrEnum):
+    """Which of several forwards, or of several backwards, goes first."""
+
+    OLDEST = "oldest"
+    """The one of the oldest microbatch."""
+    DEEPEST = "deepest"
+    """The one of the last stage: a microbatch is finished before another one starts."""
+    FLOW = "flow"
+    """The one that would be first if every stage took equally long, and microbatches came one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a free rank does. Gradients go before forwards, both before weight gradients, but for what follows."""
+
+    first: First = First.OLDEST
+    alternate: bool = True
+    """Behind an I, a forward goes before the next I."""
+    make_room: bool = True
+    """Where memory holds a forward up, weight gradients go before an I."""
+    late_forward: float = 0.5
+    """A forward starts although an I arrives before its end where it is late by at most this part of the forward."""
+    late_weights: float = 0.5
+    """The same for a W, and what arrives before its end."""
+
+
+class _Run:
+    """A step that runs while its order is made: `choose` says what a free rank works on."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        size, pp = len(lanes.seconds), lanes.placement.pp
+        self.ready: list[list[float]] = [[] for _ in range(size)]
+        self.ready[0] = [0.0] * lanes.num_microbatches
+        self.count = [0] * size
+        self.held = [0.0] * pp
+        self.rows: Rows = [[] for _ in range(pp)]
+        self._free = [0.0] * len(lanes.line_seconds)
+        self._busy_until = [0.0] * pp
+        self._wakes = [0.0] * pp
+        self._queue = [(0.0, pp_rank) for pp_rank in range(pp)]
+
+    def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
+        """The lane to work on; or -1, and when to ask again unless something arrives before."""
+        raise NotImplementedError
+
+    def made(self) -> Rows | None:
+        """The rows; None where something is left undone."""
+        queue, wakes = self._queue, self._wakes
+        while queue:
+            now, pp_rank = heappop(queue)
+            if wakes[pp_rank] != now:
+                continue  # it was woken earlier
+            wakes[pp_rank] = _NEVER
+            lane, again = self.choose(pp_rank, now)
+            if lane >= 0:
+                self._start(pp_rank, lane, now)
+            elif again < _NEVER:
+                self._wake(pp_rank, again)
+        complete = sum(map(len, self.rows)) == len(self.lanes.seconds) * self.lanes.num_microbatches
+        return self.rows if complete else None
+
+    def _wake(self, pp_rank: int, at: float) -> None:
+        self._wakes[pp_rank] = at
+        heappush(self._queue, (at, pp_rank))
+
+    def _start(self, pp_rank: int, lane: int, now: float) -> None:
+        lanes = self.lanes
+        self.rows[pp_rank].append(lane)
+        self.count[lane] += 1
+        kind = lane % KINDS
+        if kind == 0:
+            self.held[pp_rank] += lanes.sizes[lane // KINDS]
+        elif kind == 2:
+            self.held[pp_rank] -= lanes.sizes[lane // KINDS]
+        end = now + lanes.seconds[lane]
+        self._busy_until[pp_rank] = end
+        self._wake(pp_rank, end)
+        if (target := lanes.goes_to[lane]) >= 0:
+            self._hand_on(lane, target, end)
+
+    def _hand_on(self, lane: int, target: int, end: float) -> None:
+        channel = self.lanes.line[lane]
+        if channel < 0:
+            self.ready[target].append(end)
+            return
+        arrival = max(end, self._free[channel]) + self.lanes.line_seconds[channel]
+        self._free[channel] = arrival
+        self.ready[target].append(arrival)
+        receiver = self.lanes.rank_of[target // KINDS]
+        at = max(arrival, self._busy_until[receiver])
+        if at < self._wakes[receiver]:
+            self._wake(receiver, at)
+
+
+class _ByRule(_Run):
+    def __init__(self, lanes: Lanes, rule: Rule, limits: Sequence[float]) -> None:
+        super().__init__(lanes)
+        self.rule = rule
+        self.stride, self.offset = _ranking(lanes, rule.first)
+        self.room = _rooms(lanes, limits)
+        """By stage, what its rank may hold before a forward of it starts."""
+        self.after_gradient = [False] * lanes.placement.pp
+
+    def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
+        """The lane that the rule picks."""
+        forward, next_forward, held_up = self._forward(pp_rank, now)
+        gradient, next_gradient = self._gradient(pp_rank, now)
+        weights = self._weights(pp_rank)
+        rule, seconds = self.rule, self.lanes.seconds
+        lane = -1
+        if held_up and rule.make_room and weights >= 0 and forward < 0:
+            lane = weights
+        elif gradient >= 0:
+            turn = forward >= 0 and rule.alternate and self.after_gradient[pp_rank]
+            lane = forward if turn else gradient
+        elif forward >= 0 and now + (1.0 - rule.late_forward) * seconds[forward] <= next_gradient:
+            lane = forward
+        elif weights >= 0:
+            due = next_gradient if forward >= 0 else min(next_forward, next_gradient)
+            if now + (1.0 - rule.late_weights) * seconds[weights] <= due:
+                lane = weights
+        if lane < 0:
+            return -1, min(next_forward, next_gradient)
+        if lane % KINDS != 2:
+            self.after_gradient[pp_rank] = lane == gradient
+        return lane, now
+
+    def _forward(self, pp_rank: int, now: float) -> tuple[int, float, bool]:
+        """The forward that goes first, when another one arrives, and whether memory holds one up that is there."""
+        count, ready, held = self.count, self.ready, self.held[pp_rank]
+        best, best_key, arrives, held_up = -1, 0.0, _NEVER, False
+        for stage in self.lanes.stages_of[pp_rank]:
+            lane = KINDS * stage
+            mb = count[lane]
+            if mb >= len(ready[lane]):
+                continue
+            arrival = ready[lane][mb]
+            if held > self.room[stage]:
+                held_up = held_up or arrival <= now
+            elif arrival > now:
+                arrives = min(arrives, arrival)
+            elif best < 0 or mb * self.stride + self.offset[lane] < best_key:
+                best, best_key = lane, mb * self.stride + self.offset[lane]
+        return best, arrives, held_up
+
+    def _gradient(self, pp_rank: int, now: float) -> tuple[int, float]:
+        """The I that goes first, and when another one arrives."""
+        count, ready = self.count, self.ready
+        best, best_key, arrives = -1, 0.0, _NEVER
+        for stage in self.lanes.stages_of[pp_rank]:
+            lane = KINDS * stage + 1
+            mb = count[lane]
+            if mb >= len(ready[lane]):
+                continue
+            arrival = ready[lane][mb]
+            if arrival > now:
+                arrives = min(arrives, arrival)
+            elif best < 0 or mb * self.stride + self.offset[lane] < best_key:
+                best, best_key = lane, mb * self.stride + self.offset[lane]
+        return best, arrives
+
+    def _weights(self, pp_rank: int) -> int:
+        """The W that goes first among those whose I is done."""
+        count = self.count
+        best, best_key = -1, 0.0
+        for stage in self.lanes.stages_of[pp_rank]:
+            lane = KINDS * stage + 2
+            mb = count[lane]
+            if mb < count[lane - 1] and (best < 0 or mb * self.stride + self.offset[lane] < best_key):
+                best, best_key = lane, mb * self.stride + self.offset[lane]
+        return best
+
+
+def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
+    """A stride and by lane an offset: of two entries that with the smaller microbatch x stride + offset goes first."""
+    stages = lanes.placement.num_stages
+    forward = [float(stage) for stage in range(stages)]
+    stride = 1.0
+    if first is First.OLDEST:
+        stride = 2.0 * stages
+    elif first is First.DEEPEST:
+        forward = [-float(stage * lanes.num_microbatches) for stage in range(stages)]
+    backward = forward if first is First.DEEPEST else forward[::-1]
+    return stride, [offset for pair in zip(forward, backward, backward, strict=True) for offset in pair]
+
+
+def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
+    """By stage, its rank's limit less one microbatch of the stage and of every later one of the rank."""
+    room = [0.0] * lanes.placement.num_stages
+    for stages, limit in zip(lanes.stages_of, limits, strict=True):
+        for stage in reversed(stages):
+            limit -= lanes.sizes[stage]
+            room[stage] = limit
+    return room
+
+
+def list_schedule(lanes: Lanes, rule: Rule, limits: Sequence[float]) -> Rows | None:
+    """The order that a rule makes within `limits` per pp_rank, at most the lanes' own.
+
+    None where a limit has no room for one microbatch on all stages of its rank.
+    """
+    return _ByRule(lanes, rule, limits).made()
+
+
+class _InOrder(_Run):
+    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float) -> None:
+        super().__init__(lanes)
+        self.order = [[lane for lane in row if lane % KINDS != 2] for row in rows]
+        self.at = [0] * len(rows)
+        self.owed: list[deque[int]] = [deque() for _ in rows]
+        self.late_weights = late_weights
+
+    def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
+        """The next lane of the order where it can start; else a W that memory or a pause asks for."""
+        order, at, owed, lanes = self.order[pp_rank], self.at[pp_rank], self.owed[pp_rank], self.lanes
+        arrival = _NEVER
+        full = False
+        if at < len(order):
+            lane = order[at]
+            if (mb := self.count[lane]) < len(self.ready[lane]):
+                arrival = self.ready[lane][mb]
+            full = lane % KINDS == 0 and self.held[pp_rank] + lanes.sizes[lane // KINDS] > lanes.limits[pp_rank]
+            if arrival <= now and not full:
+                self.at[pp_rank] = at + 1
+                if lane % KINDS == 1:
+                    owed.append(lane + 1)
+                return lane, now
+        if owed and (full or now + (1.0 - self.late_weights) * lanes.seconds[owed[0]] <= arrival):
+            return owed.popleft(), now
+        return -1, _NEVER if full else arrival
+
+
+def with_weights_placed(lanes: Lanes, rows: Rows, late_weights: float) -> Rows | None:
+    """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
+
+    `late_weights` as in `Rule`. None where memory would hold an F up for ever.
+    """
+    return _InOrder(lanes, rows, late_weights).made()

@@ -1,0 +1,406 @@
+"""A schedule for given costs and a given memory, found by search.
+
+Knows how a search goes. Must not know where costs, sizes and limits come from. Deterministic: work is counted, never
+timed, and chance comes from a fixed seed. Standard library only.
+
+What is searched are orders: for every pp_rank, in which turns it works on the F, I and W of its stages, microbatches in
+order. There is no formula for the best one, but a rule that picks the next action whenever a rank is free
+(`list_scheduler`) makes a good one in milliseconds. So the search goes through rules, and through costs that the rule
+is told in place of the real ones: with shorter messages it dares to wait for what is about to arrive, with longer ones
+it runs further ahead, and with slightly wrong stage times it makes other, sometimes better, repeating patterns
+("problem-space search"; Storer, Wu and Vaccari, Management Science 38, 1992). In three parts:
+
+1. Starts: every named schedule, as it is and with its Ws placed anew, and one rule after another.
+2. From the best of these, one thing at a time is changed: the rule, the costs that it sees, the memory that it uses.
+3. Single entries of the best order are moved, most of them along its critical path, by simulated annealing. This is
+   what finds the optimum of short steps; of long ones it changes little, and little of the allowance is left for it.
+
+Every order is judged at the real costs. Named schedules that fit are among the candidates: what is found is never
+slower. It ends at the bound (`Lanes.bound`) or when the allowance is used up.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp
+from random import Random
+from typing import NamedTuple
+
+from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule.action import Placement, Schedule
+from ppctl.schedule.lane_orders import KINDS, ROUNDING, Block, Clock, Lanes, Rows, critical_blocks, rows_of, schedule_of
+from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
+from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import longest_span, step_time
+
+ALLOWANCE = 5_000_000
+"""Units of work of one search, about half a microsecond each: one entry of one order put on the clock is one unit."""
+
+_LIST_UNITS, _PLACE_UNITS = 12, 10
+"""Units of an entry that a rule picks, and of one whose Ws are placed."""
+
+_LEAST_POINTS, _MOST_POINTS = 8, 400
+"""Rules that are tried however long the step is, and however short."""
+
+_KEPT = 4
+"""How many of the best rules are changed."""
+
+_ROUNDS, _MOVES = 8, 500
+"""How often entries are moved from the best order on, and how many at most: short steps are exhausted with that."""
+
+_WARMTH = 0.5
+"""How much longer an order may be at first for the search to go on from it, in mean actions."""
+
+_REACH, _DRAWS = 4, 20
+"""How far an entry moves within its row, and how many moves are drawn until one is sound."""
+
+_LATE = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a schedule is searched for."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    sizes: Sequence[float]
+    """What one microbatch holds on each stage, in any unit."""
+    limits: Sequence[float]
+    """What each pp_rank may hold of that at once."""
+    group: int | None = None
+    """`microbatch_group_size` of the named schedules."""
+
+
+class Named(NamedTuple):
+    """A named schedule and its simulated step."""
+
+    schedule: Schedule
+    seconds: float
+    span: float
+    """The longest time from a rank's first start to its last end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search came to. The schedule is compute-only; it may be a named one under that name."""
+
+    schedule: Schedule
+    seconds: float
+    """Of its simulated step."""
+    bound: float
+    """Seconds that no order of this placement undercuts."""
+    named: tuple[Named, ...]
+    """The named schedules of this placement that fit the same memory, the fastest first."""
+    tried: int
+    """Orders that were put on the clock."""
+
+    @property
+    def best_named(self) -> Named | None:
+        """The fastest of them, if there is one."""
+        return self.named[0] if self.named else None
+
+
+class _Value(NamedTuple):
+    """How good an order is: relative to the bound, and rounded, so that equal steps are equal."""
+
+    step: float
+    span: float
+    ends: float
+    """The sum of the ranks' ends: where that falls, the step may be next."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """One way to make an order: a rule, and what the rule sees in place of the real costs and limits."""
+
+    rule: Rule
+    message: float = 1.0
+    """Times the real messages."""
+    even: float = 0.0
+    """0: stages as they are; 1: all alike."""
+    memory: float = 1.0
+    """Part of the limit that is used, beyond what any order needs."""
+    noise: float = 0.0
+    """Most that a lane's time is off, as a part of it."""
+    seed: int = 0
+
+
+def find_schedule(task: Task, allowance: int = ALLOWANCE) -> Found:
+    """Search. `allowance` is in units of work (`ALLOWANCE`).
+
+    Raises ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank.
+    """
+    _check(task)
+    return _Search(task, allowance).run()
+
+
+def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
+    """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
+
+    Tasks whose limit has no room for a microbatch are left out. Raises ScheduleError (PP-E321) where all are.
+    """
+    found: list[Found] = []
+    refused: list[Problem] = []
+    for task in tasks:
+        try:
+            found.append(find_schedule(task, allowance // len(tasks)))
+        except ScheduleError as error:
+            refused += error.problems
+    if not found:
+        raise ScheduleError(refused)
+    least = min(each.seconds for each in found) * (1 + ROUNDING)
+    return next(each for each in found if each.seconds <= least)
+
+
+def placements(pp: int, vpp: int) -> list[Placement]:
+    """Where the stages may be: on a loop, and with two chunks per rank on a V."""
+    return [Placement(kind, pp, pp * vpp) for kind in ("loop", "v") if kind == "loop" or vpp == 2]
+
+
+def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> float:
+    """What 1F1B keeps on its first rank: of min(pp, num_microbatches) microbatches the first pp-th of the stages."""
+    return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
+
+
+def least_limits(placement: Placement, sizes: Sequence[float]) -> list[float]:
+    """What every pp_rank holds under any schedule: one microbatch on all of its stages, while the last one computes."""
+    return [sum(sizes[stage] for stage in placement.stages_of(r)) for r in range(placement.pp)]
+
+
+def named_schedules(task: Task) -> Iterator[Schedule]:
+    """Every schedule with a name that runs on this placement."""
+    place = task.placement
+    vpp = place.num_stages // place.pp
+    for name, policy in POLICIES.items():
+        if not policy.trains or policy.placement != place.kind or not policy.runs(vpp):
+            continue
+        try:
+            yield make_schedule(
+                name,
+                pp=place.pp,
+                vpp=vpp,
+                num_microbatches=task.num_microbatches,
+                microbatch_group_size=task.group,
+            )
+        except ScheduleError:
+            continue  # not made for so few microbatches, or for this size of groups
+
+
+def _check(task: Task) -> None:
+    least = least_limits(task.placement, task.sizes)
+    short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
+    if short:
+        rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)
+        message = (
+            f"pp_rank {rank} may hold {task.limits[rank]:.4g} of activations, and one microbatch on its stages "
+            f"takes {least[rank]:.4g}: no schedule needs less"
+        )
+        raise ScheduleError(Problem("PP-E321", message))
+
+
+class _Search:
+    def __init__(self, task: Task, allowance: int) -> None:
+        self.task = task
+        self.lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits)
+        self.least = least_limits(task.placement, task.sizes)
+        self.length = len(self.lanes.seconds) * task.num_microbatches
+        self.bound = self.lanes.bound()
+        self.unit = self.bound or 1.0
+        self.begins = _begins(self.lanes)
+        self.warmth = _WARMTH * sum(self.lanes.seconds) / len(self.lanes.seconds) / self.unit
+        self.left = allowance
+        self.tried = 0
+        self.random = Random(0)
+        self.points: set[_Point] = set()
+        self.best: list[tuple[_Value, int, _Point]] = []
+        """The best points, each with its value and its number."""
+        self.rows: Rows | None = None
+        self.value = _Value(float("inf"), 0.0, 0.0)
+
+    def run(self) -> Found:
+        named = self._start_with_names()
+        self._start_with_rules()
+        self._change_points(self.left // 2)
+        self._change_order()
+        return self._found(named)
+
+    @property
+    def at_bound(self) -> bool:
+        """Whether no step can be shorter."""
+        return self.value.step <= 1.0
+
+    def judge(self, rows: Rows) -> _Value | None:
+        """The value of an order; None where it hangs."""
+        self.left -= self.length
+        self.tried += 1
+        ends = Clock(self.lanes, rows).ends
+        if ends is None:
+            return None
+        ends = [end + sums for end, sums in zip(ends, self.lanes.sums, strict=True)]
+        span = max(end - begin for end, begin in zip(ends, self.begins, strict=True))
+        return _Value(round(max(ends) / self.unit, 9), round(span / self.unit, 9), sum(ends))
+
+    def consider(self, rows: Rows | None) -> _Value | None:
+        """Judge an order that fits, and keep it if it is the best so far."""
+        if rows is None or (value := self.judge(rows)) is None:
+            return None
+        if value < self.value:
+            self.rows, self.value = rows, value
+        return value
+
+    def placed_anew(self, rows: Rows) -> None:
+        """Consider the same order of F and I with its Ws where there is time, by several rules."""
+        for late in _LATE:
+            self.left -= _PLACE_UNITS * self.length
+            self.consider(with_weights_placed(self.lanes, rows, late))
+
+    def _start_with_names(self) -> list[Named]:
+        """Consider all named schedules; returns those that fit."""
+        fitting = []
+        for schedule in named_schedules(self.task):
+            rows = rows_of(schedule)
+            if rows is None:
+                continue
+            if self.lanes.fit(rows):
+                trace = simulate(schedule, self.task.costs)
+                fitting.append(Named(schedule, step_time(trace), longest_span(trace)))
+                self.consider(rows)
+            self.placed_anew(rows)
+        return fitting
+
+    def _start_with_rules(self) -> None:
+        """Every first rule at four kinds of costs; then all rules next to the best of these."""
+        for message, even in ((0.0, 0.0), (1.0, 0.0), (2.0, 0.0), (1.0, 1.0)):
+            for first in First:
+                self._try_point(_Point(Rule(first), message, even))
+        for _, _, point in tuple(self.best):
+            for rule in _other_rules(point.rule):
+                self._try_point(replace(point, rule=rule))
+
+    def _change_points(self, until: int) -> None:
+        """One change at a time to one of the best points, until so much of the allowance is left."""
+        while self.left > until and len(self.points) < _MOST_POINTS and not self.at_bound:
+            rank = min(int(self.random.expovariate(1.0)), len(self.best) - 1)
+            self._try_point(self._changed(self.best[rank][2]))
+
+    def _try_point(self, point: _Point) -> None:
+        """Consider the order that a point makes, and the same with its Ws placed anew if it is nearly the best."""
+        number = len(self.points)
+        if point in self.points or (self.left <= 0 and number >= _LEAST_POINTS):
+            return
+        self.points.add(point)
+        self.left -= _LIST_UNITS * self.length
+        rows = list_schedule(self._seen(point), point.rule, self._limits(point))
+        if rows is None or (value := self.consider(rows)) is None:
+            return
+        insort(self.best, (value, number, point))
+        del self.best[_KEPT:]
+        if value.step <= 1.02 * self.value.step and not self.at_bound:
+            self.placed_anew(rows)
+
+    def _seen(self, point: _Point) -> Lanes:
+        """The costs that a point's rule sees."""
+        stretch = None
+        if point.noise:
+            chance = Random(point.seed)
+            stretch = [1.0 + point.noise * chance.uniform(-1.0, 1.0) for _ in self.lanes.seconds]
+        return self.lanes.altered(point.message, point.even, stretch)
+
+    def _limits(self, point: _Point) -> list[float]:
+        pairs = zip(self.least, self.lanes.limits, strict=True)
+        return [least + point.memory * (limit - least) for least, limit in pairs]
+
+    def _changed(self, point: _Point) -> _Point:
+        chance = self.random
+        rule = point.rule
+        kind = chance.randrange(6)
+        if kind == 0:
+            return replace(point, rule=chance.choice(_other_rules(rule)))
+        if kind == 1:
+            return replace(point, message=chance.choice((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)))
+        if kind == 2:
+            return replace(point, even=chance.choice((0.0, 0.25, 0.5, 1.0)))
+        if kind == 3:
+            return replace(point, memory=chance.choice((0.4, 0.6, 0.8, 0.9, 1.0)))
+        return replace(point, noise=chance.choice((0.02, 0.05, 0.1, 0.2, 0.4)), seed=chance.randrange(1 << 30))
+
+    def _change_order(self) -> None:
+        """Move single entries, at first also where that costs a little; again and again from the best order so far."""
+        for _ in range(_ROUNDS):
+            moves = min(_MOVES, self.left // self.length)
+            if self.rows is None or self.at_bound or moves <= 0:
+                return
+            self._anneal(self.rows, self.value, moves)
+
+    def _anneal(self, rows: Rows, value: _Value, moves: int) -> None:
+        blocks = critical_blocks(self.lanes, rows)
+        for number in range(moves):
+            warmth = self.warmth * (1.0 - number / moves) ** 2 + ROUNDING
+            changed = self._neighbour(rows, blocks)
+            reached = None if changed is None else self.judge(changed)
+            if changed is None or reached is None:
+                continue
+            if reached <= value or self.random.random() < exp((value.step - reached.step) / warmth - 0.1):
+                rows, value = changed, reached
+                blocks = critical_blocks(self.lanes, rows)
+                if value < self.value:
+                    self.rows, self.value = rows, value
+                    if self.at_bound:
+                        return
+
+    def _neighbour(self, rows: Rows, blocks: Sequence[Block]) -> Rows | None:
+        """The rows with one entry moved: every other time out of, or within, a run that the step waits for."""
+        chance = self.random
+        for _ in range(_DRAWS):
+            if chance.random() < 0.5:
+                pp_rank, first, last = chance.choice(blocks)
+                take = chance.randint(first, last)
+                put = chance.choice((first - 1, first, last, last + 1, take + chance.randint(-_REACH, _REACH)))
+            else:
+                pp_rank = chance.randrange(len(rows))
+                take = chance.randrange(len(rows[pp_rank]))
+                put = take + chance.randint(-_REACH, _REACH)
+            changed = self._moved(rows, pp_rank, take, min(max(put, 0), len(rows[pp_rank]) - 1))
+            if changed is not None:
+                return changed
+        return None
+
+    def _moved(self, rows: Rows, pp_rank: int, take: int, put: int) -> Rows | None:
+        """The rows with one entry elsewhere in its row; None where that changes nothing, or the row is not sound."""
+        row = list(rows[pp_rank])
+        row.insert(put, row.pop(take))
+        if row == rows[pp_rank] or not self.lanes.sound(pp_rank, row):
+            return None
+        return [*rows[:pp_rank], row, *rows[pp_rank + 1 :]]
+
+    def _found(self, named: list[Named]) -> Found:
+        """The best order as a schedule; a named one where that is as fast."""
+        ranked = tuple(sorted(named, key=lambda each: (each.seconds, each.span)))
+        assert self.rows is not None  # a rule always makes one
+        schedule = schedule_of(self.rows, self.lanes, AUTO)
+        trace = simulate(schedule, self.task.costs)
+        seconds, span = step_time(trace), longest_span(trace)
+        if ranked and (best := ranked[0]).seconds <= seconds * (1 + ROUNDING):
+            slower = best.seconds < seconds * (1 - ROUNDING)
+            if slower or best.span <= span * (1 + ROUNDING):
+                schedule, seconds = best.schedule, best.seconds
+        return Found(schedule, seconds, self.bound, ranked, self.tried)
+
+
+def _other_rules(rule: Rule) -> list[Rule]:
+    """The rules that differ from this one in one thing."""
+    others = [replace(rule, first=first) for first in First]
+    others += [replace(rule, alternate=not rule.alternate), replace(rule, make_room=not rule.make_room)]
+    others += [replace(rule, late_weights=late) for late in _LATE]
+    others += [replace(rule, late_forward=late) for late in _LATE]
+    return [other for other in others if other != rule]
+
+
+def _begins(lanes: Lanes) -> list[float]:
+    """When each pp_rank's first forward can start."""
+    first = lanes.firsts()
+    return [min(first[KINDS * stage] for stage in stages) for stages in lanes.stages_of]
