@@ -118,7 +118,8 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
         refuse(f"{OVERLAP} hides what experts on other ranks are sent, and ep is 1")
     elif choice.searched or choice.policy is None or not choice.policy.pairs:
         named = ", ".join(name for name, policy in POLICIES.items() if policy.pairs)
-        message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {AUTO if choice.searched else choice.name} cannot"
+        name = AUTO if choice.searched else choice.name
+        message = f"{OVERLAP} runs a forward beside a backward, as {named} can; schedule {name} cannot"
         refuse(message, {SCHEDULE: fitting_policy(vpp), CSV: None})
     elif in_batches(values.config.parallel):
         message = f"{OVERLAP} needs a forward and a backward with no batch of messages between the two"

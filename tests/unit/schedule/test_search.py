@@ -127,7 +127,7 @@ def test_twice_the_memory_of_1f1b_takes_the_bubble_but_for_the_fill() -> None:
     place = Placement("loop", 4, 4)
     found = find_schedule(Task(place, 12, equal_costs(4, 0.1), [1.0] * 4, [8.0] * 4))
     assert found.seconds == pytest.approx(found.bound) == 3 * 1.1 + 12 * 3
-    assert found.best_named is not None and found.best_named.seconds > found.seconds
+    assert found.best_named is not None and found.best_named.schedule.name == "zb_h2"
 
 
 def test_the_memory_of_1f1b_on_one_chunk_gives_zb_h1() -> None:
@@ -137,7 +137,7 @@ def test_the_memory_of_1f1b_on_one_chunk_gives_zb_h1() -> None:
 
 def test_less_memory_than_any_named_schedule_needs_is_used_as_it_is() -> None:
     place = Placement("v", 4, 8)
-    task = Task(place, 8, equal_costs(8), [1.0] * 8, [4.0] * 4)
+    task = Task(place, 8, equal_costs(8), [1.0] * 8, [3.0] * 4)
     found = find_schedule(task, QUICK)
     assert found.best_named is None
     check_found(task, found)
