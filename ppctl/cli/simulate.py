@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--schedule", required=True, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}, {AUTO}")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
-    chunks = "chunks per rank (default: 1, or 2 for schedules that need several)"
+    chunks = f"chunks per rank (default: 1, or 2 for schedules that need several; {AUTO}: 1 and, on a V, 2)"
     parser.add_argument("--vpp", type=int, metavar="V", help=chunks)
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches per step")
     for name, what in _TIMES.items():

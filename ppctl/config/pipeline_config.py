@@ -31,7 +31,8 @@ class PipelineConfig:
 
     pp_schedule: str | None = "1f1b"
     """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe. Planned, but not trained with yet: zb_h1,
-    interleaved_zero_bubble, zbv_zero_bubble, dualpipev."""
+    interleaved_zero_bubble, zbv_zero_bubble, dualpipev, and auto: the one that is found for the stages' costs and the
+    memory (`schedule_memory`)."""
     pp_schedule_csv: str | None = key(None, verbatim=True)
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))
