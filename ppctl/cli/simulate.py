@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one_or_all.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}, {AUTO}")
     one_or_all.add_argument("--compare", action="store_true", help="all schedules that fit, in one table")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
-    chunks = "chunks per rank (default: 1, or 2 for schedules that need several)"
+    chunks = f"chunks per rank (default: 1, or 2 for schedules that need several; {AUTO}: 1 and, on a V, 2)"
     parser.add_argument("--vpp", type=int, metavar="V", help=chunks)
     parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches per step")
     for name, what in _TIMES.items():

@@ -31,7 +31,8 @@ class PipelineConfig:
 
     pp_schedule: str | None = "1f1b"
     """Name of the schedule, in any case: 1f1b, interleaved_1f1b or gpipe; with backwards split into input gradients and
-    weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min or dualpipev."""
+    weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min, dualpipev, and auto: the one
+    that is found for the stages' costs and the memory (`schedule_memory`)."""
     pp_schedule_csv: str | None = key(None, verbatim=True)
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))

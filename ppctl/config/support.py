@@ -39,6 +39,9 @@ _SHOWN_BY = {
         "test_a_longer_warmup_changes_no_bit": "pipeline.extra_warmup",
         "test_a_given_loss_is_a_sum_over_tokens_or_a_mean": "pipeline.loss_fn",
     },
+    "tests/unit/plan/test_plan_search.py": {
+        "test_more_memory_makes_an_uneven_pipeline_faster": "pipeline.schedule_memory",
+    },
     "tests/unit/plan/test_plan.py": {
         "test_a_group_size_counts_only_when_it_was_given": "parallel.microbatch_group_size_per_vp_stage",
         "test_the_world_and_the_batch_follow_from_what_was_given": "pipeline.pp_microbatch_size",

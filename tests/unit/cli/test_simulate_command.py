@@ -185,3 +185,68 @@ def test_the_picture_of_all_schedules_is_what_its_command_draws(capsys: Any, tmp
     assert blocks == sum(len(row) for schedule in schedules for row in schedule.actions)
     bars = [path for path in root.iter(f"{SVG}path") if not path.get("fill-opacity")]
     assert sum(path.get("d", "").count("M") for path in bars) == sum(len(schedule.pairs) for schedule in schedules)
+
+
+@pytest.mark.parametrize("memory", [1, 2])
+@pytest.mark.parametrize("row", PAPER[:3], ids=lambda row: f"{row['model']}-p{row['p']}-m{row['m']}")
+def test_a_search_meets_the_papers_search(capsys: Any, row: dict[str, Any], memory: int) -> None:
+    """ZB-1p and ZB-2p of the same tables, whose memory counts only part of an activation between I and W."""
+    found = of_row(capsys, row, "--schedule", "auto", "--memory", memory)
+    assert round(found["bubble_rate"], 4) <= row["bubble"][f"ZB-{memory}p"]
+    limit = memory * min(row["p"], row["m"]) * found["vpp"]
+    assert max(found["in_flight_until_weight_gradient"]) <= limit
+    assert found["search"]["lower_bound_ms"] <= found["step_time_ms"] * (1 + 1e-9)
+    assert found["search"]["memory"] == memory
+
+
+def test_a_search_of_one_chunk_in_the_memory_of_1f1b_is_zb_h1(capsys: Any) -> None:
+    words = ("--schedule", "auto", "--vpp", 1, "--memory", 1)
+    assert of_row(capsys, PAPER[0], *words)["schedule"] == "zb_h1"
+
+
+def test_a_search_prints_what_it_was_made_for(capsys: Any) -> None:
+    words = "simulate --schedule auto --memory 0.5 --pp 3 --microbatches 4 --tf 1 --tb 1 --tw 1 --vpp 2"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "memory           0.5 x what 1F1B holds" in printed and "lower bound" in printed and "best named" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "remedy"),
+    [
+        ("--memory 0.1", "PP-E321", "--memory 0.25"),
+        ("--memory 0", "PP-E128", "--memory 1"),
+        ("--memory nan", "PP-E128", "--memory 1"),
+        ("--extra-warmup 1", "PP-E128", "--extra-warmup 0"),
+        ("--microbatches 40000", "PP-E128", "--microbatches 64"),
+    ],
+)
+def test_a_search_that_cannot_be_made_is_refused(capsys: Any, words: str, code: str, remedy: str) -> None:
+    before = ["simulate", "--schedule", "auto", "--pp", "4", "--tf", "1", "--tb", "1", "--microbatches", "8"]
+    assert main([*before, *words.split()]) == 2
+    refused = capsys.readouterr().err
+    assert code in refused and f"try: {remedy}" in refused
+
+
+def test_a_limit_without_a_search_is_refused(capsys: Any) -> None:
+    assert (
+        main(
+            [
+                "simulate",
+                "--schedule",
+                "1f1b",
+                "--pp",
+                "4",
+                "--tf",
+                "1",
+                "--tb",
+                "1",
+                "--microbatches",
+                "8",
+                "--memory",
+                "1",
+            ]
+        )
+        == 2
+    )
+    assert "try: --schedule auto" in capsys.readouterr().err
