@@ -62,6 +62,8 @@ def embedding(
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """x, the factor that the weight becomes, if that is another tensor, and the bias, as autocast would cast them."""
+    if not torch._C._is_any_autocast_enabled():
+        return x, None, bias
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)) or x.dtype == torch.float64:
         return x, None, bias

@@ -24,6 +24,10 @@ from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
 
 from ppctl.errors import Problem, TrainingError
 
+SMALL = 2**18
+"""Bytes of weight gradients that are rather copied than computed inside a backward of their own, which takes Python
+longer."""
+
 Make = Callable[[], Tensor]
 """Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
 
@@ -116,8 +120,19 @@ class PutOff:
 
     def deliver(self) -> None:
         """Compute the gradients, weight by weight, and accumulate each; what was kept for a weight is free after it."""
+        small: list[_Use] = []
         while self._uses:
-            _deliver(self._uses.pop(next(iter(self._uses))))
+            key = next(iter(self._uses))
+            uses, base = self._uses.pop(key), self._taken[key]
+            if base.nbytes > SMALL or not _of_whole(base, uses):
+                _deliver(uses)
+                continue
+            small.append(_Use(base, partial(_sum, [make for _, make in uses])))
+            uses.clear()
+            if sum(each.weight.nbytes for each in small) > SMALL:
+                _deliver_small(small)
+        if small:
+            _deliver_small(small)
         functions, self._functions = self._functions, []
         for function in functions:
             function()
@@ -260,16 +275,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, _: Tensor | None, x: Tensor, bias: Tensor | None, *others: Tensor) -> Tensor:
         factor = call.factor.pop()
-        ctx.call, ctx.form = call, Form(factor.shape, factor.stride())
+        ctx.call = call
         ctx.save_for_backward(factor, x if call.rule.keeps_input else None, *others)
         return call.rule.multiply(x, factor, bias, *others)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (put_off, rule, weight, cast_back, _) = gradients, ctx.call
-        factor, x, *others = ctx.saved_tensors
-        of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
-        put_off.put(weight, partial(_part, rule.of_factor, cast_back, gradient, x, ctx.form, *others))
+        factor, x, *others = ctx.saved_tensors  # recomputation may run here, and is watched
+        form = Form(factor.shape, factor.stride())
+        with torch._C.DisableTorchFunction():
+            of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
+            put_off.put(weight, partial(_part, rule.of_factor, cast_back, gradient, x, form, *others))
         # Autograd itself sums the rows of the bias's.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)
@@ -304,6 +321,21 @@ def _deliver(uses: list[_Use]) -> None:
     root: Tensor = _Sums.apply(makes, *(weight for weight, _ in parts.values()))  # type: ignore[no-untyped-call]
     # What torch.autograd.backward comes down to, which imports sympy.
     _engine_run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _of_whole(base: nn.Parameter, uses: list[_Use]) -> bool:
+    """Whether these uses are of the parameter as it is, so that what they add up to is its gradient."""
+    first = uses[0].weight
+    if len(uses) == 1:
+        return first.shape == base.shape and first.stride() == base.stride()
+    return all(use.weight is base for use in uses)
+
+
+def _deliver_small(uses: list[_Use]) -> None:
+    """Hand parameters their gradients in one backward, that starts at them."""
+    roots, gradients = tuple(use.weight for use in uses), tuple(use.make() for use in uses)
+    uses.clear()
+    _engine_run_backward(roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Sums(torch.autograd.Function):
