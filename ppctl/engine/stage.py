@@ -49,6 +49,8 @@ class StageProgram:
     intercept: bool = True
     """Whether split backwards find products with weights by watching torch's functions. Not needed where each product
     asks by itself (`weight_gradients.put_off.putting_off`), as those of ppctl's own models do."""
+    on_put_off: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+    """Called before each W with the parameters whose gradients it computes."""
 
 
 class Live(NamedTuple):
@@ -176,6 +178,8 @@ class Stage:
     def weight_gradients(self, mb: int) -> None:
         """Accumulate the weight gradients that the I of a microbatch put off, and end its life."""
         put_off, arrivals = self._due.pop(mb)
+        if self.program.on_put_off is not None:
+            self.program.on_put_off(put_off.parameters)
         self._around(mb, put_off.deliver)
         del put_off
         for each in arrivals:

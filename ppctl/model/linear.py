@@ -116,8 +116,8 @@ class _ProductInFp8(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         values, scales, weight = ctx.saved_tensors
         (gradient,), kind = gradients, ctx.kind
-        of_weight = kind.of_weight(gradient, values, scales)
-        return kind.of_input(gradient, weight), of_weight.to(weight.dtype), None, None, None
+        of_x = kind.of_input(gradient, weight)
+        return of_x, kind.of_weight(gradient, values, scales).to(weight.dtype), None, None, None
 
 
 def multiply_in_float32(a: Quantised, b: Quantised) -> Tensor:

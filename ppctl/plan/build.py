@@ -17,7 +17,7 @@ from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_patte
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import computed_again, device_of, gathered, rank_costs
+from ppctl.plan.memory import computed_again, device_of, gathered, put_off, rank_costs
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs, stage_costs, step_timing
@@ -311,6 +311,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *derivation.derived,
             *decided,
             *gathered(config, sizes, ranks),
+            *put_off(config, stages, sizes, proof.schedule, batch.micro_batch_size),
             *origin(measured, cut.layout.canonical()),
         ),
         provenance=dict(values.provenance),

@@ -127,6 +127,22 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
     return (Derived("gathered weights", round(weights / GIB.size, 2), equation),)
 
 
+def put_off(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
+) -> tuple[Derived, ...]:
+    """What split backwards leave to W, in words; nothing where none is split."""
+    if not schedule.split:
+        return ()
+    setting = setting_of(config, sizes, micro_batch_size)
+    most = max(stage_put_off(config.model, stage.layers, setting).kept for stage in stages)
+    unit = unit_for(most)
+    equation = (
+        f"W computes the gradients of all matrices and embeddings but routers' and the output's, I all others; from "
+        f"I to W a microbatch keeps at most {unit.of(most)} {unit.name} of a stage for them"
+    )
+    return (Derived("put off to W", round(most / GIB.size, 2), equation),)
+
+
 def held_bytes(
     config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
 ) -> tuple[int, int]:

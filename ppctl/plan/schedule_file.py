@@ -20,6 +20,7 @@ from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import MESSAGES, Op, Schedule
 from ppctl.schedule.policies import POLICIES, schedule_policy
+from ppctl.schedule.verify import out_of_order
 
 CODE = "PP-E216"
 _MOST_READ = 2**22
@@ -74,7 +75,15 @@ def choose_file(
     kind = "V" if schedule.placement.kind == "v" else "loop"
     stages, pp = schedule.placement.num_stages, schedule.placement.pp
     equation = f"schedule {values[CSV]}: {stages} stages placed as a {kind} over pp {pp}"
-    return Choice(FROM_FILE, (Derived("schedule", FROM_FILE, equation),), schedule)
+    derived = [Derived("schedule", FROM_FILE, equation)]
+    if late := out_of_order(schedule):
+        stage, (before, action) = min(late.items())
+        equation = (
+            f"bits are not promised: {len(late)} of {stages} stages add up gradients in another order than that of the "
+            f"microbatches, such as stage {stage} those of {before} before those of {action}"
+        )
+        derived.append(Derived("order of sums", "not by microbatch", equation))
+    return Choice(FROM_FILE, tuple(derived), schedule)
 
 
 def _disagreements(

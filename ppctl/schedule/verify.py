@@ -19,6 +19,7 @@ from ppctl.schedule.action import (
     RECEIVES,
     SENDS,
     TIMED,
+    WEIGHT_GRADIENTS,
     Action,
     Channel,
     Op,
@@ -59,6 +60,24 @@ def verify(schedule: Schedule) -> list[Problem]:
         return list(_incomplete(schedule, wanted))
     wrong = [*_disordered(schedule, lanes), *_crossed(schedule, lanes), *_beyond_slots(schedule, lanes)]
     return wrong or _hanging(schedule) or [*wrong_pairs(schedule)]
+
+
+def out_of_order(schedule: Schedule) -> dict[int, tuple[Action, Action]]:
+    """The stages that add up gradients in another order than that of the microbatches, each with two actions that do.
+
+    Such a schedule runs, and its sums of floating point numbers may have other bits than those of other schedules.
+    """
+    found: dict[int, tuple[Action, Action]] = {}
+    for row in schedule.actions:
+        last: dict[tuple[bool, int], Action] = {}
+        for action in row:
+            for sums in (INPUT_GRADIENTS, WEIGHT_GRADIENTS):  # I adds, too: all gradients that do not wait for W
+                if action.op in sums:
+                    before = last.get((sums is INPUT_GRADIENTS, action.stage))
+                    if before is not None and before.mb > action.mb:
+                        found.setdefault(action.stage, (before, action))
+                    last[sums is INPUT_GRADIENTS, action.stage] = action
+    return found
 
 
 def _some(things: Iterable[object]) -> str:

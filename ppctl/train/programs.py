@@ -5,8 +5,10 @@ Must not know the order of a step, nor what becomes of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +44,7 @@ class StagePrograms:
         """The step's microbatch that is number 0 of the schedule call."""
         self.keeping = _keep_activations(session)
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
+        self._said: set[int] = set()
         row = session.plan.schedule.actions[session.own.pp_rank]
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
         """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
@@ -91,7 +94,20 @@ class StagePrograms:
             prepare=None if gathered is None else prepare,
             whole=module.whole,
             intercept=not module.asks,
+            on_put_off=partial(self._say_what_waits, spec.stage),
         )
+
+    def _say_what_waits(self, stage: int, parameters: Sequence[Tensor]) -> None:
+        """Say once in the run's log which weight gradients of a stage W computes."""
+        if stage in self._said or self.session.own.dp_rank > 0:
+            return
+        self._said.add(stage)
+        own = self.session.stages[stage].canonical_parameters()
+        names = {id(parameter): name for name, parameter in own.items()}
+        waiting = {id(parameter) for parameter in parameters}
+        rest = [name for key, name in names.items() if key not in waiting]
+        of_w = kinds_of_names(names[key] for key in waiting)
+        print(f"stage {stage}: W computes the gradients of {of_w}; I those of {kinds_of_names(rest)}", flush=True)
 
     def _loss(self, mb: int, logits: Tensor, *of_modules: Tensor) -> Tensor:
         """The loss whose backward runs; notes the microbatch's share of the step's loss, and of its MTP modules'.
@@ -124,6 +140,12 @@ class StagePrograms:
     def _packing(self, mb: int) -> Packing:
         """Where documents are in the step's microbatch `mb`; ranks without data have no layers that would ask."""
         return ROWS if self.batch is None else Packing.of(self.batch.positions, self.batch.documents, mb, self.bounds)
+
+
+def kinds_of_names(names: Iterable[str]) -> str:
+    """Names of parameters, those that differ in numbers alone as one: `layers.*.attention.wq`."""
+    found = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
+    return ", ".join(sorted(found)) or "nothing"
 
 
 def _keep_activations(session: Session) -> frozenset[tuple[int, int]]:

@@ -282,10 +282,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (put_off, rule, weight, cast_back, _) = gradients, ctx.call
-        factor, x, *others = ctx.saved_tensors
-        of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
+        factor, x, *others = ctx.saved_tensors  # recomputation may run here, and is watched
         make = partial(rule.of_factor, gradient, x, weight, *others)
-        put_off.put(weight, make if cast_back is None else partial(_cast_back, cast_back, *make.args, of=make.func))
+        with torch._C.DisableTorchFunction():
+            of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
+            put_off.put(weight, make if cast_back is None else partial(_cast_back, cast_back, *make.args, of=make.func))
         # Autograd itself sums the rows of the bias's.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)

@@ -127,10 +127,14 @@ def by_plain_torch(config: RunConfig) -> tuple[list[float], list[float], dict[st
     return losses, norms, {name: p.detach() for name, p in weights.items()}
 
 
-def test_foreign_stages_train_bitwise_as_one_process_and_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_foreign_stages_train_bitwise_as_one_process_and_come_back_from_a_checkpoint(
+    tmp_path: Path, schedule: str
+) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("a stage of another origin " * 80)
     config = config_of(text, pp=2, vpp=1, m=3, recompute_granularity="full", recompute_method="uniform")
+    config.pipeline.pp_schedule = schedule
     config.data.validation_split, config.train.eval_steps = 0.1, 2
     ranks = run_ranks(train_halves, 2, to_mapping(config), str(tmp_path))
     losses, norms, weights = by_plain_torch(config)

@@ -1,5 +1,6 @@
 """Products in 8 bits: errors, gradients, what is kept, and CUDA's arguments by torch's own checks."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -26,6 +27,7 @@ from ppctl.model.linear import (
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
+from ppctl.weight_gradients.put_off import PutOff, collecting
 
 RECIPES = {
     "rowwise": Fp8(E4M3, False, multiply_in_float32),
@@ -229,10 +231,34 @@ def forward_and_backward(fp8, x, w):
     with torch.no_grad():
         one, context = rounded(x, fp8), Context()
         q = one.quantised
-        out = linear._ProductInFp8.forward(context, x, q.values, q.scales, w, q, fp8)
+        kind = linear._InFp8(q.tile, q.shape, x.dtype, fp8)
+        out = linear._ProductInFp8.forward(context, x, w, q.values, q.scales, kind)
         assert out.dtype == torch.bfloat16
-        of_x, _, _, of_weight, _, _ = linear._ProductInFp8.backward(context, out)
+        of_x, of_weight, *_ = linear._ProductInFp8.backward(context, out)
     return tuple(of_x.shape), tuple(of_weight.shape)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_weight_gradient_in_8_bits_can_wait_and_keeps_8_bits_of_the_input(name):
+    """The same bits, from the rounded input: the input itself is free behind I."""
+    found = []
+    for later in (False, True):
+        torch.manual_seed(0)
+        projections = [Linear(64, 32, fp8=RECIPES[name]).bfloat16() for _ in range(2)]
+        for projection in projections:
+            torch.nn.init.normal_(projection.weight)
+        x, put_off = torch.randn(2, 16, 64, dtype=torch.bfloat16).requires_grad_(), PutOff()
+        with collecting(put_off) if later else nullcontext():
+            shared = projections[0].operand(x * 1)
+            out = projections[0](shared) * projections[1](shared).sigmoid()
+        with collecting(put_off, backward=True) if later else nullcontext():
+            out.backward(torch.randn_like(out))
+        assert all((projection.weight.grad is None) == later for projection in projections)
+        kept = {t.untyped_storage().data_ptr(): t for t in put_off._kept()}.values()
+        assert sum(t.numel() for t in kept if t.dtype == torch.bfloat16) == 2 * out.numel() * later
+        put_off.deliver()
+        found.append([x.grad, *(projection.weight.grad for projection in projections)])
+    assert all(map(torch.equal, *found))
 
 
 def test_the_scaled_product_is_the_emulated_one_where_a_cpu_has_it():

@@ -29,13 +29,20 @@ def seeds_of(out):
 
 
 class Watched:
-    """What hooks of every parameter have seen, and how often."""
+    """What hooks of every parameter have seen, and how often; those of nodes as DistributedDataParallel has them."""
 
     def __init__(self, module):
-        self.before, self.after = {}, {}
+        self.before, self.after, self.of_nodes, self.nodes = {}, {}, {}, []
         for name, parameter in ((name, p) for name, p in module.named_parameters() if p.requires_grad):
             parameter.register_hook(partial(self._arrives, name))
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+
+            node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(partial(self._passed, name))
+            self.nodes.append(node)
+
+    def _passed(self, name, *_):
+        self.of_nodes[name] = self.of_nodes.get(name, 0) + 1
 
     def _arrives(self, name, gradient):
         assert gradient is not None, f"{name}: a hook saw no gradient"
@@ -73,7 +80,7 @@ def hold(make, x, *, put_off, dtype=torch.float32, autocast=None, microbatches=3
         found, collected = backward_of(module, as_dtype(x, dtype), whole, microbatches, autocast)
         gradients.append(found)
         counts = {name: microbatches for name, p in module.named_parameters() if p.grad is not None}
-        assert watched.before == counts and watched.after == counts, "each gradient arrives once a microbatch"
+        assert watched.before == watched.after == watched.of_nodes == counts, "each arrives once a microbatch"
     names = {id(p): name for name, p in module.named_parameters()}
     assert {names[id(p)] for p in collected.parameters} == set(put_off)
     for name, expected in gradients[0].items():
