@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from unit_plan import config_values, equation, plan, refusal
 
-from ppctl.config.support import not_trained
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.build import plan_checked
@@ -138,8 +137,3 @@ def test_a_resumed_run_keeps_its_schedule_for_the_same_pipeline() -> None:
     fresh = plan_checked(longer.config, longer.provenance, [], before=before)
     assert fresh.num_microbatches == 16 and "orders within" in equation(fresh, "schedule")
     assert all(action.op in COMPUTE or action.mb < 16 for row in fresh.schedule.actions for action in row)
-
-
-def test_it_is_planned_and_not_trained_before_halves_of_backwards_are() -> None:
-    (problem,) = not_trained(config_values(**UNEVEN, pipeline__pp_schedule="auto").config)
-    assert problem.code == "PP-E118" and "pipeline.pp_schedule=auto" in problem.message
