@@ -24,7 +24,6 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan, plan_checked
 from ppctl.plan.plan import LIMIT_KEYS
 from ppctl.plan.plan_picture import picture
-from ppctl.plan.schedule_file import not_trained
 from ppctl.schedule.simulate import to_slots
 
 CONFIG, MEMORY = 2, 4
@@ -89,11 +88,11 @@ def planned(
             return composed, None, found  # without the recipe, the plan would be of something else
     except ConfigError as error:
         return None, None, [*found, *error.problems]
-    return composed, *plan_of(composed, found, for_training=for_training)
+    return composed, *plan_of(composed, found)
 
 
 def plan_of(
-    composed: Composed, problems: Sequence[Problem], *, for_training: bool, before: Plan | None = None
+    composed: Composed, problems: Sequence[Problem], *, before: Plan | None = None
 ) -> tuple[Plan | None, list[Problem]]:
     """The plan of a composed config, and all problems: those that were known before, and the plan's.
 
@@ -104,8 +103,7 @@ def plan_of(
             plan = plan_checked(composed.config, composed.provenance, problems, before=before)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
-    untrained = not_trained(composed.config) if for_training else []
-    return plan, list(dict.fromkeys([*plan.problems, *untrained]))
+    return plan, list(dict.fromkeys(plan.problems))
 
 
 @contextmanager

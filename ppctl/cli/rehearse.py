@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -26,7 +26,7 @@ from ppctl.cli.rehearsal_text import rehearsal_text
 from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError, Problem, TrainingError
+from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
@@ -134,7 +134,7 @@ class _Ranks:
         self.directory = directory
         self.shown = shown
         self.running: set[subprocess.Popen[str]] = set()
-        self.failure: TrainingError | None = None
+        self.failure: PpctlError | None = None
         """Of the first rank that failed: it ends the others."""
         self.ended = False
         self._lock = Lock()
@@ -165,7 +165,7 @@ class _Ranks:
             out, error = process.communicate()
         self.running.discard(process)
         if process.returncode:
-            self.failure = self.failure or TrainingError(_failure(rank, error))
+            self.failure = self.failure or _failure(rank, out, error)
             self.end()
             raise self.failure
         note(f"  rank {rank}: {time.monotonic() - started:.0f} s")
@@ -201,9 +201,12 @@ def _live() -> Iterator[_Shown]:
         yield shown
 
 
-def _failure(rank: int, error: str) -> Problem:
+def _failure(rank: int, out: str, error: str) -> PpctlError:
+    """What a rank found wrong with the config; else the end of what it wrote (PP-E780)."""
+    with suppress(ValueError, KeyError, IndexError):
+        return ConfigError([Problem(**problem) for problem in json.loads(out.splitlines()[-1])["problems"]])
     lines = [line.removeprefix(f"[rank{rank}]: ") for line in error.splitlines() if line.strip()]
     # The last line that is not indented: lines of a problem's place and remedies may follow.
     reason = next((line for line in reversed(lines) if line[0] != " "), "it ended without a message")
     message = f"the rehearsal of rank {rank} failed: {reason}"
-    return Problem("PP-E780", message, "ppctl plan", "\n".join(lines[-_LAST_LINES:]))
+    return TrainingError(Problem("PP-E780", message, "ppctl plan", "\n".join(lines[-_LAST_LINES:])))

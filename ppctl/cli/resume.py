@@ -84,7 +84,7 @@ def _planned(run: RunDir, before: RunConfig, args: argparse.Namespace) -> tuple[
         composed = error.composed
         found += error.problems
     same_search = all(value_of(before, key) == value_of(composed.config, key) for key in _SEARCHED_BY)
-    return composed, *plan_of(composed, found, for_training=True, before=plan if same_search else None)
+    return composed, *plan_of(composed, found, before=plan if same_search else None)
 
 
 def _values(config: Any) -> dict[str, Any]:

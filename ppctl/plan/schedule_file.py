@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ppctl.config.schema import RunConfig
-from ppctl.errors import Problem, ScheduleError
+from ppctl.errors import ScheduleError
 from ppctl.files import read_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import Cut
@@ -105,12 +104,3 @@ def _disagreements(
         place = values.cite(CSV, "gbs", "mbs", "dp", *[CALL] * values.is_set(CALL))
         part = {CALL: batch.micro_batch_size * count}
         yield Violation(CODE, "gbs", message, place, part, {"gbs": gbs}, _WITHOUT)
-
-
-def not_trained(config: RunConfig) -> list[Problem]:
-    """What keeps a schedule file that can be planned from being trained: overlapped pairs."""
-    path = config.pipeline.pp_schedule_csv
-    if path is None or "OVERLAP_F_B" not in read_text(path, _MOST_READ):
-        return []
-    message = f"this release plans {CSV}={path} but cannot train it yet: missing are OVERLAP_F_B cells"
-    return [Problem("PP-E118", message, f"{CSV}=null")]

@@ -18,11 +18,13 @@ from ppctl.model.kernels import Capability
 _aten = torch.ops.aten
 
 HOPPER = (9, 0)
+CUDA = (12, 9)
+"""The least version with all kernels that ppctl uses."""
 
 
 def capability(device: torch.device, *, packed: bool) -> Capability:
     """What a run on H100s would have to choose from."""
-    return Capability("cuda", HOPPER, attend_documents if packed else None)
+    return Capability("cuda", HOPPER, attend_documents if packed else None, cuda=CUDA)
 
 
 class FusedKernels(TorchFunctionMode):

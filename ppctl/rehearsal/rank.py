@@ -172,9 +172,13 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def main() -> int:
-    """Rehearse the rank that the arguments name, and print what was measured."""
+    """Rehearse the rank that the arguments name, and print what was measured; or, as JSON as well, what is wrong."""
     directory, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2])
-    measured = rehearse(directory.read_config(), directory.read_plan(), rank)
+    try:
+        measured = rehearse(directory.read_config(), directory.read_plan(), rank)
+    except ConfigError as error:
+        print(json.dumps({"problems": [problem.to_json() for problem in error.problems]}))
+        return 1
     print(json.dumps(measured.to_json()))
     return 0
 

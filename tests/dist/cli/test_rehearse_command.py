@@ -14,6 +14,7 @@ from frozen import fields, hold
 
 from ppctl.cli.main import main
 from ppctl.cli.rehearse import _failure, _planned_for_gpus, _rehearse
+from ppctl.errors import ConfigError
 
 TWO = ("+recipe=quickstart", *(each for each in TINY if not each.startswith("launch.device")), "pp=2", "vpp=1")
 KEPT = "ranks[].measured.kept_bytes_per_microbatch"
@@ -114,9 +115,16 @@ def test_a_signal_to_the_command_ends_its_ranks(tmp_path, number, code):
 
 def test_a_failures_first_line_is_the_error_and_not_its_remedy():
     error = "[rank3]:   File x\n[rank3]: ppctl.errors.ConfigError: PP-E772: no such product\n[rank3]:   try: a=b\n"
-    assert _failure(3, error).message == (
-        "the rehearsal of rank 3 failed: ppctl.errors.ConfigError: PP-E772: no such product"
-    )
+    (problem,) = _failure(3, "", error).problems
+    assert problem.code == "PP-E780"
+    assert problem.message == "the rehearsal of rank 3 failed: ppctl.errors.ConfigError: PP-E772: no such product"
+
+
+def test_what_a_rank_finds_wrong_with_the_config_keeps_its_code_and_remedy(capsys):
+    typed = ("rehearse", *TWO, "model.attention_backend=flash", "parallel.bf16=false", "--rank", "0")
+    assert main([*typed]) == ConfigError.exit_code
+    error = capsys.readouterr().err
+    assert "PP-E771" in error and "PP-E780" not in error and "Traceback" not in error and "try: " in error
 
 
 def test_help_names_the_command(capsys):
