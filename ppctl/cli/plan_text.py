@@ -160,7 +160,7 @@ def schedule_line(plan: Plan) -> str:
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
         f"step about {plan.step_time_s:.3g} s, {source} {plan.timing.priced_by}"
-        + f"; {len(plan.schedule.pairs)} pairs, each in turn"
+        + f"; {len(plan.schedule.pairs)} pairs, timed as if one after the other"
         * bool(plan.schedule.pairs)
     )
 
