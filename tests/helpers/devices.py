@@ -39,6 +39,28 @@ class Beat:
         self.index, self.working, self.since = index, working, self.clock[0]
 
 
+class Slots:
+    """A semaphore of the pace's that says, at every moment, whether its host stands at it."""
+
+    def __init__(self, ranks: Ranks, rank: int, free: int) -> None:
+        self.ranks, self.rank, self.free = ranks, rank, free
+        self.changed = threading.Condition()
+
+    def acquire(self) -> None:
+        with self.changed:
+            if not self.free:
+                self.ranks.hosts[self.rank] = "begins"
+                self.changed.wait_for(lambda: self.free)
+            self.free -= 1
+
+    def release(self) -> None:
+        with self.changed:
+            self.free += 1
+            if self.ranks.hosts[self.rank] == "begins":
+                self.ranks.hosts[self.rank] = "runs"
+            self.changed.notify_all()
+
+
 @dataclass
 class Ranks:
     """All ranks of one pipeline; `stuck` never ends."""
@@ -77,6 +99,7 @@ class Ranks:
     def _host(self, rank: int) -> None:
         row = self.schedule.actions[rank]
         pace = DevicePace(len(row), self.beats[rank], lambda: Mark(self, rank), self.ahead)
+        pace._free = Slots(self, rank, self.ahead)
         self.paces[rank] = pace
         try:
             for index, action in enumerate(row):
@@ -84,9 +107,7 @@ class Ranks:
                 if action.op in COMPUTE:
                     # The wait for its message stands in the queue, in front of the mark of its begin.
                     self._enqueue(rank, ("needs", action))
-                    self.hosts[rank] = "begins"
                     pace.begin(index)
-                    self.hosts[rank] = "runs"
                     self._enqueue(rank, ("compute", action))
                     if action == self.waits_inside:
                         self._wait_inside(rank)
@@ -113,8 +134,9 @@ class Ranks:
         if pace is None:
             return False
         host = self.hosts[rank]
-        held = host in ("done", "finishes", "waits") or (host == "begins" and pace._free._value == 0)
-        return held and (host == "done" or (mark is not None and not mark.passed) or (host == "waits" and pace.idle))
+        return host != "runs" and (
+            host == "done" or (mark is not None and not mark.passed) or (host == "waits" and pace.idle)
+        )
 
     def _enqueue(self, rank: int, entry: tuple) -> None:
         with self.moved:
