@@ -10,8 +10,9 @@ with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import chain, product
 from math import prod
 
 from ppctl.errors import ConfigError, Problem
@@ -72,20 +73,24 @@ class RankGrid:
             rank, position[axis] = divmod(rank, getattr(self.sizes, axis))
         return position
 
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups along an axis, each in order of that axis, sorted by their first rank."""
-        stride, size = self._stride(axis)
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups along an axis, or along several of one view, sorted by their first rank.
+
+        Each is in order of its axis; along several, the first one's places count fastest.
+        """
+        steps = [self._stride(axis) for axis in axes]
+        offsets = self._offsets(steps)
         return [
-            tuple(range(first, first + stride * size, stride))
+            tuple(first + offset for offset in offsets)
             for first in range(self.sizes.world)
-            if first // stride % size == 0
+            if all(first // stride % size == 0 for stride, size in steps)
         ]
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group along an axis that holds `rank`."""
-        stride, size = self._stride(axis)
-        first = rank - rank // stride % size * stride
-        return tuple(range(first, first + stride * size, stride))
+        steps = [self._stride(axis)]
+        first = rank - sum(rank // stride % size * stride for stride, size in steps)
+        return tuple(first + offset for offset in self._offsets(steps))
 
     def has_first_copy(self, rank: int) -> bool:
         """Whether `rank` holds the first copy of each of its parameters.
@@ -93,6 +98,11 @@ class RankGrid:
         Experts that are spread over ranks are not all on the first data-parallel rank.
         """
         return self.coordinates(rank, "expert")["edp"] == 0
+
+    @staticmethod
+    def _offsets(steps: Sequence[tuple[int, int]]) -> list[int]:
+        """Distances of a group's ranks from its first one."""
+        return [sum(place) for place in product(*(range(0, stride * size, stride) for stride, size in reversed(steps)))]
 
     def _stride(self, axis: str) -> tuple[int, int]:
         """Distance between neighbours on an axis, and the axis' size. Raises KeyError for an unknown axis."""

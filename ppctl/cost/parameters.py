@@ -21,13 +21,20 @@ from ppctl.topology import ParallelSizes
 Axes = tuple[str, ...]
 
 Count = Counter[Axes]
-"""Numbers of parameters by the parallel axes that split them: `()` for norms, `("tp",)` for most matrices,
-`("ep", "etp")` for experts'."""
+"""Numbers of parameters by the parallel axes that split them: `()` for norms, `("tp",)` for most matrices, `("tp/8",)`
+for projections to 8 groups of keys, `("ep", "etp")` for experts'."""
 
 
 def ways(axes: Axes, sizes: ParallelSizes) -> int:
     """How many devices share what these axes split."""
-    return prod(getattr(sizes, axis) for axis in axes)
+    return prod(_ways(axis, sizes) for axis in axes)
+
+
+def _ways(axis: str, sizes: ParallelSizes) -> int:
+    """Of `tp/8`, tp where it divides 8, else 1: then every rank has the whole."""
+    name, _, units = axis.partition("/")
+    size: int = getattr(sizes, name)
+    return size if not units or int(units) % size == 0 else 1
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:

@@ -31,7 +31,7 @@ added to a product or a norm; correction: what balances a router, moved once a s
 Gradient = Literal["complete", "tokens", "heads", "none"]
 """What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
 its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be summed over tp
-always. none: it is trained without one."""
+always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own heads."""
 
 Start = Literal["ones", "zeros", "normal", "residual"]
 """normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
@@ -64,6 +64,8 @@ class Parameter(NamedTuple):
     """How many of them a layer has, each an expert's; 0 for a parameter that is none."""
     copy_of: str | None = None
     """The canonical name of the parameter that this is a further use of."""
+    units: int = 0
+    """Of the dim that tp splits: the parts that cannot be divided (groups of keys and values); 0 where all can be."""
 
     @property
     def size(self) -> int:
@@ -87,8 +89,12 @@ class Parameter(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The parallel axes that split it."""
-        return tuple(axis for axis, _ in self.splits)
+        """The parallel axes that split it; `tp/8` does where it divides 8 units."""
+        return tuple(f"{axis}/{self.units}" if self.units and axis == "tp" else axis for axis, _ in self.splits)
+
+    def splits_over(self, ranks: int) -> bool:
+        """Whether so many ranks can split it; where there are fewer units than ranks, each has the whole."""
+        return not self.units or self.units % ranks == 0
 
     def inside(self, block: str) -> bool:
         """Whether it is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
@@ -208,7 +214,7 @@ def beside_layers(sizes: Sizes) -> tuple[Parameter, ...]:
 def _embedding(sizes: Sizes) -> Iterator[Parameter]:
     yield Parameter(EMBEDDING, (sizes.vocabulary, sizes.hidden), "embedding", (("tp", 0),))
     if sizes.positions:
-        yield Parameter("position_embeddings.weight", (sizes.positions, sizes.hidden), "embedding")
+        yield Parameter("position_embeddings.weight", (sizes.positions, sizes.hidden), "embedding", gradient="tokens")
 
 
 def _output(sizes: Sizes) -> Iterator[Parameter]:
@@ -239,8 +245,10 @@ def _mtp(sizes: Sizes, moe: bool) -> Iterator[Parameter]:
 
 def _grouped_attention(sizes: Sizes) -> Iterator[Parameter]:
     h, queries, keys = sizes.hidden, sizes.heads * sizes.head, sizes.groups * sizes.head
-    for name, width in (("wq", queries), ("wk", keys), ("wv", keys)):
-        yield from _columns(name, width, h, bias=sizes.qkv_bias)
+    yield from _columns("wq", queries, h, bias=sizes.qkv_bias)
+    for name in ("wk", "wv"):
+        for row in _columns(name, keys, h, bias=sizes.qkv_bias):
+            yield row._replace(units=sizes.groups)
     yield from _rows("wo", h, queries, bias=sizes.biases)
     if sizes.qk_norm:
         for name in ("q_norm", "k_norm"):

@@ -12,9 +12,10 @@ from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import head_dim, query_groups
 from ppctl.model.core_attention import core_attention
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.linear import Linear
+from ppctl.model.linear import Linear, Projection, columns, from_columns
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate
+from ppctl.model.split import TensorSplit
 
 
 class Attention(nn.Module):
@@ -29,7 +30,9 @@ class Attention(nn.Module):
         self.kernels = kernels
         dim = self.head_dim = head_dim(model)
         queries = model.num_attention_heads * dim
-        keys = query_groups(model) * dim
+        self.groups = query_groups(model)
+        keys = self.groups * dim
+        self.split: TensorSplit | None = None
         self.wq = Linear(model.hidden_size, queries, bias=model.add_qkv_bias, fp8=kernels.fp8)
         self.wk = Linear(model.hidden_size, keys, bias=model.add_qkv_bias, fp8=kernels.fp8)
         self.wv = Linear(model.hidden_size, keys, bias=model.add_qkv_bias, fp8=kernels.fp8)
@@ -40,16 +43,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
-        shared = self.wq.operand(x)
-        q = rotate(self.q_norm(self._heads(self.wq(shared))), cos, sin, interleaved=self.interleaved)
-        k = rotate(self.k_norm(self._heads(self.wk(shared))), cos, sin, interleaved=self.interleaved)
-        v = self._heads(self.wv(shared))
-        out: Tensor = self.wo(self.mix(q, k, v, documents))
-        return out
+        q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))
+        q = rotate(self.q_norm(q), cos, sin, interleaved=self.interleaved)
+        k = rotate(self.k_norm(k), cos, sin, interleaved=self.interleaved)
+        return from_columns(self.mix(q, k, v, documents), self.wo, self.split)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
         return core_attention(q, k, v, self.kernels, documents)
+
+    def _keys_values(self) -> tuple[Linear | Projection, Linear | Projection]:
+        """Of the rank's own groups: where more ranks than groups split the heads, one that it has as others have."""
+        if self.split is None or self.groups % self.split.size == 0:
+            return self.wk, self.wv
+        first = self.groups * self.split.rank // self.split.size * self.head_dim
+        own = slice(first, first + self.head_dim)
+        return self.wk.outputs(own), self.wv.outputs(own)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import expert_width
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.linear import Linear, Operand, Product, for_each_group, make_weight
+from ppctl.model.linear import Linear, Operand, Product, columns, for_each_group, from_columns, make_weight
 from ppctl.model.router import Router
+from ppctl.model.split import TensorSplit
 from ppctl.row_order import reorder, repeat_in_order, weighted_sum
 
 ExchangeRows = Callable[[Callable[[], Tensor], Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
@@ -35,12 +36,12 @@ class FeedForward(nn.Module):
         self.w1 = Linear(hidden_size, ffn_hidden_size, fp8=kernels.fp8)
         self.w2 = Linear(ffn_hidden_size, hidden_size, fp8=kernels.fp8)
         self.w3 = Linear(hidden_size, ffn_hidden_size, fp8=kernels.fp8)
+        self.split: TensorSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to every position."""
-        shared = self.w1.operand(x)
-        out: Tensor = self.w2(F.silu(self.w1(shared)) * self.w3(shared))
-        return out
+        gate, up = columns(x, self.w1, self.w3, split=self.split)
+        return from_columns(F.silu(gate) * up, self.w2, self.split)
 
 
 class Experts(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import parameter_of
+from ppctl.geometry.parts import Parts
 from ppctl.model.stage_model import pieces
 
 
@@ -48,12 +49,13 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, experts: range) -> None:
-    """Fill the parameters of a stage, by canonical name, with their initial values; it holds these `experts`."""
+def initialize(parameters: Mapping[str, nn.Parameter], model: ModelConfig, seed: int, parts: Parts) -> None:
+    """Fill the parameters of a stage, by canonical name, with their initial values, of which it holds these parts."""
     for stack, parameter in parameters.items():
-        for name, tensor in pieces(stack, parameter, parameter_of(stack, model), experts):
-            tensor.copy_(initial_value(name, model, seed))
+        row = parameter_of(stack, model)
+        for name, tensor in pieces(stack, parameter, row, parts.experts(row.experts)):
+            tensor.copy_(initial_value(name, model, seed)[parts.slices(row)])
 
 
-Initialize = Callable[[Mapping[str, nn.Parameter], ModelConfig, int, range], None]
-"""(parameters by canonical name, model, seed, experts held here): fills the parameters."""
+Initialize = Callable[[Mapping[str, nn.Parameter], ModelConfig, int, Parts], None]
+"""(parameters by canonical name, model, seed, parts held here): fills the parameters."""

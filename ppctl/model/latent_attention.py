@@ -8,15 +8,18 @@ Source: the DeepSeek-V2 report, arXiv:2405.04434, section 2.1, with the storage 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.core_attention import core_attention
 from ppctl.model.kernels import ON_CPU, Kernels
-from ppctl.model.linear import Linear
+from ppctl.model.linear import Linear, columns, from_columns
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import join_heads, rotate, yarn_magnitude
+from ppctl.model.split import TensorSplit, enter
 
 LATENT_NORM_EPSILON = 1e-6
 """Inside the norms of the compressed vectors, whatever the model's own epsilon is: so the family was trained."""
@@ -33,7 +36,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.kernels = kernels
         h, heads = model.hidden_size, model.num_attention_heads
-        self.heads, self.interleaved = heads, model.rotary_interleaved
+        self.interleaved = model.rotary_interleaved
+        self.split: TensorSplit | None = None
         self.q_widths = [model.qk_head_dim, model.qk_pos_emb_head_dim]
         self.latent_widths = [model.kv_lora_rank, model.qk_pos_emb_head_dim]
         self.kv_widths = [model.qk_head_dim, model.v_head_dim]
@@ -53,20 +57,25 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
-        shared = self.wkv_a.operand(x)
-        compressed = self.wq_a(shared) if self.compresses_queries else self.wq(shared)
-        q, k, v = self.expand(compressed, self.wkv_a(shared), cos, sin)
-        out: Tensor = self.wo(self.mix(q, k, v, documents))
-        return out
+        if self.compresses_queries:
+            compressed, keys_values = columns(x, self.wq_a, self.wkv_a)
+        elif self.split is None:
+            compressed, keys_values = columns(x, self.wq, self.wkv_a)
+        else:
+            (compressed,), keys_values = columns(x, self.wq, split=self.split), self.wkv_a(x)
+        q, k, v = self.expand(compressed, keys_values, cos, sin)
+        return from_columns(self.mix(q, k, v, documents), self.wo, self.split)
 
     def expand(self, queries: Tensor, keys_values: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all heads, turned, from what was compressed: recomputed as `mla_up_proj`."""
         if self.compresses_queries:
-            queries = self.wq_b(self.q_norm(queries))
-        q_plain, q_turned = torch.split(self._heads(queries), self.q_widths, dim=-1)
+            (queries,) = columns(self.q_norm(queries), self.wq_b, split=self.split)
+        q_plain, q_turned = torch.split(_heads(queries, self.q_widths), self.q_widths, dim=-1)
         latent, shared = torch.split(keys_values, self.latent_widths, dim=-1)
-        k_plain, v = torch.split(self._heads(self.wkv_b(self.kv_norm(latent))), self.kv_widths, dim=-1)
-        k_turned = rotate(shared[:, None], cos, sin, interleaved=self.interleaved).expand(-1, self.heads, -1, -1)
+        (expanded,) = columns(self.kv_norm(latent), self.wkv_b, split=self.split)
+        k_plain, v = torch.split(_heads(expanded, self.kv_widths), self.kv_widths, dim=-1)
+        shared = enter(shared, self.split)[:, None]
+        k_turned = rotate(shared, cos, sin, interleaved=self.interleaved).expand(-1, q_plain.shape[1], -1, -1)
         q = join_heads(q_plain, rotate(q_turned, cos, sin, interleaved=self.interleaved))
         # Attention keeps v for its backward: as a view it would keep k_plain, with which it shares memory, as well.
         return q, torch.cat((k_plain, k_turned), dim=-1), v.contiguous()
@@ -75,5 +84,7 @@ class LatentAttention(nn.Module):
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
         return core_attention(q, k, v, self.kernels, documents, self.scale)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:
+    """x [b, s, heads x width] by head, [b, heads, s, width], whose width these add up to."""
+    return x.view(*x.shape[:2], -1, sum(widths)).transpose(1, 2)

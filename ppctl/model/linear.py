@@ -18,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ppctl.geometry.parts import Place
 from ppctl.model.fp8 import BLOCK, Fp8, Quantised
+from ppctl.model.split import Formulas, TensorSplit, leave
+from ppctl.model.split import columns as split_columns
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
 from ppctl.weight_gradients.put_off import Rule, multiply, putting_off
 
@@ -234,6 +237,42 @@ def for_each_group(
     return torch.cat([block(product, *part) for part in parts])
 
 
+def _formulas(x: Tensor, fp8: Fp8 | None) -> Formulas:
+    """What products with an activation such as x are made by, where weights are split over ranks."""
+    if fp8 is None:
+        return _PLAIN
+    dtype = x.dtype
+
+    def prepare(x: Tensor) -> tuple[Tensor, Quantised]:
+        return x, fp8.activation(x.flatten(0, -2))
+
+    def kind(q: Quantised | None = None) -> _InFp8:
+        return _InFp8((0, 0), (0, 0), dtype, fp8) if q is None else _InFp8(q.tile, q.shape, dtype, fp8)
+
+    return Formulas(
+        prepare,
+        lambda operand, weight: kind(operand[1]).multiply(operand[0], weight, operand[1].values, operand[1].scales),
+        lambda gradient, weight: kind().of_input(gradient, weight),
+        lambda gradient, operand, weight: kind(operand[1]).of_weight(gradient, operand[1].values, operand[1].scales),
+    )
+
+
+_PLAIN = Formulas(
+    lambda x: x,
+    F.linear,
+    lambda gradient, weight: F.linear(gradient, weight.t()),
+    lambda gradient, x, weight: gradient.flatten(0, -2).t() @ x.flatten(0, -2),
+)
+
+
+class Projection(NamedTuple):
+    """Some outputs of a `Linear`, as views of its weight [out, in] and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    fp8: Fp8 | None
+
+
 class Linear(nn.Module):
     """A projection [..., in] -> [..., out]: `weight` [out, in] and, where asked for, `bias` [out]."""
 
@@ -243,27 +282,71 @@ class Linear(nn.Module):
         self.weight = make_weight(out_features, in_features)
         self.bias = make_weight(out_features) if bias else None
 
-    def forward(self, x: Operand) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Project the last dimension."""
-        if self.fp8 is None:
-            assert isinstance(x, Tensor)
-            return product(x, self.weight, self.bias)
-        out = product_in_fp8(x, self.weight, self.fp8)
-        return out if self.bias is None else out + self.bias
+        return _project(x, self, self.bias)
 
-    def operand(self, x: Tensor) -> Operand:
-        """`x` for this projection and others: where these are in 8 bits, it is rounded and kept once for all."""
-        return x if self.fp8 is None else rounded(x, self.fp8)
+    def outputs(self, own: slice) -> Projection:
+        """These outputs of it."""
+        return Projection(self.weight[own], None if self.bias is None else self.bias[own], self.fp8)
+
+
+def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | None = None) -> tuple[Tensor, ...]:
+    """x through each of the projections; where these are split, every rank makes its own columns, of all tokens.
+
+    What several products need of x is made once: its 8 bits, or all ranks' tokens.
+    """
+    if split is None:
+        fp8 = projections[0].fp8
+        shared: Operand = x if fp8 is None else rounded(x, fp8)
+        return tuple(_project(shared, each, each.bias) for each in projections)
+    weights = [each.weight for each in projections]
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
+    found = split_columns(split, _formulas(x, projections[0].fp8), x, weights)
+    return tuple(out if each.bias is None else out + each.bias for out, each in zip(found, projections, strict=True))
+
+
+def from_columns(x: Tensor, projection: Linear, split: TensorSplit | None = None) -> Tensor:
+    """x through the projection; where it is split, x are a rank's own columns, and the ranks' products add up."""
+    if split is None:
+        return _project(x, projection, projection.bias)
+    out = leave(_project(x, projection, None), split)
+    return out if projection.bias is None else out + projection.bias
+
+
+def _project(x: Operand, projection: Linear | Projection, bias: Tensor | None) -> Tensor:
+    if projection.fp8 is None:
+        assert isinstance(x, Tensor)
+        return product(x, projection.weight, bias)
+    out = product_in_fp8(x, projection.weight, projection.fp8)
+    return out if bias is None else out + bias
 
 
 class Embedding(nn.Module):
-    """A row [h] of `weight` [vocab_size, h] for each token id."""
+    """A row [h] of `weight` [vocab_size, h] for each token id; where it is split, a rank holds neighbouring rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
         self.weight = make_weight(vocab_size, hidden_size)
+        self.split: TensorSplit | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [b, s] (int64) -> [b, s, h]."""
+        """Token ids [b, s] (int64) -> [b, s, h], or of the rank's own tokens [b, s / tp, h]."""
+        if self.split is None:
+            return self._look_up(tokens)
+        held = own_words(self.vocab_size, self.split)
+        elsewhere = (tokens < held.start) | (tokens >= held.stop)
+        found = self._look_up((tokens - held.start).masked_fill(elsewhere, 0))
+        return leave(found.masked_fill(elsewhere[..., None], 0.0), self.split)
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
         later = putting_off(self.weight)
         return F.embedding(tokens, self.weight) if later is None else embedding(later, tokens, self.weight)
+
+
+def own_words(vocab_size: int, split: TensorSplit) -> range:
+    """The words whose rows of the embedding, and of the output, a rank holds."""
+    return Place(split.rank, split.size).run(vocab_size)

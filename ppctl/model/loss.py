@@ -7,7 +7,7 @@ Logits are a last stage's largest tensors: in float32 there are never more than 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,32 +17,53 @@ from torch.autograd.function import once_differentiable
 from ppctl.geometry.layers import LOSS_ROWS
 from ppctl.model.mtp import ahead
 from ppctl.model.packing import Documents
+from ppctl.model.split import TensorSplit
 
 NO_TOKEN = -100
 """The label of a token that does not count: torch's losses ignore it."""
 
 
-def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
+def token_losses(
+    logits: Tensor, labels: Tensor, *, overwrite: bool = False, words: Words | None = None
+) -> Tensor:
     """Cross entropy in nats per token, float32 [b, s], of logits [b, s, vocab_size] against labels [b, s] (int64).
+
+    Where ranks have the logits of their own `words`, [b, s, own words], each gets the losses of all tokens.
 
     Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is kept for the backward is the
     logits and the labels. With `overwrite` the caller reads the logits no more: the backward writes their gradient into
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
+    if words is not None:
+        found: Tensor = _LossesOfWords.apply(logits, labels, overwrite, words)  # type: ignore[no-untyped-call]
+        return found
     losses: Tensor = _TokenLosses.apply(logits, labels, overwrite)  # type: ignore[no-untyped-call]
     return losses
 
 
 def microbatch_loss(
-    logits: Tensor, labels: Tensor, mask: Tensor, total_tokens: float | Tensor, *, overwrite: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    total_tokens: float | Tensor,
+    *,
+    overwrite: bool = False,
+    words: Words | None = None,
 ) -> Tensor:
     """One microbatch's share of the batch's loss: the sum over its unmasked tokens / `total_tokens`.
 
     `mask` [b, s] is 1 where a token counts; `total_tokens` is the number of unmasked tokens of the whole global batch,
     so that the shares of all microbatches and data-parallel ranks add up to the mean over the batch's tokens.
-    `overwrite` as in `token_losses`.
+    `overwrite` and `words` as in `token_losses`.
     """
-    return (token_losses(logits, labels, overwrite=overwrite) * mask).sum() / total_tokens
+    return (token_losses(logits, labels, overwrite=overwrite, words=words) * mask).sum() / total_tokens
+
+
+class Words(NamedTuple):
+    """A rank's own words of a vocabulary that is split, and the exchange with those that have the others."""
+
+    held: range
+    split: TensorSplit
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -52,7 +73,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.overwrite, ctx.overwritten = overwrite, False
-        wide = _in_float32(logits, 2)
+        wide = _wide_blocks(logits, 2)
         losses = [
             F.nll_loss(_log_softmax(rows, *wide), wanted, reduction="none")
             for rows, wanted in _blocks(logits.flatten(0, 1), labels.flatten())
@@ -62,12 +83,9 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.overwritten:
-            raise RuntimeError("the logits of this loss were overwritten by their gradient in its first backward")
         logits, labels = ctx.saved_tensors
-        ctx.overwritten = ctx.overwrite and logits.is_contiguous() and not _shared(logits)
-        found = logits.detach() if ctx.overwritten else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        first, second, third = _in_float32(logits, 3)
+        found = _memory_for_gradient(ctx, logits)
+        first, second, third = _wide_blocks(logits, 3)
         each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), found.flatten(0, 1))
         for rows, wanted, gradient, into in _blocks(*each):
             logs = _log_softmax(rows, first, second)
@@ -76,12 +94,67 @@ class _TokenLosses(torch.autograd.Function):
         return found, None, None
 
 
+class _LossesOfWords(torch.autograd.Function):
+    """The same from the logits of a rank's own words: three numbers a token are exchanged, and no logits.
+
+    They are the largest logit, the sum of exponentials and the label's logit. Padding has no words here: no rank holds
+    what is not in the vocabulary. Source: Shoeybi et al., arXiv:1909.08053, section 3.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, overwrite: bool, words: Words) -> Tensor:
+        rows, wanted = logits.flatten(0, 1), labels.flatten()
+        largest = words.split.largest(torch.cat([part.amax(-1) for part in rows.split(LOSS_ROWS)]).to(_wide(logits)))
+        own = wanted - words.held.start
+        mine = (own >= 0) & (own < len(words.held))
+        own = own.masked_fill(~mine, 0)
+        sums = torch.stack((torch.empty_like(largest), rows.gather(-1, own[:, None])[:, 0].to(largest.dtype)))
+        sums[1].masked_fill_(~mine, 0.0)
+        (wide,) = _wide_blocks(logits, 1)
+        for part, most, into in _blocks(rows, largest, sums[0]):
+            exponents = wide[: len(part)].copy_(part).sub_(most[:, None]).exp_()
+            torch.sum(exponents, -1, out=into)
+        # A label's logit comes from the rank that has its word.
+        sums = words.split.add_up(sums)
+        scale = largest + sums[0].log()
+        losses = scale - sums[1]
+        ctx.save_for_backward(logits, scale, own, mine)
+        ctx.overwrite, ctx.overwritten = overwrite, False
+        counted = wanted != NO_TOKEN
+        ctx.counted = counted
+        return losses.masked_fill_(~counted, 0.0).view_as(labels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        found = _memory_for_gradient(ctx, logits := ctx.saved_tensors[0])
+        _, scale, own, mine = ctx.saved_tensors
+        gradient = gradients.flatten().masked_fill(~ctx.counted, 0.0)
+        (wide,) = _wide_blocks(logits, 1)
+        each = (logits.flatten(0, 1), scale, own, mine, gradient, found.flatten(0, 1))
+        for rows, log_sum, word, here, factor, into in _blocks(*each):
+            of_rows = wide[: len(rows)].copy_(rows).sub_(log_sum[:, None]).exp_()
+            of_rows.scatter_add_(-1, word[:, None], -here[:, None].to(of_rows.dtype))
+            into.copy_(of_rows.mul_(factor[:, None]))
+        return found, None, None, None
+
+
+def _memory_for_gradient(ctx: Any, logits: Tensor) -> Tensor:
+    """Where the gradient of the logits goes: into their own memory where that is wanted and nobody else needs it."""
+    if ctx.overwritten:
+        raise RuntimeError("the logits of this loss were overwritten by their gradient in its first backward")
+    ctx.overwritten = ctx.overwrite and logits.is_contiguous() and not _shared(logits)
+    if ctx.overwritten:
+        return logits.detach()
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors' rows, as many as are taken at once."""
     return zip(*(tensor.split(LOSS_ROWS) for tensor in tensors), strict=True)
 
 
-def _in_float32(logits: Tensor, count: int) -> tuple[Tensor, ...]:
+def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
     """Memory for `count` blocks, which all blocks of a pass share: the system clears what a process takes anew."""
     tokens, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
     wide = torch.empty(count, min(LOSS_ROWS, tokens), vocabulary, dtype=torch.float32, device=logits.device)

@@ -37,12 +37,12 @@ class Rotary:
         self.model = model
         self._tables = torch.empty(2, 0, self.dim)
 
-    def tables(self, like: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [s, dim] for the positions of `like` [b, s, ...], on its device and in its dtype.
+    def tables(self, like: Tensor, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [length, dim] of the positions in a row, on the device of `like` and in its dtype.
 
-        With other `positions` [b, s], each below s, they are [b, 1, s, dim]: a row's own, the same for every head.
+        With other `positions` [b, s], each below `length`, they are [b, 1, s, dim]: a row's own, the same for every
+        head.
         """
-        length = like.shape[1]
         kept = self._tables
         if kept.shape[1] < length or kept.device != like.device or kept.dtype != like.dtype:
             self._tables = self._compute(length, like)

@@ -10,7 +10,7 @@ T^2); sigmoid scores, a bias for the choice alone, groups and the sequence-wise 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ class Routing(NamedTuple):
     """Tokens that each expert gets, int64 [E]."""
     auxiliary: Tensor | None
     """What this microbatch adds to the objective (scalar, coefficients applied); None where nothing does."""
+
+
+class SumOverTokens(Protocol):
+    """The ranks that have equal shares of a microbatch's tokens, from the side of one of them."""
+
+    ranks: int
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in the memory of x, which has no gradient."""
 
 
 @dataclass(slots=True)
@@ -62,6 +71,8 @@ class Router(nn.Module):
         if model.moe_router_enable_expert_bias:
             self.reset_bias(self.weight.device)
         self.ledger = Ledger()
+        self.others: SumOverTokens | None = None
+        """Where other ranks have the other tokens of a microbatch."""
 
     def reset_bias(self, device: torch.device | str) -> None:
         """Start the bias at zero, in float32 whatever the weights are: a step of it is lost in bfloat16."""
@@ -112,9 +123,10 @@ class Router(nn.Module):
             if self.model.moe_router_score_function == "sigmoid":
                 scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
             sequences = scores if kind == "seq_aux_loss" else scores.flatten(0, 1)[None]
-            parts.append(coefficient * balance_loss(sequences, self.model.moe_router_topk))
+            parts.append(coefficient * balance_loss(sequences, self.model.moe_router_topk, self.others))
         if self.model.moe_z_loss_coeff:
-            parts.append(self.model.moe_z_loss_coeff * logits.logsumexp(-1).square().mean())
+            mean = logits.logsumexp(-1).square().mean()
+            parts.append(self.model.moe_z_loss_coeff * (mean if self.others is None else mean / self.others.ranks))
         return torch.stack(parts).sum() if parts else None
 
     def _report(self, routing: Routing) -> None:
@@ -148,14 +160,17 @@ def within_best_groups(scores: Tensor, groups: int, kept: int) -> Tensor:
     return kept_scores
 
 
-def balance_loss(scores: Tensor, topk: int) -> Tensor:
+def balance_loss(scores: Tensor, topk: int, others: SumOverTokens | None = None) -> Tensor:
     """E / (K T^2) x sum over experts of (tokens whose K best it is among) x (sum of its scores): 1 where balanced.
 
     `scores` [n, T, E] add up to 1 over the experts; the mean over n. The K best are those of the scores alone, without
-    bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron.
+    bias or groups, as in the DeepSeek-V3 report (equation 18) and in Megatron. Where `others` have equal shares of the
+    tokens, this rank's share of the loss: the counts are everybody's, the scores its own.
     """
     _, tokens, experts = scores.shape
     best = scores.detach().topk(topk, dim=-1).indices.flatten(1)
     counts = torch.zeros_like(scores[:, 0]).scatter_add(1, best, torch.ones_like(best, dtype=scores.dtype))
+    if others is not None:
+        counts, tokens = others.sum(counts), tokens * others.ranks
     loss: Tensor = (scores.sum(1) * counts).sum(-1).mean() * (experts / (topk * tokens * tokens))
     return loss

@@ -16,15 +16,19 @@ from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
-from ppctl.model.feed_forward import ExchangeRows, MixtureOfExperts
+from ppctl.geometry.parts import WHOLE, Parts
+from ppctl.model.attention import Attention
+from ppctl.model.feed_forward import ExchangeRows, FeedForward, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import ON_CPU, Kernels
+from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.layer import DecoderLayer
-from ppctl.model.linear import Embedding, Linear, make_weight
+from ppctl.model.linear import Embedding, Linear, columns, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.rotary import Rotary
-from ppctl.model.router import Router
+from ppctl.model.router import Router, SumOverTokens
+from ppctl.model.split import TensorSplit
 from ppctl.model.stage_model import Run
 from ppctl.plan import StageSpec
 
@@ -33,16 +37,18 @@ class StageModule(nn.Module):
     """What one stage computes. `layers` are in model order: embedding, decoder, mtp, loss.
 
     The module's own parameter names are the canonical global ones, whatever else is on the stage. The final norm is
-    before the output; in a model with MTP, which reads normalised states, after the last decoder layer. Of the routed
-    experts only `experts` are kept (None: all). Its methods are described where `StageModel` has them.
+    before the output; in a model with MTP, which reads normalised states, after the last decoder layer. Of every
+    parameter it holds the part that `parts` say. Its methods are described where `StageModel` has them.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], model: ModelConfig, experts: range | None = None, kernels: Kernels = ON_CPU
+        self, layers: Sequence[Layer], model: ModelConfig, parts: Parts = WHOLE, kernels: Kernels = ON_CPU
     ) -> None:
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
-        self.experts = range(model.num_moe_experts or 0) if experts is None else experts
+        self.parts = parts
+        self.experts = parts.experts(model.num_moe_experts or 0)
+        self.split: TensorSplit | None = None
         self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
         self.layers = nn.ModuleDict(
             {id_: DecoderLayer(model, moe=moe[int(id_)], kernels=kernels) for id_ in _ids("decoder", layers)}
@@ -54,7 +60,7 @@ class StageModule(nn.Module):
         self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
         self.rotary = Rotary(model)
         self._rows = stage_parameters(model, layers)
-        self._keep_own_experts()
+        self._keep_own_parts()
         self._compare()
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
@@ -69,7 +75,8 @@ class StageModule(nn.Module):
         if self.tok_embeddings is not None:
             tokens, x = x, self.tok_embeddings(x)
         if self.layers or self.mtp is not None:
-            places = (*self.rotary.tables(x, packing.positions), packing.documents)
+            length = x.shape[1] * (self.split.size if self.split is not None and self.split.sequence else 1)
+            places = (*self.rotary.tables(x, length, packing.positions), packing.documents)
             for run in self._runs:
                 x = run(x, *places)
         if self.norm is not None:
@@ -77,7 +84,7 @@ class StageModule(nn.Module):
         if self.mtp is not None:
             others.extend(self.mtp(x, tokens, *places))
         if self.output is not None:
-            return tuple(self.output(state) for state in (x, *others))
+            return tuple(columns(state, self.output, split=self.split)[0] for state in (x, *others))
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
@@ -102,6 +109,18 @@ class StageModule(nn.Module):
             if isinstance(module, MixtureOfExperts):
                 module.exchange = exchange
 
+    def split_over(self, split: TensorSplit) -> None:
+        """Exchange with the ranks that have the other parts, in every block."""
+        self.split = split
+        for module in self.modules():
+            if isinstance(module, SPLIT):
+                module.split = split
+
+    def share_tokens(self, others: SumOverTokens) -> None:
+        """Count the tokens of other ranks in the auxiliary losses of all routers."""
+        for router in self.routers():
+            router.others = others
+
     def decoder_layers(self) -> dict[Layer, nn.Module]:
         """The decoder layers, and those inside MTP modules as `mtp.N`."""
         found = {Layer("decoder", int(name)): module for name, module in self.layers.items()}
@@ -120,17 +139,17 @@ class StageModule(nn.Module):
         """Call the decoder layers through `runs` from now on."""
         self._runs = runs
 
-    def _keep_own_experts(self) -> None:
-        """Replace every whole stack of experts for one of as many as are kept here."""
-        for name, row in self._rows.items():
-            if row.experts > len(self.experts):
-                owner, _, stack = name.rpartition(".")
-                setattr(self.get_submodule(owner), stack, make_weight(len(self.experts), *row.shape))
+    def _keep_own_parts(self) -> None:
+        """Replace every parameter that is split here for one of the shape of the rank's part."""
+        for name, parameter in self.canonical_parameters().items():
+            shape = self.parts.shape(self._rows[name]) if name in self._rows else tuple(parameter.shape)
+            if shape != tuple(parameter.shape):
+                owner, _, own = name.rpartition(".")
+                setattr(self.get_submodule(owner), own, make_weight(*shape))
 
     def _compare(self) -> None:
         """Refuse to be built of other parameters than the table has: counts, norms and checkpoints read that."""
-        count = len(self.experts)
-        shapes = {name: (count, *row.shape) if row.experts else row.shape for name, row in self._rows.items()}
+        shapes = {name: self.parts.shape(row) for name, row in self._rows.items()}
         tensors: dict[str, Tensor] = {**self.canonical_parameters(), **self.canonical_buffers()}
         built = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wrong = [
@@ -145,15 +164,13 @@ class StageModule(nn.Module):
             raise LookupError("; ".join([*wrong, "the table is in ppctl/geometry/parameters.py"]))
 
 
+SPLIT = (Attention, LatentAttention, FeedForward, Embedding)
+"""The blocks that exchange columns with other ranks."""
+
+
 def _ids(kind: KindName, layers: Sequence[Layer]) -> list[str]:
     """The indexes of the layers of a kind, as names of modules."""
     return [str(layer.index) for layer in layers if layer.kind == kind]
-
-
-def experts_of(model: ModelConfig, rank: int, size: int) -> range:
-    """The routed experts of one of `size` ranks that share them: equal runs of neighbours."""
-    count = (model.num_moe_experts or 0) // size
-    return range(rank * count, (rank + 1) * count)
 
 
 def build_stage(
@@ -163,27 +180,28 @@ def build_stage(
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    experts: range | None = None,
+    parts: Parts = WHOLE,
     initialize: Initialize = initialize,
     kernels: Kernels = ON_CPU,
 ) -> StageModule:
     """Build a stage without weights, give it memory on `device` in `dtype`, and let `initialize` fill it.
 
-    Of the routed experts it holds `experts`, by default all. `kernels` suit the device; the default suits a CPU.
+    Of every parameter it holds the part that `parts` say, by default all. `kernels` suit the device; the default suits
+    a CPU.
     """
-    module = _given_memory(meta_stage(spec.layers, model, experts, kernels), dtype, device)
-    initialize(module.canonical_parameters(), model, seed, module.experts)
+    module = _given_memory(meta_stage(spec.layers, model, parts, kernels), dtype, device)
+    initialize(module.canonical_parameters(), model, seed, parts)
     for router in module.routers():
         router.reset_bias(device)
     return module
 
 
 def meta_stage(
-    layers: Sequence[Layer], model: ModelConfig, experts: range | None = None, kernels: Kernels = ON_CPU
+    layers: Sequence[Layer], model: ModelConfig, parts: Parts = WHOLE, kernels: Kernels = ON_CPU
 ) -> StageModule:
     """A stage whose parameters have shapes but no memory."""
     with torch.device("meta"):
-        return StageModule(layers, model, experts, kernels)
+        return StageModule(layers, model, parts, kernels)
 
 
 def _given_memory(module: StageModule, dtype: torch.dtype, device: torch.device | str) -> StageModule:

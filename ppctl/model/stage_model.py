@@ -17,7 +17,8 @@ from ppctl.geometry.layers import Layer
 from ppctl.geometry.parameters import Parameter
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.packing import ROWS, Packing
-from ppctl.model.router import Router
+from ppctl.model.router import Router, SumOverTokens
+from ppctl.model.split import TensorSplit
 
 Run = Callable[..., Tensor]
 """One layer, or several neighbours called as one: (x, *what every layer takes) -> x."""
@@ -63,6 +64,13 @@ class StageModel(Protocol):
 
     def spread_experts(self, exchange: ExchangeRows) -> None:
         """From now on reach the experts through `exchange`. Called only where ranks hold different experts."""
+
+    def split_over(self, split: TensorSplit) -> None:
+        """From now on exchange columns through `split`. Called only where ranks hold different parts of weights."""
+        raise NotImplementedError(f"{type(self).__name__} has no weights that tensor parallelism can split")
+
+    def share_tokens(self, others: SumOverTokens) -> None:
+        """From now on count other ranks' tokens in auxiliary losses. Called only where ranks share a microbatch."""
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:
         """The layers that can be compiled and recomputed one by one; those inside MTP modules as `mtp.N`."""

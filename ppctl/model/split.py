@@ -1,0 +1,181 @@
+"""Products whose weights are divided over ranks, and the exchanges beside them: how tokens and columns change places.
+
+Between blocks a rank has hidden states of whole width: of all tokens, or under sequence parallelism of its own.
+Inside a block it has its own columns (heads, inner widths, words of the vocabulary) of all tokens. `columns` and
+`enter` lead in, `leave` leads out. Must not know process groups (`parallel/tensor.py`), layers or names.
+
+Source: Shoeybi et al., arXiv:1909.08053 (f and g); Korthikanti et al., arXiv:2205.05198 (their forms under sequence
+parallelism; the input of `columns` is gathered again in its backward, so that only a rank's own tokens are kept).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ppctl.weight_gradients.put_off import PutOff, putting_off
+
+Pending = Callable[[], Tensor]
+"""The result of an exchange that was started; to call it waits, on a GPU without the host."""
+
+
+class TensorSplit(Protocol):
+    """The ranks over which weights are divided, from the side of one of them."""
+
+    rank: int
+    size: int
+    sequence: bool
+    """Whether every rank has tokens of its own between blocks: equal runs of neighbours, in order of the ranks."""
+
+    def start_gather(self, x: Tensor) -> Pending:
+        """All tokens' [b, s, ...] of the own ones' [b, s / size, ...]; without `sequence` x itself."""
+
+    def start_sum(self, x: Tensor) -> Pending:
+        """The sum over the ranks of x [b, s, ...], of the own tokens [b, s / size, ...]; without `sequence` of all.
+
+        The memory of x may be taken for it.
+        """
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in the memory of x."""
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The maximum over the ranks, in the memory of x."""
+
+
+class Formulas(NamedTuple):
+    """How a number format multiplies an activation [..., in] with a weight [out, in]."""
+
+    prepare: Callable[[Tensor], Any]
+    """activation -> operand, made once for all products with it."""
+    multiply: Callable[[Any, Tensor], Tensor]
+    """(operand, weight) -> [..., out]."""
+    of_input: Callable[[Tensor, Tensor], Tensor]
+    """(gradient [..., out], weight) -> gradient of the activation."""
+    of_weight: Callable[[Tensor, Any, Tensor], Tensor]
+    """(gradient, operand, weight) -> gradient of the weight."""
+
+
+def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x [b, tokens, in] times each of the weights [own out, in]: [b, s, own out] of all tokens.
+
+    The backward gathers x again beside the products that need no x, and sums its gradient beside those that make the
+    weights'. Gradients of weights that are put off gather x once more, when they are made.
+    """
+    homes = [putting_off(weight) for weight in weights]
+    later = homes[0]
+    assert all(home is later for home in homes)  # a stage's `whole` names all weights of one call, or none
+    if later is None:
+        found: tuple[Tensor, ...] = _Columns.apply(_Call(split, formulas, None, ()), x, *weights)  # type: ignore[no-untyped-call]  # torch's own
+        return found
+    call = _Call(split, formulas, later, tuple(later.place(weight, cast=False) for weight in weights))
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    found = _Columns.apply(call, x, *(weight.detach() for weight in weights))  # type: ignore[no-untyped-call]  # torch's own
+    return found
+
+
+def enter(x: Tensor, split: TensorSplit | None) -> Tensor:
+    """A hidden state of which every rank then uses its own columns, of all tokens."""
+    if split is None:
+        return x
+    found: Tensor = _Enter.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
+    return found
+
+
+def leave(x: Tensor, split: TensorSplit | None) -> Tensor:
+    """The sum over ranks of what each made of its own columns: a hidden state between blocks."""
+    if split is None:
+        return x
+    found: Tensor = _Leave.apply(x, split)  # type: ignore[no-untyped-call]  # torch's own
+    return found
+
+
+class _Call(NamedTuple):
+    split: TensorSplit
+    formulas: Formulas
+    put_off: PutOff | None
+    places: tuple[Tensor, ...]
+    """The weights that are put off, which are no part of the graph."""
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(x, *weights)
+        operand = call.formulas.prepare(call.split.start_gather(x)())
+        return tuple(call.formulas.multiply(operand, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (split, formulas, put_off, places), (x, *weights) = ctx.call, ctx.saved_tensors
+        now = any(ctx.needs_input_grad[2:])
+        coming = split.start_gather(x) if now else None
+        of_x = formulas.of_input(gradients[0], weights[0])
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            of_x.add_(formulas.of_input(gradient, weight))
+        summing = split.start_sum(of_x)
+        del of_x
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        if coming is not None:
+            operand = formulas.prepare(coming())
+            del coming
+            of_weights = [formulas.of_weight(g, operand, w) for g, w in zip(gradients, weights, strict=True)]
+        if put_off is not None:
+            again = _Again(split, formulas, len(places))
+            for gradient, place in zip(gradients, places, strict=True):
+                put_off.put(place, partial(_of_weight, gradient, x, place, again=again))
+        return None, summing(), *of_weights
+
+
+class _Again:
+    """The operand of several products, gathered when the first gradient is made and freed behind the last one."""
+
+    def __init__(self, split: TensorSplit, formulas: Formulas, uses: int) -> None:
+        self.split, self.formulas, self.uses = split, formulas, uses
+        self.operand: Any = None
+
+    def of(self, x: Tensor) -> Any:
+        """The operand that x, the own tokens, becomes; for one more use."""
+        if self.operand is None:
+            self.operand = self.formulas.prepare(self.split.start_gather(x)())
+        self.uses -= 1
+        operand = self.operand
+        if not self.uses:
+            self.operand = None
+        return operand
+
+
+def _of_weight(gradient: Tensor, x: Tensor, weight: Tensor, again: _Again) -> Tensor:
+    return again.formulas.of_weight(gradient, again.of(x), weight)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        return split.start_gather(x)() if split.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,), split = gradients, ctx.split
+        # Sums are made in its memory, into which others may look.
+        return split.start_sum(gradient if split.sequence else gradient.clone())(), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        found = split.start_sum(x)()
+        if found is x:
+            ctx.mark_dirty(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.split.start_gather(gradients[0])(), None
