@@ -1,7 +1,8 @@
 """Cross entropy of next-token prediction, summed so that no cut of the batch changes what a token weighs.
 
 Knows logits and labels. Must not know microbatches, ranks or the schedule: the caller says how many tokens count.
-Logits are a last stage's largest tensors: in float32 there are never more than LOSS_ROWS rows of them (decision 33).
+Logits are a last stage's largest tensors: in float32 (or, in a model of float64,
+in that) there are never more than LOSS_ROWS rows of them (decision 33).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NO_TOKEN = -100
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
-    """Cross entropy in nats per token, float32 [b, s], of logits [b, s, vocab_size] against labels [b, s] (int64).
+    """Cross entropy in nats, [b, s] and at least float32, of logits [b, s, vocab_size] and labels [b, s] (int64).
 
     Loss and gradient have the bits of `F.cross_entropy(logits.float(), ...)`. What is kept for the backward is the
     logits and the labels. With `overwrite` the caller reads the logits no more: the backward writes their gradient into
@@ -52,7 +53,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, overwrite: bool) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.overwrite, ctx.overwritten = overwrite, False
-        wide = _in_float32(logits, 2)
+        wide = _wide_blocks(logits, 2)
         losses = [
             F.nll_loss(_log_softmax(rows, *wide), wanted, reduction="none")
             for rows, wanted in _blocks(logits.flatten(0, 1), labels.flatten())
@@ -67,7 +68,7 @@ class _TokenLosses(torch.autograd.Function):
         logits, labels = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite and logits.is_contiguous() and not _shared(logits)
         found = logits.detach() if ctx.overwritten else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        first, second, third = _in_float32(logits, 3)
+        first, second, third = _wide_blocks(logits, 3)
         each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), found.flatten(0, 1))
         for rows, wanted, gradient, into in _blocks(*each):
             logs = _log_softmax(rows, first, second)
@@ -81,15 +82,21 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(LOSS_ROWS) for tensor in tensors), strict=True)
 
 
-def _in_float32(logits: Tensor, count: int) -> tuple[Tensor, ...]:
+def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
     """Memory for `count` blocks, which all blocks of a pass share: the system clears what a process takes anew."""
     tokens, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
-    wide = torch.empty(count, min(LOSS_ROWS, tokens), vocabulary, dtype=torch.float32, device=logits.device)
+    wide = torch.empty(
+        count,
+        min(LOSS_ROWS, tokens),
+        vocabulary,
+        dtype=torch.promote_types(logits.dtype, torch.float32),
+        device=logits.device,
+    )
     return wide.unbind()
 
 
 def _log_softmax(rows: Tensor, wide: Tensor, out: Tensor) -> Tensor:
-    """In float32, in the memory of `out`; that of `wide` is free again."""
+    """In the dtype and the memory of `out`; that of `wide` is free again."""
     found: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
     return found
 
@@ -106,7 +113,7 @@ def _nll_backward(gradient: Tensor, logs: Tensor, labels: Tensor, out: Tensor) -
 def _log_softmax_backward(gradient: Tensor, logs: Tensor, out: Tensor) -> Tensor:
     """What autograd runs for `logs`, in the memory of `out`."""
     backward = torch.ops.aten._log_softmax_backward_data.out
-    found: Tensor = backward(gradient, logs, -1, torch.float32, out=out[: len(logs)])
+    found: Tensor = backward(gradient, logs, -1, logs.dtype, out=out[: len(logs)])
     return found
 
 
