@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ppctl.runs import find_checkpoint
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

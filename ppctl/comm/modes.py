@@ -15,7 +15,13 @@ from ppctl.errors import ConfigError, Problem
 BACKENDS = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "ucc": dist.is_ucc_available}
 """parallel.pipeline_model_parallel_comm_backend -> whether this build of torch has it."""
 
-_SHORT = {"fp32": torch.float32, "single": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHORT = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "single": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Modes(NamedTuple):

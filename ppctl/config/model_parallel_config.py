@@ -30,6 +30,7 @@ DTYPES = {
     "float32": ("float32", "fp32", "float", "single"),
     "bfloat16": ("bfloat16", "bf16"),
     "float16": ("float16", "fp16", "half"),
+    "float64": ("float64", "fp64", "double"),
 }
 """Canonical dtype name -> the spellings that mean it."""
 
@@ -128,7 +129,8 @@ class ModelParallelConfig:
     bf16: bool = key(False, known_as="precision", mathematics=True)
     """Mixed precision in bfloat16: bf16 weights, fp32 gradients and master weights."""
     params_dtype: Any = key(None, mathematics=True)
-    """dtype of the weights (`torch.bfloat16` or "bfloat16"); none means bfloat16 with bf16, else float32."""
+    """dtype of the weights (`torch.bfloat16` or "bfloat16"); none means bfloat16 with bf16, else float32.
+    float64 computes, sums, sends and saves everything in float64."""
     timers: Callable[..., Any] | None = key(None, support=_OBJECT)
     """Object called for the timers of a training loop. Python only."""
     finalize_model_grads_func: Callable[..., Any] | None = key(None, support=_OBJECT)

@@ -16,7 +16,7 @@ _SWITCH = {"float32": None, "bfloat16": "parallel.bf16", "float16": "parallel.fp
 
 
 def weight_dtype(parallel: ParallelConfig) -> str:
-    """The dtype of weights and of the messages between stages: `float16`, `bfloat16` or `float32`."""
+    """The dtype of weights and of messages between stages: `float16`, `bfloat16`, `float32` or `float64`."""
     switched = _switched(parallel)
     return switched if switched != "float32" else dtype_name(parallel.params_dtype) or switched
 
@@ -49,13 +49,26 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
 def _dtypes(config: RunConfig) -> Iterator[Finding]:
     """bf16 and fp16 decide: the weights' and the messages' dtype may repeat it, not contradict it."""
     dtype = _switched(config.parallel)
+    if dtype == "float32" and dtype_name(config.parallel.params_dtype) == "float64":
+        dtype = "float64"
     for name in ("parallel.params_dtype", "parallel.pipeline_dtype", "pipeline.dtype"):
         other = dtype_name(value_of(config, name))
         if other is not None and other != dtype:
+            if "float64" in (other, dtype):
+                yield _beside_float64(name, other, dtype)
+                continue
             switch = _SWITCH[dtype] or _SWITCH[other] or "parallel.bf16"
             message = f"with {switch}={str(dtype != 'float32').lower()} weights and messages are {dtype}"
             flipped = f"{switch}={str(dtype == 'float32').lower()}"
             yield (name, switch), message, flipped if "float32" in (other, dtype) else f"{name}={dtype}"
+
+
+def _beside_float64(name: str, other: str, dtype: str) -> Finding:
+    """The finding of a key that names `other` beside weights of `dtype`, one of which is float64."""
+    switch = _SWITCH.get(dtype) or "parallel.params_dtype"
+    value = "true" if switch != "parallel.params_dtype" else dtype
+    keys = (name, switch) if name != switch else (name,)
+    return keys, f"with {switch}={value} weights and messages are {dtype}, not {other}", f"{name}={dtype}"
 
 
 def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
@@ -65,6 +78,13 @@ def _autocast(parallel: ParallelConfig) -> Iterator[Finding]:
         if parallel.autocast_dtype is not None:
             keys = (name, "parallel.enable_autocast")
             yield keys, "a dtype to cast to takes effect with parallel.enable_autocast only", f"{name}=null"
+    elif weight_dtype(parallel) == "float64":
+        keys = ("parallel.enable_autocast", "parallel.params_dtype")
+        yield (
+            keys,
+            "autocast computes float32 weights in 16 bits, not float64 weights",
+            "parallel.enable_autocast=false",
+        )
     elif cast == "float32":
         keys = ("parallel.enable_autocast", name)
         message = "forwards are cast to float32, which they are computed in anyway"
@@ -85,6 +105,8 @@ def _fp8(config: RunConfig) -> Iterator[Finding]:
     if weight_dtype(parallel) != "bfloat16" or parallel.enable_autocast:
         keys = ("model.fp8", "parallel.bf16")
         remedy = "parallel.enable_autocast=false" if parallel.enable_autocast else "parallel.bf16=true"
+        if weight_dtype(parallel) == "float64":
+            keys, remedy = ("model.fp8", "parallel.params_dtype"), "model.fp8=null"
         yield keys, "products in 8 bits are part of training with bfloat16 weights, without autocast", remedy
     for name, width in _widths(model).items():
         if width % 16:

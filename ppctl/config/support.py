@@ -52,10 +52,9 @@ _SHOWN_BY = {
             "train.recompute_method train.recompute_num_layers train.recompute_modules train.recompute_stages"
         ),
     },
-    "tests/torch/train/test_precision.py": {
-        "test_bfloat16_training_follows_float32_training": "parallel.bf16 parallel.params_dtype"
-    },
+    "tests/torch/train/test_precision.py": {"test_bfloat16_training_follows_float32_training": "parallel.bf16"},
     "tests/dist/train/test_precision_ranks.py": {
+        "test_two_replicas_in_float64_agree_with_one_process_to_1e_12": "parallel.params_dtype",
         "test_float16_follows_float32_under_any_scale_until_one_overflows": "parallel.fp16",
         "test_autocast_computes_in_bfloat16_and_keeps_float32": "parallel.enable_autocast parallel.autocast_dtype",
         "test_deterministic_mode_refuses_other_kernels": "parallel.deterministic_mode",

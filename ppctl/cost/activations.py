@@ -97,6 +97,11 @@ class Setting(NamedTuple):
     """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
 
     @property
+    def wide(self) -> int:
+        """Bytes of what is computed in float32 at least, as norms, scores and losses are."""
+        return max(4, self.element)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a microbatch on one device."""
         return self.micro_batch_size * -(-self.seq_length // self.sizes.cp)
@@ -126,7 +131,7 @@ def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[
     yield Part(module, width * inside)
     yield Part("layernorm", width * outside)
     if setting.allocator.norm_statistics:
-        yield Part("layernorm", 4)
+        yield Part("layernorm", setting.wide)
 
 
 def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
@@ -145,9 +150,9 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         groups = sizes.groups
         normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
-        statistics = 4 * (heads + groups) if normed and setting.allocator.norm_statistics else 0
+        statistics = setting.wide * (heads + groups) if normed and setting.allocator.norm_statistics else 0
         yield Part("attention", (sizes.head * (normed + plain) + statistics) / tp)
-    yield Part("core_attn", 4 * heads / tp + _scores(model, setting))
+    yield Part("core_attn", setting.wide * heads / tp + _scores(model, setting))
     if setting.packed:
         yield Part("core_attn", size * heads * sizes.value_head / tp)
     yield Part("attention", h / setting.sp if model.hidden_dropout else 0)
@@ -155,7 +160,11 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
 
 def _norm_sizes(setting: Setting) -> tuple[int, int]:
     """Bytes per element of a norm's input and of its output."""
-    return (4, setting.element + 4) if setting.allocator.fp32_norms else (setting.element, setting.element)
+    return (
+        (setting.wide, setting.element + setting.wide)
+        if setting.allocator.fp32_norms
+        else (setting.element, setting.element)
+    )
 
 
 def _scores(model: ModelConfig, setting: Setting) -> float:
@@ -166,12 +175,12 @@ def _scores(model: ModelConfig, setting: Setting) -> float:
     if model.attention_backend != "unfused":
         return 0.0
     if not setting.allocator.transformer_engine:
-        sizes, float32 = Sizes.of(model), 4
+        sizes = Sizes.of(model)
         per_head = 2 * sizes.query_head + sizes.value_head
         shared = sizes.heads - (sizes.heads if sizes.latent else sizes.groups)
         fused = sizes.heads * per_head - shared * (sizes.query_head + sizes.value_head)
         scores = sizes.heads * (setting.seq_length - 1)  # less what a fused kernel keeps of each head and token
-        return (float32 * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
+        return (setting.wide * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
     per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
     return model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
 
@@ -188,7 +197,7 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
         inner = chosen * sizes.expert / over.tp
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
         # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
-        routing = 4 * sizes.experts + 30 * chosen
+        routing = setting.wide * sizes.experts + (22 + 2 * setting.wide) * chosen
         yield Part("moe", size * (chosen * copies + (vectors - activated) * inner) + routing)
         yield Part("moe_act", size * activated * inner)
         yield Part("moe", size * vectors * sizes.shared / over.tp)
@@ -241,7 +250,7 @@ def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting,
     if not setting.allocator.backward or kind == "embedding":
         return 0.0
     if kind == "loss":  # a block of logits in float32 and its log-probabilities
-        block = 8 * min(LOSS_ROWS, setting.tokens) * model.vocab_size / setting.sizes.tp
+        block = 2 * setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size / setting.sizes.tp
         return block if setting.logit_bytes is None else 0.0
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
@@ -323,7 +332,7 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     products = [hidden + weight]
     for done in range(2, _outputs(model) + 1):
         products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight))
-    return max(12 * min(LOSS_ROWS, n) * v + 4 * n, setting.element * max(products))
+    return max(setting.wide * (3 * min(LOSS_ROWS, n) * v + n), setting.element * max(products))
 
 
 class StageActivations(NamedTuple):

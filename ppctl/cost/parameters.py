@@ -87,16 +87,16 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """The same without what gets no gradient: routers' biases, which `float32_buffers` counts."""
+    """The same without what gets no gradient: routers' biases, which `untrained_bytes` counts."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         count[row.axes] += number * row.elements * (row.gradient != "none")
     return count
 
 
-def float32_buffers(model: ModelConfig, layers: Iterable[Layer]) -> int:
-    """Bytes of what a stage holds in float32 whatever its weights are, and no optimizer steps: routers' biases."""
-    return sum(4 * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")
+def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], width: int) -> int:
+    """Bytes of what no optimizer steps, routers' biases: as wide as a gradient, `width` bytes, not as a weight."""
+    return sum(width * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")
 
 
 def largest_matrices(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> tuple[int, int]:

@@ -29,19 +29,21 @@ class Precision(NamedTuple):
     weight: int
     gradient: int
     optimizer: int
-    """AdamW's two fp32 moments, and the fp32 master weight where weights are narrower."""
+    """AdamW's two moments, and the fp32 master weight where weights are narrower."""
     activation: int
+
+    @property
+    def shared_optimizer(self) -> int:
+        """Of a part of a parameter: its master and AdamW's two moments, all as wide as a gradient."""
+        return 3 * self.gradient
 
 
 PRECISIONS = {
     "float32": Precision("float32", 4, 4, 8, 4),
     "bfloat16": Precision("bfloat16", 2, 4, 12, 2),
     "float16": Precision("float16", 2, 4, 12, 2),
+    "float64": Precision("float64", 8, 8, 16, 8),
 }
-
-
-SHARED_OPTIMIZER = 12
-"""Bytes per parameter of a part: its float32 master and AdamW's two moments."""
 
 
 class State(NamedTuple):
@@ -60,7 +62,7 @@ class State(NamedTuple):
 def state_bytes(count: Count, sizes: ParallelSizes, precision: Precision, sharding: str) -> State:
     """Weights, gradients and optimizer state of `count` parameters while a step uses them.
 
-    Sharding divides the optimizer's state, in which there is a float32 master of every weight then. Weights and
+    Sharding divides the optimizer's state, in which there is a master of every weight then. Weights and
     gradients are whole, since gradients are summed once a step; with `full` only for as long as `Passing` says.
     """
     dense, experts = on_device(count, sizes)
@@ -68,7 +70,7 @@ def state_bytes(count: Count, sizes: ParallelSizes, precision: Precision, shardi
     weights, gradients = whole * precision.weight, whole * precision.gradient
     if sharding == "none":
         return State(weights, gradients, whole * precision.optimizer)
-    return State(weights, gradients, shared(dense, experts, sizes) * SHARED_OPTIMIZER)
+    return State(weights, gradients, shared(dense, experts, sizes) * precision.shared_optimizer)
 
 
 def shared(dense: int, experts: int, sizes: ParallelSizes) -> int:

@@ -160,12 +160,15 @@ class Machine(NamedTuple):
 
 
 def machine_of(device: Device, matmul_dtype: str, sizes: ParallelSizes, model: ModelConfig) -> Machine:
-    """The machine for weights of `float32`, `bfloat16`, or products in `fp8`."""
+    """The machine for weights of `float64`, `float32`, `bfloat16`, or products in `fp8`."""
     efficiency = efficiency_of(device)
     groups = model.moe_router_group_topk if model.moe_router_num_groups else None
     routing = (model.moe_router_topk, groups or None)
     if matmul_dtype == "fp8":
         return Machine(device, efficiency, sizes, device.fp8_flops * efficiency.fp8_matmul, 1, True, *routing)
+    if matmul_dtype == "float64":  # as on A100 and H100; a CPU's vectors have half as many numbers
+        rate = device.bf16_flops * (0.5 if device.name == "cpu" else 1 / 16) * efficiency.matmul
+        return Machine(device, efficiency, sizes, rate, 8, False, *routing)
     narrow = matmul_dtype != "float32" or device.name == "cpu"
     rate = device.bf16_flops * (1 if narrow else 0.5) * efficiency.matmul  # TF32 runs at half of bf16's rate
     return Machine(device, efficiency, sizes, rate, 2 if narrow else 4, False, *routing)

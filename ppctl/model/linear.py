@@ -159,7 +159,7 @@ def _scales(matrix: Quantised) -> tuple[Tensor, F.ScalingType]:
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """The same in float32, whatever the dtypes of `x` and `weight` are and under autocast as well.
+    """The same in float32 (of float64 in that), whatever `x` and `weight` are and under autocast as well.
 
     Kept for the backward are `x` and `weight` as they are, and not their copies in float32.
     """
@@ -176,16 +176,17 @@ class _ProductInFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device.type):
-            return product(x.float(), weight.float())
+            return product(x.to(wide), weight.to(wide))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
         with without_autocast(x.device.type):
-            of_x = product(gradient, weight.float().t())
-            of_weight = product(gradient.flatten(0, -2).t(), x.float().flatten(0, -2).t())
+            of_x = product(gradient, weight.to(gradient.dtype).t())
+            of_weight = product(gradient.flatten(0, -2).t(), x.to(gradient.dtype).flatten(0, -2).t())
         return of_x.to(x.dtype), of_weight.to(weight.dtype)
 
 

@@ -1,7 +1,8 @@
 """Cross entropy of next-token prediction, summed so that no cut of the batch changes what a token weighs.
 
 Knows logits and labels. Must not know microbatches, ranks or the schedule: the caller says how many tokens count.
-Logits are a last stage's largest tensors: in float32 there are never more than LOSS_ROWS rows of them (decision 33).
+Logits are a last stage's largest tensors: in float32 (or, in a model of float64,
+in that) there are never more than LOSS_ROWS rows of them (decision 33).
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ NO_TOKEN = -100
 """The label of a token that does not count: torch's losses ignore it."""
 
 
-def token_losses(
-    logits: Tensor, labels: Tensor, *, overwrite: bool = False, words: Words | None = None
-) -> Tensor:
-    """Cross entropy in nats per token, float32 [b, s], of logits [b, s, vocab_size] against labels [b, s] (int64).
+def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False, words: Words | None = None) -> Tensor:
+    """Cross entropy in nats, [b, s] and at least float32, of logits [b, s, vocab_size] and labels [b, s] (int64).
 
     Where ranks have the logits of their own `words`, [b, s, own words], each gets the losses of all tokens.
 
@@ -104,13 +103,13 @@ class _LossesOfWords(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, overwrite: bool, words: Words) -> Tensor:
         rows, wanted = logits.flatten(0, 1), labels.flatten()
-        largest = words.split.largest(torch.cat([part.amax(-1) for part in rows.split(LOSS_ROWS)]).to(_wide(logits)))
+        (wide,) = _wide_blocks(logits, 1)
+        largest = words.split.largest(torch.cat([part.amax(-1) for part in rows.split(LOSS_ROWS)]).to(wide.dtype))
         own = wanted - words.held.start
         mine = (own >= 0) & (own < len(words.held))
         own = own.masked_fill(~mine, 0)
         sums = torch.stack((torch.empty_like(largest), rows.gather(-1, own[:, None])[:, 0].to(largest.dtype)))
         sums[1].masked_fill_(~mine, 0.0)
-        (wide,) = _wide_blocks(logits, 1)
         for part, most, into in _blocks(rows, largest, sums[0]):
             exponents = wide[: len(part)].copy_(part).sub_(most[:, None]).exp_()
             torch.sum(exponents, -1, out=into)
@@ -157,12 +156,18 @@ def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
     """Memory for `count` blocks, which all blocks of a pass share: the system clears what a process takes anew."""
     tokens, vocabulary = logits.shape[0] * logits.shape[1], logits.shape[2]
-    wide = torch.empty(count, min(LOSS_ROWS, tokens), vocabulary, dtype=torch.float32, device=logits.device)
+    wide = torch.empty(
+        count,
+        min(LOSS_ROWS, tokens),
+        vocabulary,
+        dtype=torch.promote_types(logits.dtype, torch.float32),
+        device=logits.device,
+    )
     return wide.unbind()
 
 
 def _log_softmax(rows: Tensor, wide: Tensor, out: Tensor) -> Tensor:
-    """In float32, in the memory of `out`; that of `wide` is free again."""
+    """In the dtype and the memory of `out`; that of `wide` is free again."""
     found: Tensor = torch.ops.aten._log_softmax.out(wide[: len(rows)].copy_(rows), -1, False, out=out[: len(rows)])
     return found
 
@@ -179,7 +184,7 @@ def _nll_backward(gradient: Tensor, logs: Tensor, labels: Tensor, out: Tensor) -
 def _log_softmax_backward(gradient: Tensor, logs: Tensor, out: Tensor) -> Tensor:
     """What autograd runs for `logs`, in the memory of `out`."""
     backward = torch.ops.aten._log_softmax_backward_data.out
-    found: Tensor = backward(gradient, logs, -1, torch.float32, out=out[: len(logs)])
+    found: Tensor = backward(gradient, logs, -1, logs.dtype, out=out[: len(logs)])
     return found
 
 

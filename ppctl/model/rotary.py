@@ -53,14 +53,15 @@ class Rotary:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _compute(self, length: int, like: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=like.device) / self.dim
+        wide = torch.promote_types(like.dtype, torch.float32)
+        exponents = torch.arange(0, self.dim, 2, dtype=wide, device=like.device) / self.dim
         frequencies, magnitude = self.model.rotary_base**-exponents, 1.0
         if self.model.rotary_scaling_factor is not None:
             frequencies = _slowed(frequencies, self.model, self.dim)
             magnitude = yarn_magnitude(self.model, self.model.mscale) / yarn_magnitude(
                 self.model, self.model.mscale_all_dim
             )
-        positions = torch.arange(length, dtype=torch.float32, device=like.device)
+        positions = torch.arange(length, dtype=wide, device=like.device)
         angles = torch.outer(positions, frequencies).repeat(1, 2)
         return (torch.stack((angles.cos(), angles.sin())) * magnitude).to(like.dtype)
 
@@ -89,7 +90,7 @@ def _ramp_of_indices(frequencies: Tensor, model: ModelConfig, dim: int) -> Tenso
 
     first = max(math.floor(index_of(model.beta_fast)), 0)
     last = min(math.ceil(index_of(model.beta_slow)), dim - 1)
-    indices = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
+    indices = torch.arange(dim // 2, dtype=frequencies.dtype, device=frequencies.device)
     return (indices - first) / (last - first or 0.001)
 
 

@@ -25,7 +25,7 @@ class Routing(NamedTuple):
     experts: Tensor
     """[b, s, K] int64, the best first."""
     weights: Tensor
-    """[b, s, K] float32: factors on the outputs of these experts."""
+    """[b, s, K] at least float32: factors on the outputs of these experts."""
     counts: Tensor
     """Tokens that each expert gets, int64 [E]."""
     auxiliary: Tensor | None
@@ -58,7 +58,7 @@ class Ledger:
 
 
 class Router(nn.Module):
-    """Scores every expert for every token in float32, and chooses K."""
+    """Scores every expert for every token in float32 (float64 in a model of float64), and chooses K."""
 
     expert_bias: Tensor | None
 
@@ -75,9 +75,10 @@ class Router(nn.Module):
         """Where other ranks have the other tokens of a microbatch."""
 
     def reset_bias(self, device: torch.device | str) -> None:
-        """Start the bias at zero, in float32 whatever the weights are: a step of it is lost in bfloat16."""
+        """Start the bias at zero, in float32 at least: a step of it is lost in bfloat16."""
         if self.model.moe_router_enable_expert_bias:
-            self.expert_bias = torch.zeros(self.num_experts, dtype=torch.float32, device=device)
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self.expert_bias = torch.zeros(self.num_experts, dtype=wide, device=device)
 
     def counts_of_step(self) -> Tensor:
         """Tokens that each expert got since the ledger was cleared, int64 [E]."""

@@ -52,13 +52,17 @@ def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_sums(
-    tensors: Iterable[Tensor], widths: Sequence[int], group: dist.ProcessGroup, device: torch.device | None = None
+    tensors: Iterable[Tensor],
+    widths: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> ScatteredSums:
-    """Start summing float32 tensors, whose parts have these `widths`, over the group.
+    """Start summing tensors of one dtype, whose parts have these `widths`, over the group.
 
     They are asked for one by one, and may be freed or overwritten as soon as the next one is.
     """
-    flat = torch.empty(group.size(), sum(widths), device=device)
+    flat = torch.empty(group.size(), sum(widths), dtype=dtype, device=device)
     for tensor, rows in zip(tensors, flat.split(list(widths), dim=1), strict=True):
         _cut(tensor, rows)
     own = flat.new_empty(flat.shape[1])

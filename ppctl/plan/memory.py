@@ -13,7 +13,7 @@ from math import prod
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
-from ppctl.cost.parameters import float32_buffers, largest_matrices, stage_count, trained_count
+from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.put_off import stage_put_off
 from ppctl.cost.state import (
     Passing,
@@ -34,7 +34,7 @@ from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
 from ppctl.topology import ParallelSizes
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def device_of(config: RunConfig) -> Device:
@@ -81,7 +81,7 @@ def rank_costs(
     for pp_rank, actions in enumerate(schedule.actions):
         own = of_rank[pp_rank]
         counts = [trained_count(model, stage.layers) for stage in own]
-        biases = sum(float32_buffers(model, stage.layers) for stage in own)
+        biases = sum(untrained_bytes(model, stage.layers, precision_of(config).gradient) for stage in own)
         state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
         state = state._replace(weights=state.weights + biases)
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
@@ -152,7 +152,7 @@ def held_bytes(
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
     state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
-    held = state.total + float32_buffers(config.model, layers)
+    held = state.total + untrained_bytes(config.model, layers, precision_of(config).gradient)
     return held, stage_activations(config.model, layers, setting, stage).kept
 
 
@@ -173,7 +173,7 @@ def _tied_sum(
     if uses < 2 or not any(embedding_uses(model, stage.layers) for stage in own):
         return 0
     elements = -(-model.vocab_size // sizes.tp) * model.hidden_size
-    return 4 * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))
+    return precision_of(config).gradient * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))
 
 
 def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:

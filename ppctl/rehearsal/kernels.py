@@ -81,7 +81,9 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        ctx.save_for_backward(
+            x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
+        )
         return torch.empty_like(x)
 
     @staticmethod

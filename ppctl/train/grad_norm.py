@@ -42,9 +42,9 @@ class GradNorm:
     """One step's norms. Reading a number from it waits for the device; clipping does not."""
 
     total: Tensor
-    """The global norm (float32 scalar)."""
+    """The global norm (scalar)."""
     norms: Tensor
-    """Norm of each of `parameters` (float32 [n])."""
+    """Norm of each of `parameters` ([n])."""
     parameters: tuple[Location, ...]
     """The parameters of the model in canonical order, shared ones once."""
 
@@ -65,6 +65,7 @@ class GradientNorm:
     (None: one rank has all the stages). Every rank of it must call, also one without parameters. A shared parameter
     counts once, as its owner: all uses hold the summed gradient by then. Each rank of `expert_group` has a part of the
     experts in the stacks called `experts` (None: all of them); each rank of `part_group` has a part of every gradient.
+    `dtype` is that of gradients, which a rank without parameters cannot see.
     """
 
     def __init__(
@@ -72,13 +73,14 @@ class GradientNorm:
         parameters: Iterable[Location],
         *,
         device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
         group: dist.ProcessGroup | None = None,
         experts: Container[str] = (),
         expert_group: dist.ProcessGroup | None = None,
         part_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
-        self.device = torch.device(device)
+        self.device, self.dtype = torch.device(device), dtype
         self.group = group
         self.expert_group = expert_group
         self.part_group = part_group
@@ -97,7 +99,7 @@ class GradientNorm:
     @torch.no_grad()
     def measure(self, masters: Mapping[str, nn.Parameter]) -> GradNorm:
         """The norm of the accumulated gradients. A parameter that received none counts as 0."""
-        zero = torch.zeros((), device=self.device)
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
         gradients = [masters[name].grad for name in self.own_names]
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]
         flat = torch.stack(own + [zero] * (self.width - len(own)))

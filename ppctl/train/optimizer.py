@@ -16,7 +16,7 @@ from ppctl.config.schema import OptimConfig
 from ppctl.geometry.parameters import Parameter
 
 State = dict[str, dict[str, Tensor]]
-"""Canonical name -> {"step" (scalar, on the CPU), "exp_avg", "exp_avg_sq" (the parameter's shape)}, float32."""
+"""Canonical name -> {"step" (scalar, on the CPU), "exp_avg", "exp_avg_sq" (the parameter's shape and dtype)}."""
 
 
 def lr_at(updates: int, optim: OptimConfig, steps: int) -> float:

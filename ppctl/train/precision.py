@@ -1,8 +1,8 @@
-"""The weights of one rank twice: as the model computes with them, and as the optimizer steps them (float32).
+"""The weights of one rank twice: as the model computes with them, and as the optimizer steps them.
 
-Knows dtypes and accumulation of gradients. Must not know stages, the schedule or the optimizer's rule. In float32 both
-are the same objects and nothing is done twice; otherwise the master's `.grad` is the float32 accumulator (Megatron's
-main_grad). Replication, ties, norm, clipping, AdamW and checkpoints read masters only.
+Knows dtypes and accumulation of gradients. Must not know stages, the schedule or the optimizer's rule. In float32 and
+float64 both are the same objects and nothing is done twice; otherwise masters are float32, and the master's `.grad` is
+the accumulator (Megatron's main_grad). Replication, ties, norm, clipping, AdamW and checkpoints read masters only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ppctl.train.loss_scale import LossScale
 
 
 class Weights:
-    """A rank's parameters by canonical name: `model` (what stages compute with) and `master` (float32).
+    """A rank's parameters by canonical name: `model` (what stages compute with) and `master` (float32 or wider).
 
     Gradients arrive in `master[name].grad`, in microbatch order, whatever the dtype.
     """
@@ -52,7 +52,7 @@ class Weights:
         """Take from `whole` what `tensor` holds of it, after loading: nothing, they are one tensor."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """The accumulated float32 gradients by canonical name, without the parameters that received none."""
+        """The accumulated gradients by canonical name, without the parameters that received none."""
         return {name: master.grad for name, master in self.master.items() if master.grad is not None}
 
 
@@ -83,9 +83,9 @@ def unscale(masters: Mapping[str, nn.Parameter], scale: LossScale | None) -> Non
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == torch.float32:
+    if parameter.dtype == wide(parameter.dtype):
         return parameter
-    master = nn.Parameter(parameter.detach().float())
+    master = nn.Parameter(parameter.detach().to(wide(parameter.dtype)))
     parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
     return master
 
@@ -93,9 +93,14 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
 def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        master.grad = add_in_float32(master.grad, gradient)
+        master.grad = add_wide(master.grad, gradient)
 
 
-def add_in_float32(total: Tensor | None, gradient: Tensor) -> Tensor:
-    """`total` with one microbatch's gradient added in place, in float32, which keeps what bfloat16 would round away."""
-    return gradient.float() if total is None else total.add_(gradient)
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What is summed and stepped for weights of this dtype: float32, or for float64 the same."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """`total` with one microbatch's gradient added in place: `wide`, which keeps what bfloat16 would round away."""
+    return gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient)

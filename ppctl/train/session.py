@@ -42,7 +42,7 @@ from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
 from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights
+from ppctl.train.precision import Weights, wide
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
 
 
@@ -216,6 +216,7 @@ def build_session(
         norm=GradientNorm(
             locate_parameters(plan.stages, config.model),
             device=device,
+            dtype=wide(getattr(torch, weight_dtype(config.parallel))),
             group=pp_group if plan.sizes.pp > 1 else None,
             experts=_expert_stacks(rows),
             expert_group=ep_group,

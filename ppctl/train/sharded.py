@@ -1,8 +1,9 @@
 """The weights of one rank where data-parallel ranks share what the optimizer needs (decisions 11 and 21).
 
-Must not know stages' modules, the schedule or the optimizer's rule. Gradients add up whole, in float32, until a stage's
-last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments exist in parts
-alone. The model's weights are whole, or (`GatheredWeights`) whole only while a stage computes. All by canonical name.
+Must not know stages' modules, the schedule or the optimizer's rule. Gradients add up whole, in the masters' dtype,
+until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments
+exist in parts alone. The model's weights are whole, or (`GatheredWeights`) whole only while a stage computes. All by
+canonical name.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from torch import Tensor, nn
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
 from ppctl.topology import BUCKET_ELEMENTS
-from ppctl.train.precision import Weights, add_in_float32
+from ppctl.train.precision import Weights, add_wide, wide
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""
 
 
 class ShardedWeights(Weights):
-    """As `Weights`, with `master[name]` this rank's part [elements / n] of the float32 parameter."""
+    """As `Weights`, with `master[name]` this rank's part [elements / n] of the parameter, in float32 at least."""
 
     def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
         self.model = dict(model)
         self.group_of = group_of
-        self.master = {name: nn.Parameter(part_of(p.detach().float(), group_of(name))) for name, p in model.items()}
+        self.master = {
+            name: nn.Parameter(part_of(p.detach().to(wide(p.dtype)), group_of(name))) for name, p in model.items()
+        }
         self.sums: dict[str, Tensor] = {}
-        """Whole float32 gradients of this rank's microbatches, by name; those of float32 weights are their `.grad`."""
+        """Whole gradients of this rank's microbatches by name, of weights narrower than their masters; else `.grad`."""
         for name, parameter in model.items():
-            if parameter.dtype != torch.float32:
+            if parameter.dtype != wide(parameter.dtype):
                 parameter.register_post_accumulate_grad_hook(self._accumulator(name))
 
     @torch.no_grad()
@@ -69,7 +72,7 @@ class ShardedWeights(Weights):
         gradient, parameter.grad = parameter.grad, None
         gradient = self.sums.pop(name, gradient)
         if gradient is None:
-            return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            return torch.zeros(parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
         return gradient
 
     def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
@@ -84,7 +87,7 @@ class ShardedWeights(Weights):
         def accumulate(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                self.sums[name] = add_in_float32(self.sums.get(name), gradient)
+                self.sums[name] = add_wide(self.sums.get(name), gradient)
 
         return accumulate
 
@@ -92,7 +95,7 @@ class ShardedWeights(Weights):
 class GatheredWeights(ShardedWeights):
     """As `ShardedWeights`, whose model weights are there from `hold(stage)` to `release(stage)`, once a step.
 
-    Between steps a rank has its parts of the float32 masters and moments, and nothing else of a weight. `begin` and
+    Between steps a rank has its parts of the masters and moments, and nothing else of a weight. `begin` and
     `hold` are collectives of the groups that share the stage's parameters: all ranks call in one order.
     """
 
@@ -188,7 +191,8 @@ class GradientScatter:
         for names in weights.buckets(self.stages[stage]):
             widths = [weights.master[name].numel() for name in names]
             group, device = weights.group_of(names[0]), weights.model[names[0]].device
-            self._running.append((names, scatter_sums(map(scaled, names), widths, group, device)))
+            dtype = weights.master[names[0]].dtype
+            self._running.append((names, scatter_sums(map(scaled, names), widths, group, device, dtype)))
 
     def finish(self) -> None:
         """Wait for every sum started since the last call: the masters' gradients are there."""

@@ -39,7 +39,7 @@ class Shard(NamedTuple):
 
 
 def named_tensors(session: Session, shards: list[Shard] | None = None) -> dict[str, Sequence[Tensor]]:
-    """`model.<name>` (float32 master) and `optim.<name>.<key>` of what this rank holds, all uses of a shared one.
+    """`model.<name>` (master) and `optim.<name>.<key>` of what this rank holds, all uses of a shared one.
 
     A stack of experts is taken apart into single ones; its count of optimizer steps is one number for the stack. What
     this rank holds a part of is made whole, in a copy: `shards` takes both. A collective where there are such parts.
@@ -102,8 +102,8 @@ def save_checkpoint(
 def start_from(session: Session, path: Path) -> None:
     """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
 
-    Values are cast to float32; the optimizer's state stays. Raises CheckpointError as the sources do. Whether they fit
-    the model was looked at before the first rank started.
+    Values are cast to the masters' dtype; the optimizer's state stays. Raises CheckpointError as the sources do.
+    Whether they fit the model was looked at before the first rank started.
     """
     with torch.no_grad(), _filling(session) as tensors:
         read = _source(path, session.config.model)

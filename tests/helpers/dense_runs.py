@@ -84,16 +84,29 @@ def train_cut(mapping: dict, loss_fn: Callable | None = None) -> tuple[list[floa
 
 
 @cache
-def reference(text: Path, m: int, tied: bool, eps: float = 1e-8, scale_grads: bool = False, clip_grad: float = 1.0):
+def reference(
+    text: Path,
+    m: int,
+    tied: bool,
+    eps: float = 1e-8,
+    scale_grads: bool = False,
+    clip_grad: float = 1.0,
+    dtype: str = "float32",
+):
     config = config_of(text, pp=1, vpp=1, m=m, tied=tied)
     config.optim.eps, config.optim.clip_grad = eps, clip_grad
-    return train_reference(
-        config.model, config.optim, config.train.seed, microbatches(config, STEPS), scale_grads=scale_grads
-    )
+    batches, dtype = microbatches(config, STEPS), getattr(torch, dtype)
+    return train_reference(config.model, config.optim, config.train.seed, batches, scale_grads=scale_grads, dtype=dtype)
 
 
 def hold_to_reference(text: Path, *, m: int, tied: bool = False, **cut: object) -> None:
-    losses, norms, weights, *_ = reference(text, m, tied, scale_grads=bool(cut.get("scale_grads_in_schedule")))
+    losses, norms, weights, *_ = reference(
+        text,
+        m,
+        tied,
+        scale_grads=bool(cut.get("scale_grads_in_schedule")),
+        dtype=str(cut.get("params_dtype", "float32")),
+    )
     config = config_of(text, m=m, tied=tied, **cut)  # type: ignore[arg-type]
     got = run_ranks(train_cut, cut["pp"], to_mapping(config), config.pipeline.loss_fn)
     seen: set[str] = set()

@@ -29,12 +29,12 @@ class Trained(NamedTuple):
     aux_losses: list
 
 
-def whole_model(model, seed):
+def whole_model(model, seed, dtype=torch.float32):
     """All layers as one module."""
     layers = ["embedding", *(f"decoder.{i}" for i in range(model.num_layers))]
     layers += [*(f"mtp.{k}" for k in range(model.mtp_num_layers or 0)), "loss"]
     spec = StageSpec(0, 0, 0, parse_layers(layers), (), (), 0, 0, 0)
-    return build_stage(spec, model, seed=seed, dtype=torch.float32, device="cpu")
+    return build_stage(spec, model, seed=seed, dtype=dtype, device="cpu")
 
 
 def losses_of(logits, labels, mask, share, documents=None):
@@ -56,12 +56,12 @@ def losses_of(logits, labels, mask, share, documents=None):
     return losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
 
 
-def train_reference(model, optim, seed, batches, steps=None, scale_grads=False):
+def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, dtype=torch.float32):
     """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s], or with a Packing; figures per step, weights.
 
     With `scale_grads` a microbatch's loss is its own mean, and the sum of gradients is divided by their number.
     """
-    whole = whole_model(model, seed)
+    whole = whole_model(model, seed, dtype)
     weights, routers = dict(whole.named_parameters()), whole.routers()
     uses = ["tok_embeddings.weight"] + ["output.weight"] * model.share_embeddings_and_output_weights
     uses += ["mtp.tok_embeddings.weight"] * bool(model.mtp_num_layers)

@@ -53,7 +53,7 @@ def live_and_planned(mapping):
     return live.peak, cost
 
 
-@pytest.mark.parametrize("more", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("more", [{}, {"bf16": True}, {"params_dtype": "float64"}], ids=["fp32", "bf16", "fp64"])
 def test_live_storages_at_the_peak_are_the_planned_bytes_on_every_rank(text: Path, more: dict) -> None:
     found = run_ranks(live_and_planned, 4, to_mapping(config_of(text, DENSE, **more)))
     for rank, (live, cost) in enumerate(found):

@@ -1,4 +1,4 @@
-"""float16 with a loss scale, autocast and deterministic kernels, on two pipeline ranks."""
+"""float64, float16 with a loss scale, autocast and deterministic kernels, on two pipeline ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dense_runs import config_of, session_of, trainer_of
+from dense_runs import config_of, hold_to_reference, reference, session_of, train_cut, trainer_of
 from ranks import RanksFailed, run_ranks
 
 from ppctl.config.mapping import to_mapping
@@ -30,6 +30,31 @@ def changed(config: RunConfig, **changes: object) -> dict:
         section, field = key.split("__")
         setattr(getattr(config, section), field, value)
     return to_mapping(config)
+
+
+def test_any_cut_in_float64_gives_the_bits_of_one_process(text: Path) -> None:
+    hold_to_reference(text, pp=2, vpp=2, m=4, tied=True, params_dtype="float64")
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_two_replicas_in_float64_agree_with_one_process_to_1e_12(text: Path, sharding: str) -> None:
+    """A number that passed through float32 on its way would differ by 1e-8. eps as in the bitwise law's test of dp."""
+    losses, norms, weights, *_ = reference(text, 4, False, eps=1e-4, dtype="float64")
+    mapping = changed(
+        config_of(text, pp=1, vpp=1, m=2, dp=2, data_parallel_sharding=sharding),
+        parallel__params_dtype="float64",
+        optim__eps=1e-4,
+    )
+    for rank, (rank_losses, rank_norms, masters) in enumerate(run_ranks(train_cut, 2, mapping)):
+        assert rank_losses == pytest.approx(losses, rel=1e-12)
+        assert rank_norms == pytest.approx(norms, rel=1e-12)
+        for name, value in masters.items():
+            expected = weights[name].numpy()
+            if sharding == "full":
+                flat = expected.reshape(-1)
+                expected = flat[rank * len(value) : (rank + 1) * len(value)]
+            assert value.dtype == "float64", name
+            assert abs(value[: len(expected)] - expected).max() <= 1e-12 * abs(expected).max(), name
 
 
 def test_float16_leaves_out_the_steps_that_overflow_on_all_ranks_alike(text: Path) -> None:

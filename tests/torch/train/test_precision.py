@@ -3,6 +3,9 @@
 import pytest
 import torch
 from cuts import cut, tiny
+from oracle.reference import whole_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ppctl.config.schema import OptimConfig
 from ppctl.model.loss import microbatch_loss
@@ -109,3 +112,46 @@ def test_bfloat16_training_follows_float32_training():
     full, half = runs[torch.float32], runs[torch.bfloat16]
     assert full[-1] < full[0] / 2
     assert half[-1] == pytest.approx(full[-1], rel=0.05)
+
+
+class _Widths(TorchDispatchMode):
+    """The operations that return a number of another floating point dtype than float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        floats = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        if any(t.dtype != torch.float64 for t in floats):
+            self.narrow.add(str(func))
+        return out
+
+
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"num_moe_experts": 4, "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.1}
+TURNED = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 4, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"qk_layernorm": True, "attention_backend": "unfused", "rotary_scaling_type": "llama3"},
+        {**LATENT, **EXPERTS, **TURNED, "qk_pos_emb_head_dim": 6, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.1},
+    ],
+    ids=["dense", "latent, experts and mtp"],
+)
+def test_no_operation_of_a_step_in_float64_gives_narrower_numbers(sizes):
+    stage = whole_model(tiny(**sizes), 5, torch.float64)
+    weights = Weights(stage.canonical_parameters())
+    optimizer = AdamW(weights.master, OptimConfig(lr=1e-2), stage.parameter_rows())
+    tokens, labels = torch.randint(52, (2, 2, 7))
+    mask = torch.ones(2, 7)
+    with _Widths() as widths:
+        losses = [microbatch_loss(logits, labels, mask, 14) for logits in stage(tokens)]
+        sum(losses).backward()
+    assert widths.narrow == set()
+    optimizer.step()
+    tensors = [*weights.gradients().values(), *(e["exp_avg_sq"] for e in optimizer.state.values()), *stage.buffers()]
+    assert {t.dtype for t in (*weights.master.values(), *tensors)} == {torch.float64}

@@ -79,6 +79,15 @@ MOE = ["model.num_moe_experts=8"]
         (["parallel.fp16=true", "parallel.bf16=true"], ["parallel.bf16", "parallel.fp16"]),
         (["parallel.fp16=true", "parallel.params_dtype=bf16"], ["parallel.params_dtype", "parallel.fp16"]),
         (["parallel.params_dtype=fp16"], ["parallel.params_dtype", "parallel.fp16"]),
+        (["parallel.params_dtype=fp64", "parallel.bf16=true"], ["parallel.params_dtype", "parallel.bf16"]),
+        (["parallel.params_dtype=fp64", "parallel.fp16=true"], ["parallel.params_dtype", "parallel.fp16"]),
+        (["parallel.params_dtype=fp64", "pipeline.dtype=fp32"], ["pipeline.dtype", "parallel.params_dtype"]),
+        (["parallel.pipeline_dtype=fp64"], ["parallel.pipeline_dtype", "parallel.params_dtype"]),
+        (
+            ["parallel.params_dtype=fp64", "parallel.enable_autocast=true"],
+            ["parallel.enable_autocast", "parallel.params_dtype"],
+        ),
+        (["parallel.params_dtype=fp64", "model.fp8=hybrid"], ["model.fp8", "parallel.params_dtype"]),
         (["parallel.enable_autocast=true"], ["parallel.enable_autocast", "parallel.autocast_dtype"]),
         (["parallel.autocast_dtype=bf16"], ["parallel.autocast_dtype", "parallel.enable_autocast"]),
         (

@@ -28,7 +28,7 @@ def _strategy(key):
             st.fixed_dictionaries({name: text for name in ("what", "published", "here", "why")}), max_size=2
         )
     if key.is_dtype:
-        return st.sampled_from([None, "float32", "bfloat16", "float16"])
+        return st.sampled_from([None, "float32", "bfloat16", "float16", "float64"])
     kinds = {
         "int": st.integers(),
         "number": st.floats(allow_nan=False),

@@ -102,6 +102,7 @@ def test_the_runs_own_parallel_section_neither_raises_nor_fills_in():
         ("FP32", "float32"),
         ("float16", "float16"),
         ("half", "float16"),
+        ("torch.float64", "float64"),
     ],
 )
 def test_a_dtype_has_one_name(value, name):

@@ -10,7 +10,9 @@ from ppctl.schedule.action import Action
 from ppctl.topology import ParallelSizes
 
 
-@pytest.mark.parametrize(("dtype", "bytes_per_parameter"), [("float32", 4 + 4 + 8), ("bfloat16", 2 + 4 + 12)])
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_parameter"), [("float32", 4 + 4 + 8), ("bfloat16", 2 + 4 + 12), ("float64", 8 + 8 + 16)]
+)
 def test_state_per_parameter(dtype: str, bytes_per_parameter: int) -> None:
     precision = PRECISIONS[dtype]
     assert precision.weight + precision.gradient + precision.optimizer == bytes_per_parameter
