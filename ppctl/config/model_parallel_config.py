@@ -34,7 +34,6 @@ DTYPES = {
 }
 """Canonical dtype name -> the spellings that mean it."""
 
-_TENSOR_PARALLEL = Support(PLANS, "tensor parallelism")
 _OFFLOADING = Support(LATER, "activation offloading")
 _USERBUFFERS = Support(NEEDS, "Transformer Engine's userbuffers")
 _DEPRECATED = Support(IGNORED, "it is deprecated")
@@ -72,7 +71,6 @@ class ModelParallelConfig:
         positive(MOST_RANKS),
         names="tp --tensor-model-parallel-size",
         known_as="tensor_parallel_degree",
-        support=_TENSOR_PARALLEL,
     )
     """Ranks that share each layer's matrices (tp)."""
     pipeline_model_parallel_comm_backend: str | None = key(
@@ -95,7 +93,7 @@ class ModelParallelConfig:
         layout=True,
     )
     """Stages (chunks) per pp_rank (vpp); none derives it from the layout, else 1."""
-    sequence_parallel: bool = key(False, support=_TENSOR_PARALLEL)
+    sequence_parallel: bool = key(False)
     """Split norms and dropout along the sequence over the tensor-parallel ranks. Needs tp > 1."""
     context_parallel_size: int = key(
         1,
@@ -112,10 +110,7 @@ class ModelParallelConfig:
     )
     """Ranks that the experts of an MoE layer are spread over (ep)."""
     expert_tensor_parallel_size: int | None = key(
-        None,
-        positive(MOST_RANKS),
-        names="etp --expert-tensor-parallel-size",
-        support=Support(PLANS, "tensor parallelism of experts"),
+        None, positive(MOST_RANKS), names="etp --expert-tensor-parallel-size"
     )
     """Ranks that share one expert's matrices (etp); none means the tensor-parallel size."""
     moe_extended_tp: bool = key(False, support=Support(IGNORED, "expert_tensor_parallel_size took its place"))

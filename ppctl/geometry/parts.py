@@ -79,8 +79,4 @@ def tp_sums(row: Parameter, tp: int, *, sequence_parallel: bool) -> bool:
     """Whether tensor-parallel ranks have parts of the row's gradient, to be summed over tp once a step."""
     if tp == 1 or row.gradient == "none":
         return False
-    return (
-        row.gradient == "heads"
-        or (row.gradient == "tokens" and sequence_parallel)
-        or not row.splits_over(tp)
-    )
+    return row.gradient == "heads" or (row.gradient == "tokens" and sequence_parallel) or not row.splits_over(tp)

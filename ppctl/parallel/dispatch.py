@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.parallel.shard import all_gather
 from ppctl.row_order import reorder
 from ppctl.turns import hand_over
 
@@ -22,11 +23,14 @@ from ppctl.turns import hand_over
 class ExpertExchange:
     """Experts in equal runs of neighbours over the ranks of `group`; each rank gets as many rows as there are for it.
 
-    Two exchanges a forward (and two a backward), and one of the counts before them, which are needed on the host.
+    Two exchanges a forward (and two a backward), and one of the counts before them, which are needed on the host. The
+    ranks of `etp_group` divide every expert: between the exchanges each gets the rows of all of them, and the results
+    of its own are summed. Either group may be missing.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, etp_group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.etp_group = etp_group
 
     def __call__(
         self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]
@@ -35,32 +39,46 @@ class ExpertExchange:
 
         The result is in the order of the rows. At the experts, rows of one are in order of their sender, then as sent.
         """
-        size = self.group.size()
+        size = 1 if self.group is None else self.group.size()
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
-        under_way = _start(received, sent, self.group)
+        under_way = None if self.group is None else _start(received, sent, self.group)
         rows = make_rows()
-        under_way.wait()
-        sends, receives = self.sizes(sent, received)
-        arrived: Tensor = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]
+        if under_way is None:
+            received = sent
+        else:
+            under_way.wait()
+        # [etp rank, sender, expert here]: what this rank's experts get, with those that have other parts of them.
+        all_received = received[None] if self.etp_group is None else _gathered(received, self.etp_group)
+        sends, receives, shared = self.sizes(sent, received, all_received)
+        arrived = rows
+        if self.group is not None:
+            arrived = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]  # torch's own
         del rows  # no gradient needs what was sent, nor what came before it is sorted
-        here = torch.arange(received.shape[1], device=arrived.device).repeat(size)
-        expert = here.repeat_interleave(received.flatten(), output_size=sum(receives))
+        if self.etp_group is not None:
+            arrived = _Gather.apply(arrived, shared, self.etp_group)  # type: ignore[no-untyped-call]  # torch's own
+        here = torch.arange(received.shape[1], device=arrived.device).repeat(len(all_received) * size)
+        expert = here.repeat_interleave(all_received.flatten(), output_size=sum(shared))
         order = expert.argsort(stable=True)
         back = order.argsort()
         by_expert = reorder(arrived, order, back)
         del arrived
-        done = reorder(experts(by_expert, received.sum(0)), back, order)
-        results: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]
+        done = reorder(experts(by_expert, all_received.sum((0, 1))), back, order)
+        if self.etp_group is not None:
+            done = _Scatter.apply(done, shared, self.etp_group)  # type: ignore[no-untyped-call]  # torch's own
+        if self.group is None:
+            return done
+        results: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]  # torch's own
         return results
 
-    def sizes(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank and come from it, of counts [rank, expert].
+    def sizes(self, sent: Tensor, received: Tensor, all_received: Tensor) -> tuple[list[int], list[int], list[int]]:
+        """How many rows go to each rank and come from it, of counts [rank, expert], and arrive at each etp rank.
 
         The one place of a layer where the host waits for the device: buffers and messages need sizes.
         """
-        sends, receives = torch.stack((sent.sum(1), received.sum(1))).tolist()
-        return sends, receives
+        numbers = torch.cat((sent.sum(1), received.sum(1), all_received.sum((1, 2)))).tolist()
+        ranks = len(sent)
+        return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
 
 
 class _Exchange(torch.autograd.Function):
@@ -74,6 +92,55 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _exchange(gradients[0], ctx.sends, ctx.receives, ctx.group), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks of the group, in their order; `shared` says how many each has. Gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.shared, ctx.group = shared, group
+        return _gather_rows(rows, shared, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _scatter_rows(gradients[0], ctx.shared, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Of all ranks' rows the sum over the ranks, for the own ones; the reverse of `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.shared, ctx.group = shared, group
+        return _scatter_rows(rows, shared, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_rows(gradients[0], ctx.shared, ctx.group), None, None
+
+
+def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
+    """By an exchange in which everybody gets the same rows: gathers need as many rows on every rank."""
+    own = [len(rows)] * len(shared)
+    return _exchange(rows.repeat(len(shared), 1), shared, own, group)
+
+
+def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Summed in order of the ranks, in the dtype of the rows."""
+    own = shared[group.rank()]
+    parts = _exchange(rows, [own] * len(shared), shared, group)
+    total, *others = parts.split(own) if own else [parts]
+    for part in others:
+        total.add_(part)
+    return total
+
+
+def _gathered(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The counts of all ranks, [rank, *counts]."""
+    found = counts.new_empty(group.size(), *counts.shape)
+    all_gather(found.view(-1), counts.contiguous().view(-1), group=group)
+    return found
 
 
 def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:

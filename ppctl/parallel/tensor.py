@@ -6,12 +6,15 @@ later: on a GPU it runs on the group's own stream beside what is computed meanwh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import all_gather, reduce_scatter
+from ppctl.topology import BUCKET_ELEMENTS
 
 
 class TensorParallel:
@@ -60,3 +63,30 @@ class TensorParallel:
         """The maximum over ranks, in the memory of x."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
+
+
+class SharedTokens:
+    """The ranks that have equal shares of a microbatch's tokens: along each of the groups one after another."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.groups = tuple(groups)
+        self.ranks = 1
+        for group in self.groups:
+            self.ranks *= group.size()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in the memory of x."""
+        for group in self.groups:
+            dist.all_reduce(x, group=group)
+        return x
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give whole parameters, of whose gradients every rank has a part, the sums over the ranks; once a step."""
+    for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
+        parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        dist.all_reduce(flat, group=group)
+        for parameter, total in zip(bucket, flat.split([part.numel() for part in parts]), strict=True):
+            parameter.grad = total.view_as(parameter)

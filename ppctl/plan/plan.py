@@ -91,7 +91,9 @@ class Plan:
         position = RankGrid(self.sizes).coordinates(rank)
         pp_rank = position["pp"]
         stages = tuple(stage for stage in self.stages if stage.pp_rank == pp_rank)
-        return RankPlan(rank, pp_rank, position["dp"], stages, self.schedule.actions[pp_rank])
+        first = all(position[axis] == 0 for axis in ("tp", "cp", "dp"))
+        places = rank, pp_rank, position["dp"], position["tp"], position["cp"]
+        return RankPlan(*places, stages, self.schedule.actions[pp_rank], first)
 
     def report(self) -> dict[str, Any]:
         """What `ppctl plan --json` prints: everything but the schedule's rows, the provenance and the digest."""
@@ -186,7 +188,11 @@ class RankPlan:
     rank: int
     pp_rank: int
     dp_rank: int
+    tp_rank: int
+    cp_rank: int
     stages: tuple[StageSpec, ...]
     """In chunk order."""
     actions: tuple[Action, ...]
     """Of the lowered training schedule."""
+    in_first_pipeline: bool
+    """Whether its pipeline is that of rank 0, which speaks for the others."""

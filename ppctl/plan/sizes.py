@@ -184,7 +184,7 @@ def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Itera
 def divide_model(values: ConfigValues, violations: Violations) -> None:
     """What tensor and context parallelism split must divide evenly."""
     tp, cp = values["tp"], values["cp"]
-    split = ["model.num_attention_heads", "model.vocab_size", "model.ffn_hidden_size"]
+    split = ["model.num_attention_heads", "model.ffn_hidden_size"]
     if not values["model.multi_latent_attention"]:
         split.append("model.num_query_groups")
     common = gcd(*(values[key] for key in split if values[key]))

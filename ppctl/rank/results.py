@@ -64,7 +64,7 @@ def write_start_up(run: RunDir, phases: Phases, kernels: Kernels) -> None:
 def write_results(shared: SharedRun, session: Session, outcome: TrainingEnd, phases: Phases, *, leads: bool) -> None:
     """Write the result, measured costs, and a sample if the run was not stopped. A collective: only rank 0 writes."""
     sample = None if outcome.stopped else write_sample(session)
-    spans = session.recorder.spans() if session.own.dp_rank == 0 else []
+    spans = session.recorder.spans() if session.own.in_first_pipeline else []
     costs = gather_costs(session.steps, spans, session.plan, session.config, session.device.type)
     if not leads:
         return

@@ -57,11 +57,11 @@ class CountedTransport:
 class EvenExchange(ExpertExchange):
     """Every rank's experts get as many rows as the others': what a router aims at."""
 
-    def sizes(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+    def sizes(self, sent: Tensor, received: Tensor, all_received: Tensor) -> tuple[list[int], list[int], list[int]]:
         """The rows of this rank, spread evenly, and as many back; the host waits for them as it would in a run."""
-        super().sizes(sent, received)
-        even = [len(part) for part in torch.arange(self.rows).chunk(self.group.size())]
-        return even, list(even)
+        super().sizes(sent, received, all_received)
+        even = [len(part) for part in torch.arange(self.rows).chunk(len(sent))]
+        return even, list(even), [self.rows] * len(all_received)
 
     def __call__(
         self, make_rows: Callable[[], Tensor], counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]

@@ -42,7 +42,7 @@ class StepFigures:
         s, report = self.session, RankReport(stop=float(stop))
         if programs.batch is not None:
             report.checksum = float(programs.batch.checksum)
-        if programs.losses:
+        if programs.losses and s.own.tp_rank == 0:  # all tensor-parallel ranks have the same losses
             losses = torch.stack([programs.losses[mb] for mb in sorted(programs.losses)]).tolist()
             report.loss = sum(losses)
             report.loss_tokens = float(programs.own_batch.loss_mask.sum())
@@ -55,7 +55,7 @@ class StepFigures:
             report.stage_seconds = [
                 s.plan.num_microbatches * (totals.forward[n] + totals.backward[n]) for n in s.stages
             ]
-        if programs.mtp_losses:
+        if programs.mtp_losses and s.own.tp_rank == 0:
             report.mtp_loss = sum(torch.stack([programs.mtp_losses[mb] for mb in sorted(programs.mtp_losses)]).tolist())
         report.auxiliary = [*auxiliary, *[0.0] * (self.auxiliary_width - len(auxiliary))]
         report.memory_bytes = float(_peak_memory(s.device))

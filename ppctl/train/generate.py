@@ -21,8 +21,8 @@ from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.stage_model import StageModel
+from ppctl.parallel.slices import gather_runs
 from ppctl.plan import StageSpec
-from ppctl.topology import RankGrid
 from ppctl.train.session import Session
 
 
@@ -73,10 +73,15 @@ class Generator:
         def forward(mb: int, inputs: Message) -> Message:
             outputs = module(*((self.window,) if embeds else inputs), tokens=self.window, packing=self.packing)
             if ends:
-                self.next_token[0] = drawn(outputs[0][0, self.position], self.dice)
+                self.next_token[0] = drawn(self._all_words(outputs[0][0, self.position]), self.dice)
             return outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+
+    def _all_words(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of the logits of a rank's own words, on all tensor-parallel ranks."""
+        group = self.session.groups.get("tp")
+        return logits if group is None else gather_runs(logits, 0, self.session.config.model.vocab_size, group)
 
 
 _LIKELIEST = 40
@@ -102,11 +107,11 @@ _NEWLINE = ord("\n")
 def write_sample(session: Session) -> dict[str, str] | None:
     """How the model continues a line from the middle of the corpus: `{prompt, text}`.
 
-    None on all ranks but 0, and where the tokens have no text. A collective of all ranks; those that hold the first
-    copies of all weights do the work.
+    None where the tokens have no text. A collective of all ranks: every pipeline writes the same sample, since its
+    ranks share experts and split weights with those of others.
     """
     with nullcontext() if session.gathered is None else session.gathered.all_held():  # a collective of all ranks
-        return _sample(session) if RankGrid(session.plan.sizes).has_first_copy(session.own.rank) else None
+        return _sample(session)
 
 
 def _sample(session: Session) -> dict[str, str] | None:

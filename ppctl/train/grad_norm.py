@@ -63,8 +63,8 @@ class GradientNorm:
 
     `parameters` are those of the whole model, the same on every rank. `group` holds one rank per pp_rank, in order
     (None: one rank has all the stages). Every rank of it must call, also one without parameters. A shared parameter
-    counts once, as its owner: all uses hold the summed gradient by then. Each rank of `expert_group` has a part of the
-    experts in the stacks called `experts` (None: all of them); each rank of `part_group` has a part of every gradient.
+    counts once, as its owner: all uses hold the summed gradient by then. `parts` are (names, group): each rank of the
+    group has a part of the gradients of the parameters with these names, and what several groups divide is in each.
     `dtype` is that of gradients, which a rank without parameters cannot see.
     """
 
@@ -75,22 +75,16 @@ class GradientNorm:
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
         group: dist.ProcessGroup | None = None,
-        experts: Container[str] = (),
-        expert_group: dist.ProcessGroup | None = None,
-        part_group: dist.ProcessGroup | None = None,
+        parts: Iterable[tuple[Container[str], dist.ProcessGroup]] = (),
     ) -> None:
         self.parameters = tuple(parameters)
         self.device, self.dtype = torch.device(device), dtype
         self.group = group
-        self.expert_group = expert_group
-        self.part_group = part_group
         by_rank: dict[int, list[str]] = {}
         for each in self.parameters:
             by_rank.setdefault(each.pp_rank if group is not None else 0, []).append(each.name)
         self.own_names = tuple(by_rank.get(0 if group is None else group.rank(), ()))
-        # On the device: to index it by numbers of the host makes the host wait.
-        own_experts = [i for i, name in enumerate(self.own_names) if name in experts]
-        self.own_experts = torch.tensor(own_experts, dtype=torch.int64, device=self.device)
+        self.parts = [(self._places_of(names), shared) for names, shared in parts]
         self.width = max(len(names) for names in by_rank.values())
         position = {name: rank * self.width + i for rank, names in by_rank.items() for i, name in enumerate(names)}
         # Where each parameter, in canonical order, is in the gathered vectors of the ranks.
@@ -103,16 +97,20 @@ class GradientNorm:
         gradients = [masters[name].grad for name in self.own_names]
         own = [zero if gradient is None else torch.linalg.vector_norm(gradient) for gradient in gradients]
         flat = torch.stack(own + [zero] * (self.width - len(own)))
-        if self.part_group is not None:
-            flat = _norms_of_parts(flat, self.part_group)
-        elif self.expert_group is not None and len(self.own_experts):
-            flat[self.own_experts] = _norms_of_parts(flat[self.own_experts], self.expert_group)
+        for places, shared in self.parts:
+            if len(places):
+                flat[places] = _norms_of_parts(flat[places], shared)
         if self.group is not None:
             rows = [torch.empty_like(flat) for _ in range(self.group.size())]
             dist.all_gather(rows, flat, group=self.group)
             flat = torch.cat(rows)
         norms = flat[self.places]
         return GradNorm(torch.linalg.vector_norm(norms), norms, self.parameters)
+
+    def _places_of(self, names: Container[str]) -> Tensor:
+        """On the device: to index it by numbers of the host makes the host wait."""
+        places = [i for i, name in enumerate(self.own_names) if name in names]
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
 
 
 def _norms_of_parts(norms: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -48,8 +48,12 @@ class Weights:
         """The whole of `tensor`, a master or a moment of one: the tensor itself."""
         return tensor
 
+    @torch.no_grad()
+    @torch.no_grad()
     def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:
-        """Take from `whole` what `tensor` holds of it, after loading: nothing, they are one tensor."""
+        """Take from `whole` what `tensor` holds of it, after loading; mostly they are one tensor."""
+        if tensor is not whole:
+            tensor.copy_(whole)
 
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradients by canonical name, without the parameters that received none."""

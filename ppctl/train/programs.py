@@ -18,7 +18,8 @@ from ppctl.config.precision import autocast_dtype
 from ppctl.data.batches import StepBatch
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
-from ppctl.model.loss import microbatch_loss, mtp_targets, without
+from ppctl.model.linear import own_words
+from ppctl.model.loss import Words, microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
@@ -45,6 +46,7 @@ class StagePrograms:
         self.keeping = _keep_activations(session)
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
         self._said: set[int] = set()
+        self.words = own_words_of(session)
         row = session.plan.schedule.actions[session.own.pp_rank]
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
         """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
@@ -99,7 +101,7 @@ class StagePrograms:
 
     def _say_what_waits(self, stage: int, parameters: Sequence[Tensor]) -> None:
         """Say once in the run's log which weight gradients of a stage W computes."""
-        if stage in self._said or self.session.own.dp_rank > 0:
+        if stage in self._said or not self.session.own.in_first_pipeline:
             return
         self._said.add(stage)
         own = self.session.stages[stage].canonical_parameters()
@@ -123,7 +125,7 @@ class StagePrograms:
 
         def against(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
             if pipeline.loss_fn is None:
-                return microbatch_loss(logits, labels, mask, tokens, overwrite=True)
+                return microbatch_loss(logits, labels, mask, tokens, overwrite=True, words=self.words)
             loss: Tensor = pipeline.loss_fn(logits, without(labels, mask))
             return loss / (1.0 if scales else batch.total_tokens)
 
@@ -140,6 +142,12 @@ class StagePrograms:
     def _packing(self, mb: int) -> Packing:
         """Where documents are in the step's microbatch `mb`; ranks without data have no layers that would ask."""
         return ROWS if self.batch is None else Packing.of(self.batch.positions, self.batch.documents, mb, self.bounds)
+
+
+def own_words_of(session: Session) -> Words | None:
+    """The words whose logits the rank has, where tensor-parallel ranks divide them."""
+    split = session.split
+    return None if split is None else Words(own_words(session.config.model.vocab_size, split), split)
 
 
 def kinds_of_names(names: Iterable[str]) -> str:

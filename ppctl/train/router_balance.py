@@ -10,28 +10,26 @@ from collections.abc import Sequence
 from itertools import chain, islice
 
 import torch
-import torch.distributed as dist
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import layer_kinds
 from ppctl.model.router import Router
+from ppctl.parallel.tensor import SharedTokens
 from ppctl.plan import StageSpec
 
 
 class RouterBalance:
     """Keeps the load of the experts in this rank's layers even.
 
-    `group` are the ranks that route other tokens through the same layers (None: there are none), `weight` the factor
-    of an auxiliary loss in the objective.
+    `others` are the ranks that route other tokens through the same layers, `weight` the factor of an auxiliary loss in
+    the objective.
     """
 
-    def __init__(
-        self, routers: Sequence[Router], model: ModelConfig, *, weight: float, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, routers: Sequence[Router], model: ModelConfig, *, weight: float, others: SharedTokens) -> None:
         self.routers = tuple(routers)
         self.rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else 0.0
         self.weight = weight
-        self.group = group
+        self.others = others
 
     def begin(self, loss_scale: float) -> None:
         """Forget the last step; the objective of the next one is multiplied with `loss_scale`."""
@@ -51,13 +49,12 @@ class RouterBalance:
     def move_biases(self) -> None:
         """Raise the bias of experts that had fewer tokens than the mean, lower that of those with more, by one rate.
 
-        Tokens are counted over the step's microbatches of all ranks. A collective of the group.
+        Tokens are counted over the step's microbatches of all ranks. A collective of these.
         """
         if not (self.rate and self.routers):
             return
         counts = torch.stack([router.counts_of_step() for router in self.routers])
-        if self.group is not None:
-            dist.all_reduce(counts, group=self.group)
+        self.others.sum(counts)
         loads = counts.float()
         for router, step in zip(self.routers, (loads.mean(-1, keepdim=True) - loads).sign(), strict=True):
             assert router.expert_bias is not None

@@ -6,7 +6,7 @@ Knows what a rank needs and in which order it is made (groups are collective). M
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
-from ppctl.config.schema import DataConfig, RunConfig
+from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, Data, DocumentEnd, load_data
@@ -25,16 +25,20 @@ from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.parameters import Parameter
+from ppctl.geometry.parts import Parts as WhichParts
+from ppctl.geometry.parts import tp_sums
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
 from ppctl.model.recompute import Switch, recompute
-from ppctl.model.stage import build_stage, experts_of
+from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
+from ppctl.parallel.slices import Slices
+from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
 from ppctl.topology import RankGrid
@@ -61,8 +65,8 @@ class Parts:
 
     connect: Callable[[RunConfig, Plan, ProcessGroup, torch.device], Communicator] = connect_pipeline
     """Makes the pipeline's communicator; called where the pipeline has several ranks."""
-    exchange: Callable[[ProcessGroup], ExchangeRows] = ExpertExchange
-    """Makes the way of rows to experts on other ranks."""
+    exchange: Callable[[ProcessGroup | None, ProcessGroup | None], ExchangeRows] = ExpertExchange
+    """(ep group, etp group), at least one of them: makes the way of rows to experts on other ranks."""
     initialize: Initialize = initialize
     """Fills a stage's weights."""
     capability: Callable[..., Capability] = Capability.of
@@ -95,11 +99,15 @@ class Session:
     recompute: Mapping[int, Switch]
     rows: Mapping[str, Parameter]
     """What each parameter and buffer of these stages is, by canonical name."""
+    slices: Slices
+    """What of its parameters tensor parallelism leaves to this rank."""
     weights: Weights
     optimizer: AdamW
     loss_scale: LossScale | None
     """In float16 only."""
     reducer: GradientReducer | GradientScatter
+    partial: Sequence[str]
+    """Parameters that are whole here, of whose gradients every tensor-parallel rank has a part."""
     ties: TiedGradients
     norm: GradientNorm
     corpus: Blend | None
@@ -129,9 +137,21 @@ class Session:
             self.communicator.close()
 
     @property
-    def world_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
-        """The groups along the axes that make up the world: a gather over both reaches every rank."""
-        return self.groups["pp"], self.groups["dp"]
+    def world_groups(self) -> list[ProcessGroup]:
+        """The groups along the axes that make up the world: a gather over one after another reaches every rank."""
+        return [self.groups[axis] for axis in ("pp", "dp", "cp", "tp") if axis in self.groups]
+
+    @property
+    def split(self) -> TensorParallel | None:
+        """The ranks that divide weights with this one."""
+        group = self.groups.get("tp")
+        return None if group is None else TensorParallel(group, sequence=self.config.parallel.sequence_parallel)
+
+    @property
+    def other_tokens(self) -> SharedTokens:
+        """The ranks that route other tokens of a step through the same layers."""
+        axes = ["tp"] * self.config.parallel.sequence_parallel + ["cp", "dp"]
+        return SharedTokens([group for axis in axes if (group := self.groups.get(axis)) and group.size() > 1])
 
     def batches(
         self, first_step: int = 0, consumed_samples: int = 0, sample_order: int = SAMPLE_ORDER
@@ -185,17 +205,19 @@ def build_session(
     """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
     own = plan.for_rank(rank)
     grid = RankGrid(plan.sizes)
-    groups = {axis: make_group(grid.groups(axis)) for axis in _axes(plan)}
-    pp_group, dp_group, ep_group = groups["pp"], groups["dp"], groups.get("ep")
+    groups = {axes: make_group(grid.groups(*axes.split("-"))) for axes in _axes(plan, config.model)}
+    pp_group = groups["pp"]
     communicator = parts.connect(config, plan, pp_group, device) if plan.sizes.pp > 1 else None
     data = parts.load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
     if config.parallel.deterministic_mode != torch.are_deterministic_algorithms_enabled():
         # Only where it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
-    stages = _build_stages(config, plan, rank, device, kernels, ep_group, parts)
+    own_parts = WhichParts.of(grid, rank)
+    stages = _build_stages(config, plan, own_parts, own.stages, device, kernels, groups, parts)
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     weights, reducer = _weights(config, plan, stages, rows, groups)
+    sp = config.parallel.sequence_parallel
     uses = tied_uses(plan.stages, config.model, grid.group_of("pp", rank))
     return Session(
         config=config,
@@ -208,19 +230,19 @@ def build_session(
         stages=stages,
         recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
         rows=rows,
+        slices=Slices(own_parts, groups),
         weights=weights,
         optimizer=AdamW(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
+        partial=[name for name in weights.master if tp_sums(rows[name], plan.sizes.tp, sequence_parallel=sp)],
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(
             locate_parameters(plan.stages, config.model),
             device=device,
             dtype=wide(getattr(torch, weight_dtype(config.parallel))),
             group=pp_group if plan.sizes.pp > 1 else None,
-            experts=_expert_stacks(rows),
-            expert_group=ep_group,
-            part_group=dp_group if isinstance(weights, ShardedWeights) else None,
+            parts=_shared_norms(rows, own_parts, groups, sharded=isinstance(weights, ShardedWeights)),
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
@@ -236,35 +258,58 @@ def build_session(
 def _build_stages(
     config: RunConfig,
     plan: Plan,
-    rank: int,
+    own_parts: WhichParts,
+    specs: Sequence[StageSpec],
     device: torch.device,
     kernels: Kernels,
-    ep_group: ProcessGroup | None,
+    groups: Mapping[str, ProcessGroup],
     parts: Parts,
 ) -> dict[int, StageModel]:
-    """This rank's stages in chunk order, with their weights, their exchange of rows and, where asked for, compiled."""
-    ep_rank = RankGrid(plan.sizes).coordinates(rank, "expert")["ep"]
+    """This rank's stages in chunk order, with their weights, their exchanges and, where asked for, compiled."""
     build = partial(
         build_stage,
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),
         device=device,
-        experts=experts_of(config.model, ep_rank, plan.sizes.ep),
+        parts=own_parts,
         kernels=kernels,
         initialize=parts.initialize,
     )
-    stages: dict[int, StageModel] = {spec.stage: build(spec, config.model) for spec in plan.for_rank(rank).stages}
+    stages: dict[int, StageModel] = {spec.stage: build(spec, config.model) for spec in specs}
+    sequence = config.parallel.sequence_parallel
+    others = SharedTokens([groups[axis] for axis in ("tp", "cp") if axis in groups and (axis != "tp" or sequence)])
     for stage in stages.values():
-        if ep_group is not None:
-            stage.spread_experts(parts.exchange(ep_group))
+        if "tp" in groups:
+            stage.split_over(TensorParallel(groups["tp"], sequence=sequence))
+        if others.groups:
+            stage.share_tokens(others)
+        if "ep" in groups or "etp" in groups:
+            stage.spread_experts(parts.exchange(groups.get("ep"), groups.get("etp")))
         if config.train.compile:
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
     return stages
 
 
-def _axes(plan: Plan) -> list[str]:
-    """The axes along which this run has groups, in the order in which all ranks make them."""
-    return ["pp", "dp", *(["ep", "edp"] if plan.sizes.ep > 1 else [])]
+def _axes(plan: Plan, model: ModelConfig) -> list[str]:
+    """The axes along which this run has groups, in the order in which all ranks make them; `cp-dp` is along both."""
+    sizes = plan.sizes
+    wide = [axis for axis in ("tp", "cp", "ep", "etp") if getattr(sizes, axis) > 1]
+    experts_apart = bool(model.num_moe_experts) and bool(wide)
+    return ["pp", "dp", *wide, *["cp-dp"] * (sizes.cp > 1), *["edp"] * experts_apart]
+
+
+def _shared_norms(
+    rows: Mapping[str, Parameter], parts: WhichParts, groups: Mapping[str, ProcessGroup], *, sharded: bool
+) -> list[tuple[set[str], ProcessGroup]]:
+    """Names of parameters, and the ranks that hold the other parts of their gradients."""
+    found = []
+    if sharded:
+        spread = _expert_stacks(rows) if "edp" in groups else set()
+        found = [(rows.keys() - spread, groups.get("cp-dp", groups["dp"])), (spread, groups.get("edp", groups["dp"]))]
+    for axis in ("tp", "etp", "ep"):
+        if axis in groups:
+            found.append(({name for name, row in rows.items() if axis in parts.splits(row)}, groups[axis]))
+    return found
 
 
 def _expert_stacks(rows: Mapping[str, Parameter]) -> set[str]:
@@ -281,15 +326,15 @@ def _weights(
 ) -> tuple[Weights, GradientReducer | GradientScatter]:
     """This rank's parameters, and what sums their gradients, whole or in parts.
 
-    Sums go over dp; of experts that are spread over ranks, over those that hold the same ones.
+    Sums go over dp and cp; of experts, where these are other ranks, over those that hold the same ones.
     """
     sizes = plan.sizes
     names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
     model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
-    spread = _expert_stacks(rows) if sizes.ep > 1 else set()
-    dp_group = groups["dp"]
+    spread = _expert_stacks(rows) if "edp" in groups else set()
+    dp_group = groups.get("cp-dp", groups["dp"])
     edp_group = groups.get("edp", dp_group)
-    if sizes.dp > 1 and config.parallel.data_parallel_sharding != "none":
+    if sizes.dp * sizes.cp > 1 and config.parallel.data_parallel_sharding != "none":
         full = config.parallel.data_parallel_sharding == "full"
 
         def group_of(name: str) -> ProcessGroup:
@@ -300,5 +345,5 @@ def _weights(
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}
     experts = [weights.master[name] for name in spread]
-    whole, spread_over = dp_group if sizes.dp > 1 else None, edp_group if sizes.edp > 1 else None
+    whole, spread_over = dp_group if sizes.dp * sizes.cp > 1 else None, edp_group if sizes.edp > 1 else None
     return weights, GradientReducer(masters, whole, experts, spread_over)

@@ -53,12 +53,12 @@ class ShardedWeights(Weights):
 
     @torch.no_grad()
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole, on the CPU, of which `tensor` (the master of `name`, or a moment) is a part. A collective."""
+        """The whole of which `tensor` (the master of `name`, or a moment) is a part. A collective."""
         if not tensor.dim():
             return tensor
         made = torch.empty(self.model[name].shape, dtype=tensor.dtype, device=tensor.device)
         gather_into([made], [tensor.detach()], self.group_of(name))
-        return made.cpu()
+        return made
 
     @torch.no_grad()
     def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:

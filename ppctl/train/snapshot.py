@@ -58,7 +58,9 @@ def named_tensors(session: Session, shards: list[Shard] | None = None) -> dict[s
             f".{key}": tensor for key, tensor in session.optimizer.state[name].items()
         }
         for suffix, own in held_here.items():
-            whole = session.weights.whole(name, own)
+            whole = session.slices.whole(session.rows[name], session.weights.whole(name, own))
+            if whole is not own:
+                whole = whole.cpu()  # a copy: a device has no room for those of all
             add("optim" if suffix else "model", name, whole, suffix)
             if shards is not None:
                 shards.append(Shard(name, own, whole))
@@ -131,7 +133,7 @@ def _filling(session: Session) -> Iterator[dict[str, Sequence[Tensor]]]:
     shards: list[Shard] = []
     yield named_tensors(session, shards)
     for name, own, whole in shards:
-        session.weights.keep(name, own, whole)
+        session.weights.keep(name, own, session.slices.own(session.rows[name], whole))
     session.weights.publish()
 
 

@@ -14,6 +14,7 @@ from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
+from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.optimizer import lr_at
@@ -48,7 +49,7 @@ class Trainer:
             [router for module in session.stages.values() for router in module.routers()],
             session.config.model,
             weight=1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all,
-            group=session.groups["dp"] if session.plan.sizes.dp > 1 else None,
+            others=session.other_tokens,
         )
 
     def step(self, step: int) -> StepResult:
@@ -66,6 +67,8 @@ class Trainer:
         # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
         lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps)
         s.reducer.finish()
+        if s.partial:
+            sum_partial_gradients([s.weights.master[name] for name in s.partial], s.groups["tp"])
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
         norm = s.norm.measure(s.weights.master)

@@ -27,6 +27,10 @@ class Trained(NamedTuple):
     weights: dict
     mtp_losses: list
     aux_losses: list
+    gradients: dict
+    """Of the first step, before they are clipped."""
+    scales: list
+    """What clipping multiplied each step's gradients with."""
 
 
 def whole_model(model, seed, dtype=torch.float32):
@@ -70,7 +74,7 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
     decayed = [p for name, p in weights.items() if p.dim() > 1 and name not in uses]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    losses, norms, mtp_losses, aux_losses = [], [], [], []
+    losses, norms, mtp_losses, aux_losses, gradients, scales = [], [], [], [], {}, []
     for step, microbatches in enumerate(batches):
         total, count = (
             float(sum(mask.sum() for _, _, mask, *_ in microbatches)),
@@ -100,6 +104,8 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
             for name in uses:
                 weights[name].grad = shared.clone()
         norm = get_total_norm([p.grad for p in once])
+        gradients = gradients or {name: p.grad.clone() for name, p in weights.items()}
+        scales.append(min(1.0, optim.clip_grad / (norm.item() + 1e-6)) if optim.clip_grad else 1.0)
         clip_grads_with_norm_(weights.values(), optim.clip_grad or math.inf, norm)
         norms.append(norm.item())
         for group in adamw.param_groups:
@@ -108,7 +114,7 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
         adamw.zero_grad()
         move_biases(model, routers)
     everything = weights | dict(whole.named_buffers())
-    return Trained(losses, norms, {name: t.detach() for name, t in everything.items()}, mtp_losses, aux_losses)
+    return Trained(losses, norms, {name: t.detach() for name, t in everything.items()}, mtp_losses, aux_losses, gradients, scales)
 
 
 def move_biases(model, routers):

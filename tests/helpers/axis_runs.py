@@ -1,0 +1,251 @@
+"""Tiny models in float64 over every parallel axis, beside the oracle's one process: configs, batches and comparisons.
+
+Masks are unequal in every batch, and one microbatch of the first step has no counted token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from oracle.reference import train_reference
+
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.data.batches import StepBatch
+from ppctl.model.router import Router
+from ppctl.model.stage_model import pieces
+from ppctl.plan.build import build_plan
+from ppctl.train import step as step_module
+from ppctl.train.session import Session, build_session
+from ppctl.train.step import Trainer
+
+STEPS, SEQ, MICROBATCHES, SAMPLES = 3, 16, 4, 2
+"""Microbatches of the global batch, whatever dp is, of SAMPLES samples each."""
+
+SIZES = dict(num_layers=4, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, vocab_size=37)
+"""The vocabulary divides by nothing."""
+
+EXPERTS = dict(
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=8,
+    moe_shared_expert_intermediate_size=12,
+    moe_layer_freq="[0]+[1]*3",
+    moe_z_loss_coeff=0.001,
+    moe_aux_loss_coeff=0.01,
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped": dict(num_query_groups=2, qk_layernorm=True),
+    "biases": dict(num_query_groups=4, add_qkv_bias=True, share_embeddings_and_output_weights=True),
+    "experts": EXPERTS | dict(num_query_groups=2),
+    "deepseek": EXPERTS
+    | dict(
+        multi_latent_attention=True,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=8,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.01,
+        moe_router_load_balancing_type="seq_aux_loss",
+        mtp_num_layers=1,
+    ),
+    "latent": dict(
+        multi_latent_attention=True,
+        q_lora_rank=None,
+        kv_lora_rank=8,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=4,
+        mtp_num_layers=2,
+        share_embeddings_and_output_weights=True,
+    ),
+}
+
+
+def config_of(kind: str, **axes: Any) -> RunConfig:
+    """A run over these axes: tp, sp, cp, ep, etp, dp, pp, layout, and keys of any section."""
+    config = RunConfig(model=ModelConfig(**SIZES, **MODELS[kind]))
+    parallel = config.parallel
+    names = dict(tp="tensor_model", cp="context", ep="expert_model", etp="expert_tensor", dp="data", pp="pipeline_model")
+    for short, long in names.items():
+        setattr(parallel, f"{long}_parallel_size", axes.pop(short, None if short == "etp" else 1))
+    parallel.sequence_parallel = axes.pop("sp", False)
+    parallel.pipeline_model_parallel_layout = axes.pop("layout", None)
+    parallel.params_dtype = axes.pop("params_dtype", "float64")
+    parallel.overlap_p2p_comm, parallel.batch_p2p_comm, parallel.batch_p2p_sync = True, False, False
+    parallel.deallocate_pipeline_outputs = True
+    config.data.seq_length = SEQ
+    config.train.steps, config.train.micro_batch_size = STEPS, SAMPLES
+    config.train.global_batch_size = SAMPLES * MICROBATCHES
+    config.optim.lr, config.optim.warmup_steps, config.optim.eps = 1e-3, 1, 1e-4
+    config.launch.device = "cpu"
+    for key, value in axes.items():
+        owner = next(o for o in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(o, key))
+        setattr(owner, key, value)
+    return config
+
+
+def world_of(config: RunConfig) -> int:
+    """How many ranks it takes."""
+    p = config.parallel
+    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size, p.pipeline_model_parallel_size)
+    return math.prod(size or 1 for size in sizes)
+
+
+@cache
+def batch(step: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and mask of a step's global batch, [microbatches, samples, s]."""
+    dice = torch.Generator().manual_seed(step)
+    windows = torch.randint(vocabulary, (MICROBATCHES, SAMPLES, SEQ + 1), generator=dice)
+    share = torch.rand(MICROBATCHES, SAMPLES, 1, generator=dice)
+    mask = (torch.rand(MICROBATCHES, SAMPLES, SEQ, generator=dice) < share).float()
+    mask[0, 0, -4:] = 1.0
+    if step == 0:
+        mask[-1] = 0.0
+    return windows[..., :-1].contiguous(), windows[..., 1:].contiguous(), mask
+
+
+class MaskedBatches:
+    """The batches of one data-parallel rank, which takes neighbouring microbatches."""
+
+    def __init__(self, config: RunConfig, dp_rank: int) -> None:
+        size = config.parallel.data_parallel_size or 1
+        count = MICROBATCHES // size
+        self.own = slice(dp_rank * count, (dp_rank + 1) * count)
+        self.vocabulary = config.model.vocab_size
+
+    def step(self, step: int) -> StepBatch:
+        """This rank's share."""
+        tokens, labels, mask = batch(step, self.vocabulary)
+        return StepBatch(
+            tokens[self.own], labels[self.own], mask[self.own], total_tokens=int(mask.sum()), checksum=step
+        )
+
+
+def whole(session: Session, name: str, tensor: torch.Tensor) -> dict[str, np.ndarray]:
+    """A parameter's tensor as one process has it, by the names of checkpoints. A collective."""
+    row = session.rows[name]
+    made = session.slices.whole(row, session.weights.whole(name, tensor))
+    experts = session.slices.parts.experts(row.experts)
+    named = {key: part.detach().numpy().copy() for key, part in pieces(name, made, row._replace(copy_of=None), experts)}
+    return named
+
+
+def train_all(mappings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs in a rank: each config's losses, norms, first gradients and last weights."""
+    return [_train(from_mapping(mapping)) for mapping in mappings]
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
+    etp = "parallel.expert_tensor_parallel_size"
+    plan = build_plan(config, {} if config.parallel.expert_tensor_parallel_size is None else {etp: "command line"})
+    assert not plan.problems, plan.problems
+    session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
+    trainer = Trainer(session, MaskedBatches(config, session.own.dp_rank), lambda: False)  # type: ignore[arg-type]
+    gradients: dict[str, np.ndarray] = {}
+    scales: list[float] = []
+    clip = step_module.clip_gradients
+
+    def keep(masters: Any, norm: Any, most: float) -> None:
+        if not gradients:
+            for name, master in masters.items():
+                gradients.update(whole(session, name, master.grad))
+        before = {name: master.grad.abs().max().item() for name, master in masters.items()}
+        clip(masters, norm, most)
+        largest = max(before, key=before.__getitem__)
+        scales.append(masters[largest].grad.abs().max().item() / before[largest])
+
+    with patch.object(step_module, "clip_gradients", keep):
+        records = [trainer.step(step).record for step in range(config.train.steps)]
+    weights: dict[str, np.ndarray] = {}
+    for name, master in session.weights.master.items():
+        weights.update(whole(session, name, master))
+    for stage in session.stages.values():
+        weights |= {name: buffer.numpy().copy() for name, buffer in stage.canonical_buffers().items()}
+    session.close()
+    return {"records": records, "gradients": gradients, "weights": weights, "scales": scales}
+
+
+@cache
+def reference(kind: str, dtype: str = "float64") -> Any:
+    """What one process makes of the model; asserts that no choice of experts hangs on a rounding."""
+    config = config_of(kind)
+    steps = []
+    for step in range(STEPS):
+        tokens, labels, mask = batch(step, config.model.vocab_size)
+        steps.append(list(zip(tokens, labels, mask, strict=True)))
+    gaps: list[float] = []
+    choose = Router._choose
+
+    def watched(self: Router, scores: torch.Tensor) -> torch.Tensor:
+        biased = scores if self.expert_bias is None else scores + self.expert_bias
+        best = biased.sort(-1, descending=True).values
+        topk = self.model.moe_router_topk
+        gaps.append((best[..., topk - 1] - best[..., topk]).min().item())
+        return choose(self, scores)
+
+    with patch.object(Router, "_choose", watched):
+        found = train_reference(
+            config.model, config.optim, config.train.seed, steps, config.train.steps, dtype=getattr(torch, dtype)
+        )
+    assert min(gaps, default=1.0) > 1e-9
+    return found
+
+
+def far(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest difference, relative to the larger of the tensor's largest entry and norm / sqrt(n)."""
+    if not theirs.size:
+        return 0.0
+    scale = max(np.abs(theirs).max(), np.linalg.norm(theirs.ravel()) / math.sqrt(theirs.size))
+    return float(np.abs(ours - theirs).max() / scale) if scale else float(np.abs(ours).max())
+
+
+def differences(kind: str, ranks: list[dict[str, Any]], dtype: str = "float64") -> dict[str, float]:
+    """What -> the relative difference of any rank from one process."""
+    expected = reference(kind, dtype)
+    found: dict[str, float] = {}
+
+    def note(what: str, ours: Any, theirs: Any) -> None:
+        found[what] = max(found.get(what, 0.0), far(np.asarray(ours), np.asarray(theirs)))
+
+    for rank in ranks:
+        records = rank["records"]
+        note("loss", [r["loss"] for r in records], expected.losses)
+        note("norm", [r["grad_norm"] for r in records], expected.norms)
+        note("clip", rank["scales"], expected.scales)
+        if any(expected.mtp_losses):
+            note("mtp_loss", [r["mtp_loss"] for r in records], expected.mtp_losses)
+        if any(expected.aux_losses):
+            note("aux_loss", [r["aux_loss"] for r in records], expected.aux_losses)
+    for kind_, theirs in (("gradients", expected.gradients), ("weights", expected.weights)):
+        theirs = _named(theirs)
+        seen: set[str] = set()
+        for rank in ranks:
+            for name, ours in rank[kind_].items():
+                note(f"{kind_} {name}", ours, theirs[name])
+            seen |= rank[kind_].keys()
+        assert seen == theirs.keys(), seen ^ theirs.keys()
+    return found
+
+
+def _named(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Stacks of experts one by one, as checkpoints name them."""
+    found = {}
+    for name, tensor in tensors.items():
+        owner, _, matrix = name.rpartition(".")
+        if owner.endswith(".experts"):
+            found |= {f"{owner}.{expert}.{matrix}.weight": part.numpy() for expert, part in enumerate(tensor)}
+        else:
+            found[name] = tensor.numpy()
+    return found
