@@ -109,9 +109,7 @@ class ModelParallelConfig:
         1, positive(MOST_RANKS), names="ep --expert-model-parallel-size", known_as="expert_parallel_degree"
     )
     """Ranks that the experts of an MoE layer are spread over (ep)."""
-    expert_tensor_parallel_size: int | None = key(
-        None, positive(MOST_RANKS), names="etp --expert-tensor-parallel-size"
-    )
+    expert_tensor_parallel_size: int | None = key(None, positive(MOST_RANKS), names="etp --expert-tensor-parallel-size")
     """Ranks that share one expert's matrices (etp); none means the tensor-parallel size."""
     moe_extended_tp: bool = key(False, support=Support(IGNORED, "expert_tensor_parallel_size took its place"))
     """Superseded by expert_tensor_parallel_size; Megatron ignores it as well."""

@@ -175,7 +175,7 @@ def derive(
         return None
     violations.extend(_layer_kinds(values))
     world = derive_world(values, violations)
-    divide_model(values, violations)
+    divide_model(values, violations, 1 if world is None else world.etp)
     measured = read_profile(values, violations)
     schedule = read_schedule_file(values, violations)
     cut = derive_cut(values, violations, chunks_wanted(values, schedule))

@@ -181,22 +181,56 @@ def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Itera
     yield {"dp": dp, "nodes": None, "gpus_per_node": None}
 
 
-def divide_model(values: ConfigValues, violations: Violations) -> None:
-    """What tensor and context parallelism split must divide evenly."""
+def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None:
+    """What tensor and context parallelism split must divide evenly; words need not, but each rank must have some."""
     tp, cp = values["tp"], values["cp"]
-    split = ["model.num_attention_heads", "model.ffn_hidden_size"]
-    if not values["model.multi_latent_attention"]:
-        split.append("model.num_query_groups")
-    common = gcd(*(values[key] for key in split if values[key]))
-    for key in split:
-        if values[key] and values[key] % tp:
-            remedies = [{"tp": size} for size in (*nearest_divisors(values[key], tp), *nearest_divisors(common, tp))]
-            message = f"tp {tp} does not divide {key} {values[key]}"
-            violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *remedies, {"tp": 1}))
+    experts = values["model.num_moe_experts"] or 0
+    pieces = cp * tp if values[SEQUENCE] else cp
+    split = [(key, tp) for key in ("model.num_attention_heads", "model.ffn_hidden_size")]
+    if experts:
+        split.append(("model.moe_shared_expert_intermediate_size", tp))
+        split.append(("model.moe_ffn_hidden_size", etp))
+    common = gcd(*(values[key] for key, ranks in split if values[key] and ranks == tp))
+    for key, ranks in split:
+        if values[key] and values[key] % ranks:
+            axis = "etp" if key == "model.moe_ffn_hidden_size" else "tp"
+            divisors = (*nearest_divisors(values[key], ranks), *nearest_divisors(common, ranks))
+            message = f"{axis} {ranks} does not divide {key} {values[key]}"
+            ways = [{axis: size} for size in divisors]
+            violations.append(Violation("PP-E207", key, message, values.cite("tp", "etp", key), *ways, {axis: 1}))
+    _divide_groups(values, violations)
+    words = values["model.vocab_size"]
+    if -(-words // tp) * (tp - 1) >= words:
+        message = f"tp {tp} leaves ranks without any of the {words} words of model.vocab_size"
+        place = values.cite("tp", "model.vocab_size")
+        violations.append(Violation("PP-E207", "model.vocab_size", message, place, {"tp": isqrt(words)}, {"tp": 1}))
+    if experts and tp > 1 and not values[SEQUENCE]:
+        message = f"experts with tp {tp} need sequence parallelism: else every rank would send the same tokens to them"
+        place = values.cite("tp", SEQUENCE, "model.num_moe_experts")
+        violations.append(Violation("PP-E223", SEQUENCE, message, place, {SEQUENCE: True}, {"tp": 1}))
     if cp > 1 and values["seq"] % (2 * cp):
         message = f"seq {values['seq']} is not a multiple of 2 x cp {cp} (each rank takes an early and a late piece)"
-        remedies = [{"seq": size} for size in nearest_multiples(2 * cp, values["seq"])]
+        remedies = [{"seq": size} for size in nearest_multiples(2 * pieces, values["seq"])]
         violations.append(Violation("PP-E208", "seq", message, values.cite("seq", "cp"), *remedies, {"cp": 1}))
+    elif values["seq"] % pieces:
+        message = f"seq {values['seq']} is not a multiple of cp {cp} x tp {tp}, which sequence_parallel divides it into"
+        remedies = [{"seq": size} for size in nearest_multiples(pieces * (2 if cp > 1 else 1), values["seq"])]
+        place = values.cite("seq", "tp", "cp", SEQUENCE)
+        violations.append(Violation("PP-E208", "seq", message, place, *remedies, {SEQUENCE: False}, {"tp": 1}))
+
+
+SEQUENCE = "parallel.sequence_parallel"
+
+
+def _divide_groups(values: ConfigValues, violations: Violations) -> None:
+    """Groups of keys and values: tp divides them, or they divide tp, and several ranks have the same one."""
+    key, tp = "model.num_query_groups", values["tp"]
+    groups = values[key]
+    if values["model.multi_latent_attention"] or not groups or groups % tp == 0 or tp % groups == 0:
+        return
+    message = f"tp {tp} does not divide {key} {groups}, nor that tp"
+    ways = [{"tp": size} for size in (*nearest_divisors(groups, tp), groups)]
+    violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *ways, {"tp": 1}))
 
 
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch | None:

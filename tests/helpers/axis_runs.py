@@ -77,7 +77,9 @@ def config_of(kind: str, **axes: Any) -> RunConfig:
     """A run over these axes: tp, sp, cp, ep, etp, dp, pp, layout, and keys of any section."""
     config = RunConfig(model=ModelConfig(**SIZES, **MODELS[kind]))
     parallel = config.parallel
-    names = dict(tp="tensor_model", cp="context", ep="expert_model", etp="expert_tensor", dp="data", pp="pipeline_model")
+    names = dict(
+        tp="tensor_model", cp="context", ep="expert_model", etp="expert_tensor", dp="data", pp="pipeline_model"
+    )
     for short, long in names.items():
         setattr(parallel, f"{long}_parallel_size", axes.pop(short, None if short == "etp" else 1))
     parallel.sequence_parallel = axes.pop("sp", False)
@@ -99,7 +101,12 @@ def config_of(kind: str, **axes: Any) -> RunConfig:
 def world_of(config: RunConfig) -> int:
     """How many ranks it takes."""
     p = config.parallel
-    sizes = (p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size, p.pipeline_model_parallel_size)
+    sizes = (
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        p.data_parallel_size,
+        p.pipeline_model_parallel_size,
+    )
     return math.prod(size or 1 for size in sizes)
 
 

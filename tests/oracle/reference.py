@@ -114,7 +114,9 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
         adamw.zero_grad()
         move_biases(model, routers)
     everything = weights | dict(whole.named_buffers())
-    return Trained(losses, norms, {name: t.detach() for name, t in everything.items()}, mtp_losses, aux_losses, gradients, scales)
+    return Trained(
+        losses, norms, {name: t.detach() for name, t in everything.items()}, mtp_losses, aux_losses, gradients, scales
+    )
 
 
 def move_biases(model, routers):
