@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ppctl.geometry.parameters import Parameter
-from ppctl.topology import RankGrid
 
 
 class Place(NamedTuple):
@@ -36,10 +35,9 @@ class Parts(NamedTuple):
     etp: Place = ONLY
 
     @classmethod
-    def of(cls, grid: RankGrid, rank: int) -> Parts:
-        """Those of a global rank."""
-        places = grid.coordinates(rank) | grid.coordinates(rank, "expert")
-        return cls(*(Place(places[axis], getattr(grid.sizes, axis)) for axis in cls._fields))
+    def at(cls, position: Mapping[str, int], sizes: object) -> Parts:
+        """Those of a rank with this position on the axes of both views, whose sizes are attributes of `sizes`."""
+        return cls(*(Place(position[axis], getattr(sizes, axis)) for axis in cls._fields))
 
     def on(self, axis: str) -> Place:
         """The place on an axis by its name."""

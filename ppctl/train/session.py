@@ -106,7 +106,7 @@ class Session:
     loss_scale: LossScale | None
     """In float16 only."""
     reducer: GradientReducer | GradientScatter
-    partial: Sequence[str]
+    partial_gradients: Sequence[str]
     """Parameters that are whole here, of whose gradients every tensor-parallel rank has a part."""
     ties: TiedGradients
     norm: GradientNorm
@@ -213,7 +213,7 @@ def build_session(
         # Only where it changes something: the call imports torch's compiler.
         torch.use_deterministic_algorithms(config.parallel.deterministic_mode)
     kernels = choose_kernels(config, parts.capability(device, packed=config.data.reset_attention_mask))
-    own_parts = WhichParts.of(grid, rank)
+    own_parts = WhichParts.at(grid.coordinates(rank) | grid.coordinates(rank, "expert"), plan.sizes)
     stages = _build_stages(config, plan, own_parts, own.stages, device, kernels, groups, parts)
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
     weights, reducer = _weights(config, plan, stages, rows, groups)
@@ -235,7 +235,7 @@ def build_session(
         optimizer=AdamW(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
-        partial=[name for name in weights.master if tp_sums(rows[name], plan.sizes.tp, sequence_parallel=sp)],
+        partial_gradients=[name for name in weights.master if tp_sums(rows[name], plan.sizes.tp, sequence_parallel=sp)],
         ties=TiedGradients(uses, weights.master, rank),
         norm=GradientNorm(
             locate_parameters(plan.stages, config.model),

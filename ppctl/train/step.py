@@ -67,8 +67,8 @@ class Trainer:
         # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
         lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps)
         s.reducer.finish()
-        if s.partial:
-            sum_partial_gradients([s.weights.master[name] for name in s.partial], s.groups["tp"])
+        if s.partial_gradients:
+            sum_partial_gradients([s.weights.master[name] for name in s.partial_gradients], s.groups["tp"])
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
         norm = s.norm.measure(s.weights.master)

@@ -6,7 +6,6 @@ Masks are unequal in every batch, and one microbatch of the first step has no co
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from oracle.reference import train_reference
 
-from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.mapping import from_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.model.router import Router

@@ -22,9 +22,10 @@ from ppctl.comm.modes import Modes
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.engine.interpreter import run_schedule
+from ppctl.geometry.parts import Parts, Place
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.recompute import recompute
-from ppctl.model.stage import build_stage, experts_of
+from ppctl.model.stage import build_stage
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
 from ppctl.plan.build import build_plan
@@ -70,9 +71,9 @@ class Rank:
 
     def __init__(self, made: RunConfig, plan: Plan, rank: int) -> None:
         self.plan, self.own, grid = plan, plan.for_rank(rank), RankGrid(plan.sizes)
-        experts = experts_of(made.model, grid.coordinates(rank, "expert")["ep"], plan.sizes.ep)
+        parts = Parts(ep=Place(grid.coordinates(rank, "expert")["ep"], plan.sizes.ep))
         self.stages = {
-            spec.stage: build_stage(spec, made.model, seed=1, dtype=torch.float32, device=CPU, experts=experts)
+            spec.stage: build_stage(spec, made.model, seed=1, dtype=torch.float32, device=CPU, parts=parts)
             for spec in self.own.stages
         }
         session = SimpleNamespace(

@@ -8,11 +8,12 @@ from cuts import tiny
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.parts import Parts, Place
 from ppctl.model.feed_forward import Experts, MixtureOfExperts
 from ppctl.model.initialize import initial_value
 from ppctl.model.linear import grouped_product
 from ppctl.model.router import balance_loss, within_best_groups
-from ppctl.model.stage import build_stage, experts_of, meta_stage
+from ppctl.model.stage import build_stage, meta_stage
 from ppctl.plan import StageSpec
 
 SOFTMAX = dict(num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=10)
@@ -174,7 +175,7 @@ def test_experts_start_as_their_own_names_say_whoever_holds_them():
     whole = build_stage(spec, model, **options).canonical_parameters()
     for name in ("w1", "w2", "w3"):
         stack = f"layers.1.moe.experts.{name}"
-        shares = [build_stage(spec, model, **options, experts=experts_of(model, rank, 4)) for rank in range(4)]
+        shares = [build_stage(spec, model, **options, parts=Parts(ep=Place(rank, 4))) for rank in range(4)]
         parts = [share.canonical_parameters()[stack] for share in shares]
         assert torch.equal(torch.cat(parts), whole[stack])
         alone = f"layers.1.moe.experts.5.{name}.weight"

@@ -35,7 +35,7 @@ def test_logits_are_those_of_the_formula(modules):
     stage = stage_of(["embedding", "decoder.0", "decoder.1", *(f"mtp.{k}" for k in range(modules)), "loss"], model)
     tokens = torch.randint(model.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1))
     weights, eps = dict(stage.named_parameters()), model.norm_epsilon
-    cos, sin = stage.rotary.tables(tokens.unsqueeze(-1).float())
+    cos, sin = stage.rotary.tables(tokens.float(), tokens.shape[1])
 
     x = weights["tok_embeddings.weight"][tokens]
     for layer in stage.layers.values():

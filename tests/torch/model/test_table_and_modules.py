@@ -9,11 +9,12 @@ from torch import nn
 
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import Layer, parse_layers
+from ppctl.geometry.parts import WHOLE, Parts, Place
 from ppctl.model.feed_forward import FeedForward
 from ppctl.model.initialize import initialize
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.recompute import CHECKPOINTED, MADE_AGAIN
-from ppctl.model.stage import build_stage, experts_of, meta_stage
+from ppctl.model.stage import build_stage, meta_stage
 from ppctl.plan import StageSpec
 
 LATENT = dict(multi_latent_attention=True, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=6, v_head_dim=7)
@@ -48,7 +49,7 @@ def test_modules_have_the_parameters_of_the_table(sizes, tied):
     size = 2 if model.num_moe_experts else 1
     for layers in map(parse_layers, STAGES):
         table = stage_parameters(model, layers)
-        stage = meta_stage(layers, model, experts_of(model, size - 1, size))
+        stage = meta_stage(layers, model, Parts(ep=Place(size - 1, size)))
         shapes = {n: ((r.experts // size,) if r.experts else ()) + r.shape for n, r in table.items()}
         assert of(stage) == shapes
         assert [n for n, r in table.items() if r.gradient != "none"] == [n for n, _ in stage.named_parameters()]
@@ -95,7 +96,7 @@ def test_a_stage_with_other_parameters_than_the_table_is_not_built(block, says, 
 
 def test_a_parameter_without_a_row_has_no_initial_value():
     with pytest.raises(LookupError, match=r"layers\.0\.rogue"):
-        initialize({"layers.0.rogue": nn.Parameter(torch.empty(3))}, tiny(), 1, range(0))
+        initialize({"layers.0.rogue": nn.Parameter(torch.empty(3))}, tiny(), 1, WHOLE)
 
 
 @pytest.mark.parametrize("sizes", MODELS)

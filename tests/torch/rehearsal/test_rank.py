@@ -166,7 +166,7 @@ def test_the_places_of_experts_norms_are_made_once():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         parameters = [Location(name, 0, 0) for name in masters]
-        norm = GradientNorm(parameters, device=CPU, experts=["experts"], expert_group=dist.group.WORLD)
+        norm = GradientNorm(parameters, device=CPU, parts=[(["experts"], dist.group.WORLD)])
         with Names() as names:
             norm.measure(masters)
     finally:

@@ -79,7 +79,8 @@ def test_a_parameter_without_a_gradient_counts_as_nothing():
 def test_what_the_norms_are_indexed_with_is_on_the_device():
     # Indices on the host would make it wait for the device, in every step.
     locations = locate_parameters(cut("EttttL", 1), tiny())
-    norm = GradientNorm(locations, device="meta", experts={locations[2].name})
-    assert norm.own_experts.is_meta
-    assert norm.own_experts.shape == (1,)
+    norm = GradientNorm(locations, device="meta", parts=[({locations[2].name}, None)])
+    ((places, _),) = norm.parts
+    assert places.is_meta
+    assert places.shape == (1,)
     assert norm.places.is_meta

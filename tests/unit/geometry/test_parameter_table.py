@@ -92,11 +92,11 @@ def test_every_row_is_found_by_its_names(model: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("model", ALL)
-def test_a_gradient_is_complete_where_the_parameter_is_split_and_nowhere_else_but_in_tables(model: ModelConfig) -> None:
+def test_a_gradient_is_complete_where_the_parameter_is_split_and_nowhere_else(model: ModelConfig) -> None:
     """A rank that holds a part has all of the part's gradient; of what is whole it has seen a part of the batch."""
     for name, row in rows(model).items():
         split = any(axis in ("tp", "etp") for axis, _ in row.splits)
-        assert (row.gradient == "complete") == (split or row.role == "embedding"), name
+        assert (row.gradient == "complete") == split, name
 
 
 @pytest.mark.parametrize(

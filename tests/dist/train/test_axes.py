@@ -1,0 +1,126 @@
+"""Every parallel axis, in float64 against one process: losses, gradients, norm, clipping and weights within 1e-12.
+
+All combinations of one world size run in one set of processes; a test is one combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from axis_runs import MODELS, config_of, differences, train_all, world_of
+from pairwise import pairwise
+from ranks import run_ranks
+
+from ppctl.config.mapping import to_mapping
+
+Case = tuple[str, str, tuple[int, int], int, str, str]
+"""Model, tensor parallelism, (ep, etp; 0: tp's), dp, sharding, cut."""
+
+TENSOR = {"-": {}, "tp 2": dict(tp=2), "tp 2 sp": dict(tp=2, sp=True), "tp 4 sp": dict(tp=4, sp=True)}
+CUTS: dict[str, dict[str, Any]] = {
+    "pp 1": {},
+    "pp 2": dict(pp=2, layout="Et*2|t*2{m}L"),
+    "pp 2, full recompute": dict(pp=2, layout="Et*2|t*2{m}L", recompute_granularity="full", recompute_method="uniform"),
+    "pp 2, vpp 2": dict(pp=2, layout="Et|t|t*2|{m}L", virtual_pipeline_model_parallel_size=2),
+    "zb_h1": dict(pp=2, layout="Et*2|t*2{m}L", pp_schedule="zb_h1"),
+    "zb_h1, modules recomputed": dict(
+        pp=2,
+        layout="Et*2|t*2{m}L",
+        pp_schedule="zb_h1",
+        recompute_granularity="selective",
+        recompute_modules=["layernorm", "mla_up_proj", "moe_act"],
+    ),
+    "dualpipev": dict(pp=2, layout="Et|t|t*2|{m}L", virtual_pipeline_model_parallel_size=2, pp_schedule="dualpipev"),
+}
+
+
+def axes_of(case: Case) -> dict[str, Any]:
+    """The keywords of `config_of`."""
+    kind, tensor, (ep, etp), dp, sharding, cut = case
+    axes = TENSOR[tensor] | CUTS[cut] | dict(ep=ep, dp=dp, data_parallel_sharding=sharding)
+    if "layout" in axes:
+        axes["layout"] = axes["layout"].format(m="m" * (MODELS[kind].get("mtp_num_layers") or 0))
+    return axes | (dict(etp=etp) if etp else {})
+
+
+def is_possible(case: Case) -> bool:
+    kind, tensor, (ep, etp), dp, sharding, cut = case
+    tp, moe = TENSOR[tensor].get("tp", 1), "num_moe_experts" in MODELS[kind]
+    ranks = tp * dp * (1 if cut == "pp 1" else 2)
+    experts = moe or (ep == 1 and etp == 0)
+    divides = tp * dp % (ep * (etp or tp)) == 0
+    modules = cut != "zb_h1, modules recomputed" or kind == "deepseek"  # the one that has all of them
+    enough = cut != "dualpipev" or dp == 1
+    return (
+        ranks <= 8
+        and (tensor != "-" or dp == 1)
+        and experts
+        and divides
+        and (sharding == "none" or dp > 1)
+        and (not moe or tp == 1 or "sp" in tensor)
+        and modules
+        and enough
+    )
+
+
+GRID: list[Case] = [
+    case
+    for case in itertools.product(
+        MODELS, TENSOR, [(1, 0), (1, 1), (2, 0), (2, 1), (4, 1)], (1, 2), ("none", "optimizer_gradients", "full"), CUTS
+    )
+    if is_possible(case)
+]
+SAMPLE: list[Case] = [
+    ("grouped", "tp 4 sp", (1, 0), 1, "none", "pp 1"),
+    ("biases", "tp 2", (1, 0), 1, "none", "pp 2"),
+    ("latent", "tp 2 sp", (1, 0), 1, "none", "pp 2, vpp 2"),
+    ("experts", "tp 2 sp", (2, 1), 1, "none", "pp 2"),
+    ("experts", "tp 2 sp", (2, 0), 2, "full", "pp 1"),
+    ("deepseek", "tp 2 sp", (2, 1), 2, "optimizer_gradients", "pp 1"),
+    ("deepseek", "tp 2 sp", (1, 0), 1, "none", "zb_h1, modules recomputed"),
+]
+
+
+MORE: list[Case] = [*dict.fromkeys(pairwise(GRID, SAMPLE) + random.Random(14).sample(GRID, 40))][len(SAMPLE) :]
+"""What completes the sample's pairs, and some at random."""
+
+
+@cache
+def results(world: int, more: bool) -> dict[Case, list[dict[str, Any]]]:
+    """Of all cases of this size: of the sample, or of the others."""
+    chosen = [c for c in (MORE if more else SAMPLE) if world_of(config_of(c[0], **axes_of(c))) == world]
+    mappings = [to_mapping(config_of(c[0], **axes_of(c))) for c in chosen]
+    ranks = run_ranks(train_all, world, mappings, timeout=900)
+    return {case: [rank[number] for rank in ranks] for number, case in enumerate(chosen)}
+
+
+PARAMETERS = [pytest.param(*case, marks=pytest.mark.whole if case in MORE else ()) for case in SAMPLE + MORE]
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("kind", "tensor", "experts", "dp", "sharding", "cut"), PARAMETERS)
+def test_any_axes_agree_with_one_process(kind, tensor, experts, dp, sharding, cut):
+    case = kind, tensor, experts, dp, sharding, cut
+    world = world_of(config_of(kind, **axes_of(case)))
+    far = differences(kind, results(world, case in MORE)[case])
+    assert {what: value for what, value in far.items() if not value <= 1e-12} == {}
+
+
+def test_a_cut_at_fixed_axes_changes_no_bit():
+    """In float32: pp, vpp, schedules and recompute at tp 2 under sequence parallelism."""
+    for kind, cuts in {"deepseek": ("pp 1", "pp 2, vpp 2", "zb_h1, modules recomputed"), "biases": CUTS}.items():
+        cases = [(kind, "tp 2 sp", (1, 0), 1, "none", cut) for cut in cuts]
+        cases = [case for case in cases if is_possible(case)]
+        configs = [config_of(kind, **axes_of(case), params_dtype="float32") for case in cases]
+        alone = run_ranks(train_all, 2, [to_mapping(configs[0])])
+        cut = run_ranks(train_all, 4, [to_mapping(config) for config in configs[1:]], timeout=120)
+        for number, case in enumerate(cases[1:]):
+            assert [r["loss"] for r in cut[0][number]["records"]] == [r["loss"] for r in alone[0][0]["records"]], case
+            for rank in cut:
+                for name, value in rank[number]["weights"].items():
+                    assert np.array_equal(value, alone[0][0]["weights"][name]), (case, name)
