@@ -16,12 +16,14 @@ from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
+from ppctl.model.dropout import Dropout, name_key
 from ppctl.model.feed_forward import ExchangeRows, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
+from ppctl.model.norms import make_norm
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router
@@ -43,16 +45,20 @@ class StageModule(nn.Module):
         super().__init__()
         h, moe = model.hidden_size, moe_layer_pattern(model)
         self.experts = range(model.num_moe_experts or 0) if experts is None else experts
-        self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
+        embeds, learned = Layer("embedding") in layers, model.position_embedding_type == "learned_absolute"
+        self.tok_embeddings = Embedding(model.vocab_size, h) if embeds else None
+        self.position_embeddings = Embedding(model.max_position_embeddings, h) if embeds and learned else None
+        self.after_embedding = Dropout(model.hidden_dropout)
         self.layers = nn.ModuleDict(
             {id_: DecoderLayer(model, moe=moe[int(id_)], kernels=kernels) for id_ in _ids("decoder", layers)}
         )
         self._runs: Sequence[Run] = list(self.layers.values())
-        self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
+        self.norm = make_norm(model, h) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
         self.mtp = MultiTokenPrediction(model, modules, kernels) if modules else None
         self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
-        self.rotary = Rotary(model)
+        self.rotary = None if learned else Rotary(model)
+        self.drops = bool(model.hidden_dropout or model.attention_dropout)
         self._rows = stage_parameters(model, layers)
         self._keep_own_experts()
         self._compare()
@@ -65,11 +71,14 @@ class StageModule(nn.Module):
         states, or logits [b, s, vocab_size] where the stage owns the loss: always new tensors, also from an empty
         stage, so that input and output are two nodes of the graph (one may be freed without the other).
         """
+        if self.drops and packing.draws is None and torch.is_grad_enabled():
+            raise ValueError("a model with dropout is trained with Packing.draws: what its draws depend on")
         x, *others = inputs
         if self.tok_embeddings is not None:
-            tokens, x = x, self.tok_embeddings(x)
+            tokens, x = x, self.after_embedding(self._embed(x, packing), packing.draws)
         if self.layers or self.mtp is not None:
-            places = (*self.rotary.tables(x, packing.positions), packing.documents)
+            tables = (None, None) if self.rotary is None else self.rotary.tables(x, packing.positions)
+            places = (*tables, packing.documents, packing.draws)
             for run in self._runs:
                 x = run(x, *places)
         if self.norm is not None:
@@ -79,6 +88,21 @@ class StageModule(nn.Module):
         if self.output is not None:
             return tuple(self.output(state) for state in (x, *others))
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
+
+    def _embed(self, tokens: Tensor, packing: Packing) -> Tensor:
+        """Rows for token ids [b, s], plus those of their positions where these are learned."""
+        assert self.tok_embeddings is not None
+        x: Tensor = self.tok_embeddings(tokens)
+        if self.position_embeddings is None:
+            return x
+        counted = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return x + self.position_embeddings(counted if packing.positions is None else packing.positions)
+
+    def name_dropouts(self, device: torch.device | str) -> None:
+        """Let every dropout draw by its canonical name."""
+        for name, module in self.named_modules():
+            if isinstance(module, Dropout):
+                module.key = torch.tensor(name_key(name), device=device)
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """The module's own names are the canonical ones."""
@@ -175,6 +199,7 @@ def build_stage(
     initialize(module.canonical_parameters(), model, seed, module.experts)
     for router in module.routers():
         router.reset_bias(device)
+    module.name_dropouts(device)
     return module
 
 
