@@ -15,6 +15,7 @@ from ppctl.config.schema import ModelConfig
 def broken_rules(model: ModelConfig) -> Iterator[Finding]:
     """Every rule that the model breaks."""
     yield from _heads(model)
+    yield from _dropped(model)
     yield from _experts(model)
 
 
@@ -28,6 +29,8 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
             f"{heads} heads do not divide a hidden size of {model.hidden_size}",
             f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}",
         )
+    elif model.position_embedding_type != "rope":
+        yield from _learned(model)
     elif not model.multi_latent_attention and (model.kv_channels or model.hidden_size // heads) % 2:
         yield (
             ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
@@ -42,6 +45,25 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
             f"{groups} key/value heads cannot be shared evenly by {heads} heads",
             f"model.num_query_groups={max(g for g in range(1, min(groups, heads) + 1) if heads % g == 0)}",
         )
+
+
+def _learned(model: ModelConfig) -> Iterator[Finding]:
+    """Rules on learned positions, which are added to the embedding."""
+    key, remedy = "model.position_embedding_type", "model.position_embedding_type=rope"
+    if model.multi_latent_attention:
+        message = "latent attention turns a part of every head: its positions are rotary"
+        yield (key, "model.multi_latent_attention"), message, remedy
+    elif model.mtp_num_layers:
+        message = "multi-token prediction shifts tokens without their learned positions: it needs rotary ones"
+        yield (key, "model.mtp_num_layers"), message, remedy
+
+
+def _dropped(model: ModelConfig) -> Iterator[Finding]:
+    """Rules on dropout."""
+    if model.attention_dropout and model.attention_backend in ("fused", "flash"):
+        keys = ("model.attention_dropout", "model.attention_backend")
+        message = f"{model.attention_backend} attention draws its own dropout, by no position: ppctl's blocks draw it"
+        yield keys, message, "model.attention_backend=auto"
 
 
 def _rotary(model: ModelConfig) -> Iterator[Finding]:

@@ -36,11 +36,10 @@ from ppctl.config.limits import (
     one_of,
     positive,
 )
-from ppctl.config.metadata import LATER, PLANS, Support, key
+from ppctl.config.metadata import LATER, Support, key
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
 
-_GPT3 = Support(PLANS, "GPT-3's blocks")
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
 
 
@@ -56,11 +55,11 @@ class ModelConfig:
     """Width of the residual stream."""
     ffn_hidden_size: int = key(704, positive(MOST_INNER_WIDTH), names="--ffn-hidden-size")
     """Width of the dense feed-forward."""
-    gated_linear_unit: bool = key(True, known_as="--swiglu", support=_GPT3)
-    """SwiGLU (gate, up, down); false: two matrices with an activation between them, as GPT-3."""
-    add_bias_linear: bool = key(False, support=_GPT3)
-    """Biases on every linear layer, as GPT-3."""
-    normalization: str = key("RMSNorm", one_of("RMSNorm", "LayerNorm"), support=_GPT3)
+    gated_linear_unit: bool = key(True, known_as="--swiglu")
+    """SwiGLU (gate, up, down); false: two matrices with GELU between them (its form with tanh), as GPT-3."""
+    add_bias_linear: bool = False
+    """Biases on every linear layer of attention and feed-forward, as GPT-3."""
+    normalization: str = key("RMSNorm", one_of("RMSNorm", "LayerNorm"))
     """`RMSNorm`, or `LayerNorm` (with a bias, as GPT-3)."""
     num_attention_heads: int = key(8, positive(MOST_HEADS), names="--num-attention-heads")
     """Query heads."""
@@ -72,7 +71,7 @@ class ModelConfig:
     """Rows of the embedding and of the output projection, padding included."""
     max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
     """Longest sequence that the model is meant for."""
-    position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"), support=_GPT3)
+    position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"))
     """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
     rotary_base: float = key(10000.0, positive())
     """Base of the rotary frequencies (theta)."""
@@ -95,7 +94,7 @@ class ModelConfig:
     mscale_all_dim: float = key(0.0, not_negative())
     """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
     norm_epsilon: float = key(1e-5, positive())
-    """Added to the mean square inside RMSNorm."""
+    """Added inside norms to the mean square, or to the variance."""
     init_method_std: float = key(0.02, not_negative(), training=True)
     """Standard deviation of initial weights."""
     share_embeddings_and_output_weights: bool = False
@@ -103,7 +102,7 @@ class ModelConfig:
     add_qkv_bias: bool = False
     """Biases on the query, key and value projections."""
     qk_layernorm: bool = False
-    """RMSNorm on every query and key head."""
+    """A norm on every query and key head."""
     attention_backend: str = key(
         "auto", one_of("auto", "fused", "flash", "unfused"), names="--attention-backend", training=True
     )
@@ -114,10 +113,10 @@ class ModelConfig:
     dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
     fp8_recipe: str = key("rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True)
     """Which numbers share a scale: `rowwise`, a row's; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
-    attention_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
-    """Share of attention probabilities that is dropped."""
-    hidden_dropout: float = key(0.0, BELOW_ONE, training=True, support=Support(PLANS, "dropout"))
-    """Share of each block's output that is dropped."""
+    attention_dropout: float = key(0.0, BELOW_ONE, training=True)
+    """Share of attention probabilities that is dropped: by ppctl's own attention, in place of fused kernels."""
+    hidden_dropout: float = key(0.0, BELOW_ONE, training=True)
+    """Share of each block's output, and of the embedding's, that is dropped."""
     # Multi-head latent attention
     multi_latent_attention: bool = False
     """Keys and values from a compressed latent (MLA) in place of grouped heads."""

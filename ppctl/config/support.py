@@ -165,6 +165,10 @@ def not_trained(config: RunConfig) -> list[Problem]:
     if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
         what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"
         missing.setdefault(what, []).append("model.attention_backend=flash")
+    if model.add_bias_linear:
+        for what, key in (("experts", "num_moe_experts"), ("latent attention", "multi_latent_attention")):
+            if getattr(model, key):
+                missing.setdefault(f"biases of {what}", []).append("model.add_bias_linear=true")
     if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
         missing.setdefault("products of experts in 8 bits on a GPU", []).append(f"model.fp8={model.fp8}")
     if not missing:

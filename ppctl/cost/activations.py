@@ -19,6 +19,7 @@ from ppctl.geometry.layers import (
     layer_kinds,
     recomputed_modules,
     recomputed_runs,
+    score_rows,
 )
 from ppctl.geometry.parameters import Sizes
 from ppctl.topology import ParallelSizes
@@ -32,8 +33,8 @@ class Allocator(NamedTuple):
     """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
     expert_copies: int
     """Vectors of the hidden width for every chosen expert: the token's copy, and the expert's output."""
-    norm_statistics: bool
-    """Whether the fp32 statistics of norms are counted."""
+    norm_statistics: int
+    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 where they are not counted."""
     fp32_norms: bool
     """Norms are run step by step in fp32 and keep their input and the normalised input so."""
     logit_bytes: int | None
@@ -53,8 +54,8 @@ class Allocator(NamedTuple):
     """One 16-bit weight gradient for every distinct shape of a weight."""
 
 
-_TORCH = Allocator("torch", 4, 2, True, False, None, None, 2, 0, receives=True, backward=True)
-_MEGATRON = Allocator("megatron", 3, 1, False, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
+_TORCH = Allocator("torch", 4, 2, 1, False, None, None, 2, 0, receives=True, backward=True)
+_MEGATRON = Allocator("megatron", 3, 1, 0, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
 
 ALLOCATORS = {
     # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits, whose gradient
@@ -70,6 +71,13 @@ ALLOCATORS = {
 
 TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
 """torch's CPU build runs RMSNorm step by step. Checked by tests/dist/train/test_plan_memory.py."""
+
+
+def for_norms(allocator: Allocator, normalization: str) -> Allocator:
+    """The allocator of a model with norms of this kind: LayerNorm is one kernel everywhere, and keeps two numbers."""
+    if normalization != "LayerNorm":
+        return allocator
+    return allocator._replace(norm_statistics=2 * allocator.norm_statistics, fp32_norms=False)
 
 
 class Part(NamedTuple):
@@ -131,7 +139,7 @@ def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[
     yield Part(module, width * inside)
     yield Part("layernorm", width * outside)
     if setting.allocator.norm_statistics:
-        yield Part("layernorm", setting.wide)
+        yield Part("layernorm", setting.wide * setting.allocator.norm_statistics)
 
 
 def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
@@ -150,12 +158,12 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         groups = sizes.groups
         normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
-        statistics = setting.wide * (heads + groups) if normed and setting.allocator.norm_statistics else 0
+        statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
         yield Part("attention", (sizes.head * (normed + plain) + statistics) / tp)
-    yield Part("core_attn", setting.wide * heads / tp + _scores(model, setting))
+    yield Part("core_attn", _scores(model, setting))
     if setting.packed:
         yield Part("core_attn", size * heads * sizes.value_head / tp)
-    yield Part("attention", h / setting.sp if model.hidden_dropout else 0)
+    yield Part("attention", h / setting.sp * _masked(model, setting))
 
 
 def _norm_sizes(setting: Setting) -> tuple[int, int]:
@@ -167,22 +175,56 @@ def _norm_sizes(setting: Setting) -> tuple[int, int]:
     )
 
 
-def _scores(model: ModelConfig, setting: Setting) -> float:
-    """Without a fused kernel: the probabilities of every pair, and with dropout the mask and what it leaves.
+def _masked(model: ModelConfig, setting: Setting) -> int:
+    """Bytes of a dropped element's mask: ppctl's own dropout draws it again."""
+    return 1 if model.hidden_dropout and setting.allocator.transformer_engine else 0
 
-    torch's own computes in float32 and keeps, of all heads, such copies of queries, keys and values, not these.
+
+def _scores(model: ModelConfig, setting: Setting) -> float:
+    """The softmax's sum of each head; without a fused kernel the probabilities of every pair, and with dropout the mask
+    and what it leaves.
+
+    torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries, keys and values,
+    not these. ppctl's own attention with dropout keeps neither.
     """
-    if model.attention_backend != "unfused":
+    own = setting.allocator.transformer_engine
+    sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp
+    if model.attention_dropout and not own:
         return 0.0
-    if not setting.allocator.transformer_engine:
+    if model.attention_backend != "unfused":
+        return sums
+    if not own:
         sizes = Sizes.of(model)
         per_head = 2 * sizes.query_head + sizes.value_head
         shared = sizes.heads - (sizes.heads if sizes.latent else sizes.groups)
         fused = sizes.heads * per_head - shared * (sizes.query_head + sizes.value_head)
         scores = sizes.heads * (setting.seq_length - 1)  # less what a fused kernel keeps of each head and token
-        return (setting.wide * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
+        return sums + (setting.wide * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
     per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
-    return model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
+    return sums + model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
+
+
+class _Dropping(NamedTuple):
+    """Bytes that attention with dropout (`model/dropped_attention.py`) has beside what it reads and returns."""
+
+    in_forward: float
+    in_backward: float
+
+
+def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
+    """Of one block of queries its scores and probabilities, the mask, and in the backward both their gradients; there
+    also those of all keys and values, which are summed in float32.
+    """
+    if not model.attention_dropout or not setting.allocator.backward:
+        return _Dropping(0.0, 0.0)
+    sizes, wide = Sizes.of(model), setting.wide
+    narrow = setting.element if setting.element < wide else 0
+    heads = -(-sizes.heads // setting.sizes.tp)
+    length = -(-setting.seq_length // setting.sizes.cp)
+    pairs = setting.micro_batch_size * heads * score_rows(setting.micro_batch_size * heads, length) * length
+    groups = sizes.heads if sizes.latent else sizes.groups
+    sums = setting.tokens * groups * (sizes.query_head + sizes.value_head) / setting.sizes.tp * (wide if narrow else 0)
+    return _Dropping(pairs * max(2 * wide + 1, wide + narrow + 1, 9), pairs * (3 * wide + 1 + narrow) + sums)
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Part]:
@@ -203,7 +245,7 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
         yield Part("moe", size * vectors * sizes.shared / over.tp)
     else:
         yield Part("mlp", size * vectors * sizes.ffn / over.tp)
-    yield Part("residual", h / setting.sp if model.hidden_dropout else 0)
+    yield Part("residual", h / setting.sp * _masked(model, setting))
 
 
 def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> list[Part]:
@@ -254,6 +296,8 @@ def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting,
         return block if setting.logit_bytes is None else 0.0
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
+    behind = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
+    held = max(held, held + _dropping(model, setting).in_forward - behind - 2 * hidden)
     if not moe:
         return held + 2 * hidden
     size = setting.element * setting.tokens
@@ -284,6 +328,7 @@ def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting
     keys = sizes.heads if sizes.latent else sizes.groups
     heads = sizes.heads * (sizes.query_head + sizes.value_head) + keys * (sizes.query_head + sizes.value_head)
     attention = hidden + size * heads / tp - freed + again.get("core_attn", 0.0) + again.get("mla_up_proj", 0.0)
+    attention += _dropping(model, setting).in_backward
     return max(feed_forward(model, setting, again, normed), attention + 2 * normed)
 
 

@@ -23,6 +23,14 @@ LOSS_ROWS = 256
 """Tokens whose logits the loss has in float32 at once: two for each multiprocessor of a GPU, whose softmax takes a row
 at a time, and fewer bytes than the output's weight gradient from a hidden size of 1,536 on (decision 33)."""
 
+SCORES = 2**24
+"""Scores that attention with dropout has of a microbatch at once: 64 MiB in float32."""
+
+
+def score_rows(heads: int, length: int) -> int:
+    """Queries of each head whose scores attention with dropout has at once, of so many heads of all samples."""
+    return max(1, min(length, SCORES // (heads * length)))
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

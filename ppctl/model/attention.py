@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import head_dim, query_groups
 from ppctl.model.core_attention import core_attention
+from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Projection, columns, from_columns
+from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import rotate
 from ppctl.model.split import TensorSplit
@@ -21,36 +23,48 @@ from ppctl.model.split import TensorSplit
 class Attention(nn.Module):
     """Causal self-attention [b, s, h] -> [b, s, h]; `num_attention_heads` queries share `num_query_groups` keys.
 
-    With `qk_layernorm`, queries and keys are RMS-normalised per head before they are turned (as Qwen3 does). With
+    With `qk_layernorm`, queries and keys are normalised per head before they are turned (as Qwen3 does). With
     `rotary_percent` below 1 only the first dimensions of a head are turned (as GLM-4.5 does).
     """
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.dropout = kernels, Dropout(model.attention_dropout)
         dim = self.head_dim = head_dim(model)
         queries = model.num_attention_heads * dim
         self.groups = query_groups(model)
-        keys = self.groups * dim
         self.split: TensorSplit | None = None
-        self.wq = Linear(model.hidden_size, queries, bias=model.add_qkv_bias, fp8=kernels.fp8)
-        self.wk = Linear(model.hidden_size, keys, bias=model.add_qkv_bias, fp8=kernels.fp8)
-        self.wv = Linear(model.hidden_size, keys, bias=model.add_qkv_bias, fp8=kernels.fp8)
-        self.wo = Linear(queries, model.hidden_size, fp8=kernels.fp8)
+        keys = self.groups * dim
+        biases = model.add_qkv_bias or model.add_bias_linear
+        self.wq = Linear(model.hidden_size, queries, bias=biases, fp8=kernels.fp8)
+        self.wk = Linear(model.hidden_size, keys, bias=biases, fp8=kernels.fp8)
+        self.wv = Linear(model.hidden_size, keys, bias=biases, fp8=kernels.fp8)
+        self.wo = Linear(queries, model.hidden_size, bias=model.add_bias_linear, fp8=kernels.fp8)
         self.interleaved = model.rotary_interleaved
-        self.q_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
-        self.k_norm = nn.RMSNorm(dim, eps=model.norm_epsilon) if model.qk_layernorm else nn.Identity()
+        self.q_norm = make_norm(model, dim) if model.qk_layernorm else nn.Identity()
+        self.k_norm = make_norm(model, dim) if model.qk_layernorm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
-        """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        documents: Documents | None = None,
+        draws: Draws | None = None,
+    ) -> Tensor:
+        """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them, or none."""
         q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))
         q = rotate(self.q_norm(q), cos, sin, interleaved=self.interleaved)
         k = rotate(self.k_norm(k), cos, sin, interleaved=self.interleaved)
-        return from_columns(self.mix(q, k, v, documents), self.wo, self.split)
+        return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
+    ) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        return core_attention(q, k, v, self.kernels, documents)
+        first_head = 0 if self.split is None else self.split.rank * q.shape[1]
+        dropped = self.dropout.of_attention(draws, first_head)
+        return core_attention(q, k, v, self.kernels, documents, dropped=dropped)
 
     def _keys_values(self) -> tuple[Linear | Projection, Linear | Projection]:
         """Of the rank's own groups: where more ranks than groups split the heads, one that it has as others have."""

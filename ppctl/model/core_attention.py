@@ -12,18 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from ppctl.model.dropped_attention import Dropped, attention_with_dropout
 from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
 
 
 def core_attention(
-    q: Tensor, k: Tensor, v: Tensor, kernels: Kernels, documents: Documents | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernels: Kernels,
+    documents: Documents | None = None,
+    scale: float | None = None,
+    dropped: Dropped | None = None,
 ) -> Tensor:
     """Causal attention within each row, or document: [b, s, heads x values' width], the heads side by side.
 
     q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], where a group of neighbouring
     heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
+    With `dropped` probabilities no kernel of torch's can be taken.
     """
+    if dropped is not None:
+        return attention_with_dropout(q, k, v, dropped, documents, scale)
     if documents is not None and kernels.attend_documents is not None:
         return _documents_at_once(kernels.attend_documents, q, k, v, documents, scale)
     attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -29,23 +29,35 @@ into the order of the rows. They are made inside, so that nobody keeps them once
 
 
 class FeedForward(nn.Module):
-    """SwiGLU [b, s, h] -> [b, s, h]: w2(silu(w1 x) * w3 x) (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU [b, s, h] -> [b, s, h], w2(silu(w1 x) * w3 x); without a gate w2(gelu(w1 x))."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = ON_CPU) -> None:
+    def __init__(self, model: ModelConfig, width: int, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.w1 = Linear(hidden_size, ffn_hidden_size, fp8=kernels.fp8)
-        self.w2 = Linear(ffn_hidden_size, hidden_size, fp8=kernels.fp8)
-        self.w3 = Linear(hidden_size, ffn_hidden_size, fp8=kernels.fp8)
+        h, bias = model.hidden_size, model.add_bias_linear
+        self.w1 = Linear(h, width, bias=bias, fp8=kernels.fp8)
+        self.w2 = Linear(width, h, bias=bias, fp8=kernels.fp8)
+        self.w3 = Linear(h, width, bias=bias, fp8=kernels.fp8) if model.gated_linear_unit else None
         self.split: TensorSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the feed-forward to every position."""
-        gate, up = columns(x, self.w1, self.w3, split=self.split)
-        return from_columns(F.silu(gate) * up, self.w2, self.split)
+        factors = (self.w1,) if self.w3 is None else (self.w1, self.w3)
+        return from_columns(activation(*columns(x, *factors, split=self.split)), self.w2, self.split)
+
+
+def activation(x: Tensor, *up: Tensor) -> Tensor:
+    """What goes into the last product of a feed-forward: silu(x) * up (Shazeer 2020, arXiv:2002.05202), or gelu(x).
+
+    GELU is the form with tanh, as in GPT-2's code and in what Megatron-LM runs by default (`bias_gelu_fusion`).
+    """
+    return F.silu(x) * up[0] if up else F.gelu(x, approximate="tanh")
 
 
 class Experts(nn.Module):
-    """The routed experts, each a SwiGLU; weights stacked, [experts, out, in]. A stage may keep a part of them only."""
+    """The routed experts, each a feed-forward without biases; weights stacked, [experts, out, in].
+
+    A stage may keep a part of them only.
+    """
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
@@ -53,20 +65,21 @@ class Experts(nn.Module):
         count, h, width = model.num_moe_experts or 0, model.hidden_size, expert_width(model)
         self.w1 = make_weight(count, width, h)
         self.w2 = make_weight(count, h, width)
-        self.w3 = make_weight(count, width, h)
+        self.w3 = make_weight(count, width, h) if model.gated_linear_unit else None
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply to rows [n, h] sorted by expert the expert of each; `counts` [experts] says how many each has."""
-        stacks, at_once = (self.w1, self.w2, self.w3), self.kernels.groups_experts
+        up = () if self.w3 is None else (self.w3,)
+        stacks, at_once = (self.w1, self.w2, *up), self.kernels.groups_experts
         return for_each_group(self.transform, rows, counts, *stacks, at_once=at_once, fp8=self.kernels.fp8)
 
-    def transform(self, product: Product, rows: Operand, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """The SwiGLU of rows [n, h], by the product that suits the weights: those of one expert, or the stacks."""
-        return product(self.activate(product(rows, w1), product(rows, w3)), w2)
+    def transform(self, product: Product, rows: Operand, w1: Tensor, w2: Tensor, *w3: Tensor) -> Tensor:
+        """The feed-forward of rows [n, h], by the product that suits the weights: those of an expert, or the stacks."""
+        return product(self.activate(product(rows, w1), *(product(rows, up) for up in w3)), w2)
 
-    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What goes into the last product: silu(gate) * up, of any shape. Recomputation may make it a second time."""
-        return F.silu(gate) * up
+    def activate(self, x: Tensor, *up: Tensor) -> Tensor:
+        """What goes into the last product, of any shape. Recomputation may make it a second time."""
+        return activation(x, *up)
 
 
 class MixtureOfExperts(nn.Module):
@@ -80,7 +93,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model, kernels)
         shared = model.moe_shared_expert_intermediate_size
-        self.shared_experts = FeedForward(model.hidden_size, shared, kernels) if shared else None
+        self.shared_experts = FeedForward(model, shared, kernels) if shared else None
         self.exchange: ExchangeRows | None = None
         """Needed where this rank holds a part of the experts."""
 

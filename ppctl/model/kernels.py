@@ -44,6 +44,8 @@ class Kernels:
     """Of scaled_dot_product_attention: the first that can compute a call does. Empty: in torch's own order."""
     attend_documents: AttendDocuments | None = None
     """Attention of all documents of a microbatch at once; None takes one document after the other."""
+    drops: bool = False
+    """Whether training takes attention with dropout, in blocks of its own; the kernels above then only evaluate."""
     groups_experts: bool = False
     """Whether one grouped product serves all experts; otherwise there is one product for each."""
     fp8: Fp8 | None = None
@@ -55,9 +57,10 @@ class Kernels:
 
     def names(self) -> dict[str, str]:
         """Kind of product -> the kernel that it takes: what env.json records."""
+        attention = " > ".join(_NAMES[one] for one in self.attention) or "torch's choice"
         return {
-            "attention": " > ".join(_NAMES[one] for one in self.attention) or "torch's choice",
-            "documents": "one by one" if self.attend_documents is None else "varlen",
+            "attention": f"blocks with dropout (evaluation: {attention})" if self.drops else attention,
+            "documents": "one by one" if self.drops or self.attend_documents is None else "varlen",
             "experts": "grouped" if self.groups_experts else "one by one",
             "weights": _fp8_name(self.fp8),
             "optimizer": "fused" if self.fuses_optimizer else "plain",
@@ -138,6 +141,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     return Kernels(
         attention=_attention(model.attention_backend, can, lengths_vary=packed and not joins),
         attend_documents=can.attend_documents if joins else None,
+        drops=model.attention_dropout > 0,
         groups_experts=groups,
         fp8=None if model.fp8 is None else _fp8(model, can),
         fuses_optimizer=cuda,

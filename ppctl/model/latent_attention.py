@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.core_attention import core_attention
+from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, columns, from_columns
+from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 from ppctl.model.rotary import join_heads, rotate, yarn_magnitude
 from ppctl.model.split import TensorSplit, enter
@@ -34,7 +36,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.dropout = kernels, Dropout(model.attention_dropout)
         h, heads = model.hidden_size, model.num_attention_heads
         self.interleaved = model.rotary_interleaved
         self.split: TensorSplit | None = None
@@ -46,16 +48,18 @@ class LatentAttention(nn.Module):
             self.wq = Linear(h, queries, fp8=kernels.fp8)
         else:
             self.wq_a = Linear(h, model.q_lora_rank, fp8=kernels.fp8)
-            self.q_norm = nn.RMSNorm(model.q_lora_rank, eps=LATENT_NORM_EPSILON)
+            self.q_norm = make_norm(model, model.q_lora_rank, LATENT_NORM_EPSILON)
             self.wq_b = Linear(model.q_lora_rank, queries, fp8=kernels.fp8)
         self.wkv_a = Linear(h, sum(self.latent_widths), fp8=kernels.fp8)
-        self.kv_norm = nn.RMSNorm(model.kv_lora_rank, eps=LATENT_NORM_EPSILON)
+        self.kv_norm = make_norm(model, model.kv_lora_rank, LATENT_NORM_EPSILON)
         self.wkv_b = Linear(model.kv_lora_rank, heads * sum(self.kv_widths), fp8=kernels.fp8)
         self.wo = Linear(heads * model.v_head_dim, h, fp8=kernels.fp8)
         self.compresses_queries = model.q_lora_rank is not None
         self.scale = yarn_magnitude(model, model.mscale_all_dim) ** 2 / sum(self.q_widths) ** 0.5
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None, draws: Draws | None = None
+    ) -> Tensor:
         """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them."""
         if self.compresses_queries:
             compressed, keys_values = columns(x, self.wq_a, self.wkv_a)
@@ -64,7 +68,7 @@ class LatentAttention(nn.Module):
         else:
             (compressed,), keys_values = columns(x, self.wq, split=self.split), self.wkv_a(x)
         q, k, v = self.expand(compressed, keys_values, cos, sin)
-        return from_columns(self.mix(q, k, v, documents), self.wo, self.split)
+        return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
     def expand(self, queries: Tensor, keys_values: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all heads, turned, from what was compressed: recomputed as `mla_up_proj`."""
@@ -80,9 +84,13 @@ class LatentAttention(nn.Module):
         # Attention keeps v for its backward: as a view it would keep k_plain, with which it shares memory, as well.
         return q, torch.cat((k_plain, k_turned), dim=-1), v.contiguous()
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, draws: Draws | None = None
+    ) -> Tensor:
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
-        return core_attention(q, k, v, self.kernels, documents, self.scale)
+        first_head = 0 if self.split is None else self.split.rank * q.shape[1]
+        dropped = self.dropout.of_attention(draws, first_head)
+        return core_attention(q, k, v, self.kernels, documents, self.scale, dropped)
 
 
 def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.attention import Attention
+from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.feed_forward import FeedForward, MixtureOfExperts
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.latent_attention import LatentAttention
+from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 
 
@@ -22,15 +24,27 @@ class DecoderLayer(nn.Module):
     def __init__(self, model: ModelConfig, *, moe: bool = False, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
         self.attention = (LatentAttention if model.multi_latent_attention else Attention)(model, kernels)
-        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
-        self.feed_forward = None if moe else FeedForward(model.hidden_size, model.ffn_hidden_size, kernels)
+        self.attention_norm = make_norm(model, model.hidden_size)
+        self.feed_forward = None if moe else FeedForward(model, model.ffn_hidden_size, kernels)
         self.moe = MixtureOfExperts(model, kernels) if moe else None
-        self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_epsilon)
+        self.ffn_norm = make_norm(model, model.hidden_size)
+        self.after_attention = Dropout(model.hidden_dropout)
+        self.after_ffn = Dropout(model.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None) -> Tensor:
-        """Add attention, then the feed-forward or the experts, to the residual stream `x`."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, documents)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        documents: Documents | None = None,
+        draws: Draws | None = None,
+    ) -> Tensor:
+        """Add attention, then the feed-forward or the experts, to the residual stream `x`.
+
+        `cos` and `sin` turn heads where positions are not learned; by `draws` elements of what is added are dropped.
+        """
+        x = x + self.after_attention(self.attention(self.attention_norm(x), cos, sin, documents, draws), draws)
         transform = self.feed_forward if self.moe is None else self.moe
         assert transform is not None
-        out: Tensor = x + transform(self.ffn_norm(x))
+        out: Tensor = x + self.after_ffn(transform(self.ffn_norm(x)), draws)
         return out

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import mtp_is_moe
+from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear
+from ppctl.model.norms import make_norm
 from ppctl.model.packing import Documents
 
 
@@ -36,19 +38,27 @@ class PredictionModule(nn.Module):
 
     def __init__(self, model: ModelConfig, kernels: Kernels = ON_CPU) -> None:
         super().__init__()
-        h, eps = model.hidden_size, model.norm_epsilon
-        self.enorm = nn.RMSNorm(h, eps=eps)
-        self.hnorm = nn.RMSNorm(h, eps=eps)
+        h = model.hidden_size
+        self.after_embedding = Dropout(model.hidden_dropout)
+        self.enorm = make_norm(model, h)
+        self.hnorm = make_norm(model, h)
         self.eh_proj = Linear(2 * h, h)
         self.layer = DecoderLayer(model, moe=mtp_is_moe(model), kernels=kernels)
-        self.norm = nn.RMSNorm(h, eps=eps)
+        self.norm = make_norm(model, h)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
         """The hidden state one token further on; the rest as a decoder layer takes it."""
+        embedded = self.after_embedding(embedded, draws)
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        out: Tensor = self.norm(self.layer(x, cos, sin, documents))
+        out: Tensor = self.norm(self.layer(x, cos, sin, documents, draws))
         return out
 
 
@@ -61,12 +71,18 @@ class MultiTokenPrediction(nn.ModuleDict):
         self.update({id_: PredictionModule(model, kernels) for id_ in self.ids})
 
     def forward(
-        self, hidden: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        draws: Draws | None = None,
     ) -> tuple[Tensor, ...]:
         """One hidden state [b, s, h] per module, from the decoder's and the token ids [b, s] of its inputs."""
         states = []
         for depth, id_ in enumerate(self.ids, 1):
             embedded = self["tok_embeddings"](ahead(tokens, depth, documents))
-            hidden = self[id_](hidden, embedded, cos, sin, documents)
+            hidden = self[id_](hidden, embedded, cos, sin, documents, draws)
             states.append(hidden)
         return tuple(states)

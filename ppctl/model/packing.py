@@ -1,4 +1,4 @@
-"""Several documents in one sequence, each as if it stood alone.
+"""Several documents in one sequence, each as if it stood alone; and what draws of dropout depend on.
 
 Knows rows and the lengths of their documents. Must not know tokens, nor kernels. Attention goes document by document,
 or takes all at once by their bounds: nothing of the size of a mask [s, s] is ever kept, and no score is computed to be
@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ppctl.model.dropout import Draws
 
 Lengths = tuple[tuple[int, ...], ...]
 """Of each row the tokens of its documents, in order; they add up to the row."""
@@ -43,12 +45,14 @@ class Documents:
 
 
 class Packing(NamedTuple):
-    """What a stage has to know of the documents in a microbatch; where both are None, a row is one document."""
+    """What a stage has to know of a microbatch beside its tensors; without documents a row is one."""
 
     positions: Tensor | None = None
     """[b, s] int64: of every token; None counts from the start of the row."""
     documents: Documents | None = None
     """None lets every token see all before it."""
+    draws: Draws | None = None
+    """What dropout draws from, in training; None drops nothing."""
 
     @classmethod
     def of(
@@ -57,10 +61,11 @@ class Packing(NamedTuple):
         lengths: Sequence[Lengths] | None,
         mb: int,
         bounds: Sequence[Tensor] | None = None,
+        draws: Draws | None = None,
     ) -> Packing:
         """Of microbatch `mb`: its part of `positions` [m, b, s], its rows' `lengths` and their `bounds`, if wanted."""
         documents = None if lengths is None else Documents(lengths[mb], None if bounds is None else bounds[mb])
-        return cls(None if positions is None else positions[mb], documents)
+        return cls(None if positions is None else positions[mb], documents, draws)
 
 
 def bounds_of(lengths: Sequence[Lengths], device: torch.device) -> Sequence[Tensor]:
@@ -74,4 +79,4 @@ def bounds_of(lengths: Sequence[Lengths], device: torch.device) -> Sequence[Tens
 
 
 ROWS = Packing()
-"""Every row is one document."""
+"""Every row is one document, and nothing is dropped."""

@@ -75,7 +75,7 @@ def _in_order(layers: Sequence[nn.Module]) -> Function:
 
 
 def _checkpointed(function: Function, switch: Switch) -> Function:
-    """`function`, whose forward keeps only its inputs. No layer draws random numbers, so that none are restored."""
+    """`function`, whose forward keeps only its inputs. Draws follow from these (`dropout.py`): no state is restored."""
 
     def call(*inputs: Any) -> Any:
         if not (switch.on and torch.is_grad_enabled()):

@@ -108,12 +108,15 @@ def join_heads(first: Tensor, rest: Tensor) -> Tensor:
     return torch.cat((first.transpose(1, 2), rest.transpose(1, 2)), dim=-1).transpose(1, 2)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, *, interleaved: bool = False) -> Tensor:
     """Turn the first dimensions of every head [b, heads, s, dim] by its position's angles [(b, 1,) s, turned <= dim].
 
     `interleaved` heads store the two halves of a pair as neighbours (DeepSeek); the result has them apart, as in
-    Llama. The product of queries and keys is the same, because both are reordered.
+    Llama. The product of queries and keys is the same, because both are reordered. Without tables heads stay as they
+    are: the model has learned positions.
     """
+    if cos is None or sin is None:
+        return x
     turned = cos.shape[-1]
     if turned < x.shape[-1]:
         first, rest = x[..., :turned], x[..., turned:]

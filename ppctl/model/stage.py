@@ -18,6 +18,7 @@ from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
 from ppctl.geometry.parts import WHOLE, Parts
 from ppctl.model.attention import Attention
+from ppctl.model.dropout import Draws, Dropout, name_key
 from ppctl.model.feed_forward import ExchangeRows, FeedForward, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import ON_CPU, Kernels
@@ -25,6 +26,7 @@ from ppctl.model.latent_attention import LatentAttention
 from ppctl.model.layer import DecoderLayer
 from ppctl.model.linear import Embedding, Linear, columns, make_weight
 from ppctl.model.mtp import MultiTokenPrediction
+from ppctl.model.norms import make_norm
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.rotary import Rotary
 from ppctl.model.router import Router, SumOverTokens
@@ -49,16 +51,20 @@ class StageModule(nn.Module):
         self.parts = parts
         self.experts = parts.experts(model.num_moe_experts or 0)
         self.split: TensorSplit | None = None
-        self.tok_embeddings = Embedding(model.vocab_size, h) if Layer("embedding") in layers else None
+        embeds, learned = Layer("embedding") in layers, model.position_embedding_type == "learned_absolute"
+        self.tok_embeddings = Embedding(model.vocab_size, h) if embeds else None
+        self.position_embeddings = Embedding(model.max_position_embeddings, h) if embeds and learned else None
+        self.after_embedding = Dropout(model.hidden_dropout)
         self.layers = nn.ModuleDict(
             {id_: DecoderLayer(model, moe=moe[int(id_)], kernels=kernels) for id_ in _ids("decoder", layers)}
         )
         self._runs: Sequence[Run] = list(self.layers.values())
-        self.norm = nn.RMSNorm(h, eps=model.norm_epsilon) if holds_final_norm(model, layers) else None
+        self.norm = make_norm(model, h) if holds_final_norm(model, layers) else None
         modules = _ids("mtp", layers)
         self.mtp = MultiTokenPrediction(model, modules, kernels) if modules else None
         self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
-        self.rotary = Rotary(model)
+        self.rotary = None if learned else Rotary(model)
+        self.drops = bool(model.hidden_dropout or model.attention_dropout)
         self._rows = stage_parameters(model, layers)
         self._keep_own_parts()
         self._compare()
@@ -71,12 +77,16 @@ class StageModule(nn.Module):
         states, or logits [b, s, vocab_size] where the stage owns the loss: always new tensors, also from an empty
         stage, so that input and output are two nodes of the graph (one may be freed without the other).
         """
+        if self.drops and packing.draws is None and torch.is_grad_enabled():
+            raise ValueError("a model with dropout is trained with Packing.draws: what its draws depend on")
         x, *others = inputs
+        length = x.shape[1] if self.tok_embeddings is not None else self._length(x)
+        draws = self._own_draws(packing.draws, length)
         if self.tok_embeddings is not None:
-            tokens, x = x, self.tok_embeddings(x)
+            tokens, x = x, self.after_embedding(self._embed(x, packing), draws)
         if self.layers or self.mtp is not None:
-            length = x.shape[1] * (self.split.size if self.split is not None and self.split.sequence else 1)
-            places = (*self.rotary.tables(x, length, packing.positions), packing.documents)
+            tables = (None, None) if self.rotary is None else self.rotary.tables(x, length, packing.positions)
+            places = (*tables, packing.documents, draws)
             for run in self._runs:
                 x = run(x, *places)
         if self.norm is not None:
@@ -86,6 +96,41 @@ class StageModule(nn.Module):
         if self.output is not None:
             return tuple(columns(state, self.output, split=self.split)[0] for state in (x, *others))
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
+
+    def _embed(self, tokens: Tensor, packing: Packing) -> Tensor:
+        """Rows for token ids [b, s], plus those of their positions where these are learned."""
+        assert self.tok_embeddings is not None
+        x: Tensor = self.tok_embeddings(tokens)
+        if self.position_embeddings is None:
+            return x
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if packing.positions is not None:
+            positions = packing.positions
+        learned: Tensor = self.position_embeddings(self._own_tokens(positions))
+        return x + learned
+
+    def _length(self, x: Tensor) -> int:
+        """Tokens in a row of which the hidden state `x` [b, s, h] has all, or this rank's own."""
+        return x.shape[1] * (self.split.size if self.split is not None and self.split.sequence else 1)
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        """Of x [b, s] what belongs to the tokens that this rank has between blocks."""
+        if self.split is None or not self.split.sequence:
+            return x
+        return x.chunk(self.split.size, dim=1)[self.split.rank]
+
+    def _own_draws(self, draws: Draws | None, length: int) -> Draws | None:
+        """What draws depend on, with the positions of the rank's own tokens."""
+        if draws is None or self.split is None or not self.split.sequence:
+            return draws
+        positions = torch.arange(length, device=draws.samples.device)[None]
+        return draws._replace(positions=self._own_tokens(positions)[0])
+
+    def name_dropouts(self, device: torch.device | str) -> None:
+        """Let every dropout draw by its canonical name."""
+        for name, module in self.named_modules():
+            if isinstance(module, Dropout):
+                module.key = torch.tensor(name_key(name), device=device)
 
     def canonical_parameters(self) -> dict[str, nn.Parameter]:
         """The module's own names are the canonical ones."""
@@ -113,7 +158,7 @@ class StageModule(nn.Module):
         """Exchange with the ranks that have the other parts, in every block."""
         self.split = split
         for module in self.modules():
-            if isinstance(module, SPLIT):
+            if isinstance(module, SPLIT) and module is not self.position_embeddings:
                 module.split = split
 
     def share_tokens(self, others: SumOverTokens) -> None:
@@ -193,6 +238,7 @@ def build_stage(
     initialize(module.canonical_parameters(), model, seed, parts)
     for router in module.routers():
         router.reset_bias(device)
+    module.name_dropouts(device)
     return module
 
 

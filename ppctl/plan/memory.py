@@ -12,7 +12,7 @@ from math import prod
 
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
-from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, stage_activations
+from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms, stage_activations
 from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.put_off import stage_put_off
 from ppctl.cost.state import (
@@ -55,7 +55,7 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
         sizes,
         parallel.sequence_parallel,
         parallel.cross_entropy_loss_fusion,
-        allocator,
+        for_norms(allocator, config.model.normalization),
         config.train,
         config.data.reset_attention_mask,
     )

@@ -10,14 +10,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ppctl.comm.buffers import Message
 from ppctl.config.precision import autocast_dtype
 from ppctl.data.batches import StepBatch
+from ppctl.data.sampler import microbatches
 from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
+from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.linear import own_words
 from ppctl.model.loss import Words, microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing, bounds_of
@@ -39,6 +42,8 @@ class StagePrograms:
         """By microbatch, where documents begin in it; for kernels that take all documents at once."""
         self.losses: dict[int, Tensor] = {}
         """By microbatch of the step, on the rank that owns the loss: each one's share of the step's loss."""
+        self.samples: Tensor | None = None
+        """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
         """The same of the MTP modules: the mean over them."""
         self.first = 0
@@ -57,8 +62,9 @@ class StagePrograms:
         autocast = autocast_dtype(s.config.parallel)
         return [in_precision(self._program(spec), autocast, s.device, s.loss_scale) for spec in s.own.stages]
 
-    def begin(self, batch: StepBatch | None) -> None:
-        """Forget the losses of the step before, and take the samples of this one."""
+    def begin(self, batch: StepBatch | None, step: int | None = None) -> None:
+        """Forget the losses of the step before, and take the samples of this one; None is no step of training."""
+        self.samples = None if step is None else sample_keys(self.session, step)
         self.batch = None if batch is None else _moved(batch, self.session.device)
         documents = None if batch is None or self.session.kernels.attend_documents is None else batch.documents
         self.bounds = None if documents is None else bounds_of(documents, self.session.device)
@@ -140,8 +146,11 @@ class StagePrograms:
         return loss
 
     def _packing(self, mb: int) -> Packing:
-        """Where documents are in the step's microbatch `mb`; ranks without data have no layers that would ask."""
-        return ROWS if self.batch is None else Packing.of(self.batch.positions, self.batch.documents, mb, self.bounds)
+        """What layers have to know of the step's microbatch `mb`; those of ranks without data ask for no documents."""
+        draws = None if self.samples is None or not torch.is_grad_enabled() else Draws(self.samples[mb])
+        if self.batch is None:
+            return ROWS._replace(draws=draws)
+        return Packing.of(self.batch.positions, self.batch.documents, mb, self.bounds, draws)
 
 
 def own_words_of(session: Session) -> Words | None:
@@ -154,6 +163,18 @@ def kinds_of_names(names: Iterable[str]) -> str:
     """Names of parameters, those that differ in numbers alone as one: `layers.*.attention.wq`."""
     found = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names}
     return ", ".join(sorted(found)) or "nothing"
+
+
+def sample_keys(session: Session, step: int) -> Tensor | None:
+    """[m, b] int64 on the device: of this rank's samples, by their places in the global batch; None without dropout."""
+    model, train = session.config.model, session.config.train
+    if not (model.hidden_dropout or model.attention_dropout):
+        return None
+    size, own = train.global_batch_size, session.own
+    mine = microbatches(np.arange(size), train.micro_batch_size, own.dp_rank, session.plan.sizes.dp)
+    keys = torch.tensor([[sample_key(train.seed, step, sample) for sample in row] for row in mine.tolist()])
+    on_gpu = session.device.type == "cuda"
+    return (keys.pin_memory() if on_gpu else keys).to(session.device, non_blocking=on_gpu)
 
 
 def _keep_activations(session: Session) -> frozenset[tuple[int, int]]:

@@ -131,7 +131,7 @@ class Trainer:
         s = self.session
         s.weights.clear_gradients()
         self.balance.begin(1.0 if s.loss_scale is None else s.loss_scale.scale)
-        self.stages.begin(None if self.batches is None else self.batches.step(step))
+        self.stages.begin(None if self.batches is None else self.batches.step(step), step)
 
     def _run_pipeline(self, step: int) -> None:
         s = self.session

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ppctl.config.mapping import from_mapping
 from ppctl.geometry.layers import parse_layers
+from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.packing import ROWS
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
@@ -68,10 +69,11 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
     whole = whole_model(model, seed, dtype)
     weights, routers = dict(whole.named_parameters()), whole.routers()
     uses = ["tok_embeddings.weight"] + ["output.weight"] * model.share_embeddings_and_output_weights
+    apart = ["position_embeddings.weight"] if model.position_embedding_type == "learned_absolute" else []
     uses += ["mtp.tok_embeddings.weight"] * bool(model.mtp_num_layers)
     once = [p for name, p in weights.items() if name not in uses[1:]]
-    spared = [p for name, p in weights.items() if p.dim() == 1 or name in uses]
-    decayed = [p for name, p in weights.items() if p.dim() > 1 and name not in uses]
+    spared = [p for name, p in weights.items() if p.dim() == 1 or name in uses + apart]
+    decayed = [p for name, p in weights.items() if p.dim() > 1 and name not in uses + apart]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
     losses, norms, mtp_losses, aux_losses, gradients, scales = [], [], [], [], {}, []
@@ -85,9 +87,10 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
         for router in routers:
             router.ledger.clear()
             router.ledger.scale = 1.0 if scale_grads else 1 / len(microbatches)
-        for tokens, labels, mask, *packed in microbatches:
+        for number, (tokens, labels, mask, *packed) in enumerate(microbatches):
             share = float(mask.sum()) if scale_grads else total
-            packing = packed[0] if packed else ROWS
+            samples = [sample_key(seed, step, number * len(tokens) + row) for row in range(len(tokens))]
+            packing = (packed[0] if packed else ROWS)._replace(draws=Draws(torch.tensor(samples)))
             logits = whole(tokens, packing=packing)
             loss, mtp_loss = losses_of(logits, labels, mask, share, packing.documents)
             losses[-1] += (loss.detach() / count).item()

@@ -1,0 +1,134 @@
+"""Attention with dropout, in blocks of queries: no fused kernel of torch's draws by position (decision 40).
+
+Knows heads' queries, keys and values, and draws. Must not know weights or modules. Kept for the backward are queries,
+keys and values alone: it computes a block's probabilities and draws again. In memory at once are the scores of
+`score_rows` queries of each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppctl.geometry.layers import score_rows
+from ppctl.model.dropout import Dropped, kept_probabilities
+from ppctl.model.linear import without_autocast
+from ppctl.model.packing import Documents
+
+
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, documents: Documents | None = None, scale: float | None = None
+) -> Tensor:
+    """As `core_attention`, with dropped probabilities: [b, s, heads x values' width]."""
+    kind = q.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        q, k, v = (heads.to(torch.get_autocast_dtype(kind)) for heads in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if documents is None:
+        return _attend(q, k, v, dropped, scale, 0)
+    rows = []
+    for row, lengths in enumerate(documents.lengths):
+        first, parts = 0, []
+        for heads in zip(*(each[row : row + 1].split(lengths, dim=2) for each in (q, k, v)), strict=True):
+            parts.append(_attend(*heads, dropped._replace(keys=dropped.keys[row : row + 1]), scale, first))
+            first += heads[0].shape[2]
+        rows.append(torch.cat(parts, dim=1))
+    return torch.cat(rows)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, first: int) -> Tensor:
+    """Of one document, or rows of the same length, whose first tokens have the position `first`."""
+    call = _Call(dropped.p, dropped.first_head, scale, first)
+    out: Tensor = _Attention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Call(NamedTuple):
+    p: float
+    first_head: int
+    scale: float
+    first: int
+
+
+class _Block(NamedTuple):
+    """Neighbouring queries, of which all heads of a group lie one after another: [b, groups, heads x queries, ...]."""
+
+    queries: slice
+    seen: slice
+    """The keys up to the last query."""
+    q: Tensor
+    probabilities: Tensor
+    """[b, groups, rows, seen], at least float32."""
+    kept: Tensor
+    """The same shape, bool."""
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, call: _Call) -> Tensor:
+        ctx.save_for_backward(q, k, v, keys)
+        ctx.call = call
+        b, heads, s, _ = q.shape
+        out = v.new_empty(b, s, heads, v.shape[-1])
+        with without_autocast(q.device.type):
+            for block in _blocks(q, k, keys, call):
+                weights = block.probabilities.mul_(block.kept).mul_(1 / (1 - call.p)).to(v.dtype)
+                out[:, block.queries] = _by_head(weights @ v[:, :, block.seen], heads).transpose(1, 2)
+        return out.flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, keys = ctx.saved_tensors
+        heads, groups, call = q.shape[1], k.shape[1], ctx.call
+        gradient = gradients[0].unflatten(2, (heads, -1)).transpose(1, 2)
+        of_q = torch.empty_like(q)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        with without_autocast(q.device.type):
+            for queries, seen, of, shares, keep in _blocks(q, k, keys, call):
+                of_rows = _by_group(gradient[:, :, queries], groups)
+                drop = keep.to(wide).mul_(1 / (1 - call.p))
+                of_v[:, :, seen] += (shares * drop).to(v.dtype).transpose(2, 3) @ of_rows
+                of_scores = (of_rows @ v[:, :, seen].transpose(2, 3)).to(wide).mul_(drop).mul_(shares)
+                of_scores.addcmul_(shares, of_scores.sum(-1, keepdim=True), value=-1)
+                of_scores = of_scores.mul_(call.scale).to(q.dtype)
+                of_q[:, :, queries] = _by_head(of_scores @ k[:, :, seen], heads)
+                of_k[:, :, seen] += of_scores.transpose(2, 3) @ of
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
+def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _Call) -> Iterator[_Block]:
+    """The probabilities of all queries, block by block."""
+    b, heads, s, _ = q.shape
+    groups = k.shape[1]
+    positions = torch.arange(call.first, call.first + s, device=q.device)
+    dropped = Dropped(keys, call.p, call.first_head)
+    step = score_rows(b * heads, s)
+    for first in range(0, s, step):
+        last = min(first + step, s)
+        seen, queries = positions[:last], positions[first:last]
+        rows = _by_group(q[:, :, first:last], groups)
+        keep = kept_probabilities(dropped, heads, queries, seen).view(b, groups, -1, last)
+        shares = _shares(rows, k[:, :, :last], call.scale, heads, seen > queries[:, None])
+        yield _Block(slice(first, last), slice(0, last), rows, shares, keep)
+
+
+def _shares(rows: Tensor, seen: Tensor, scale: float, heads: int, future: Tensor) -> Tensor:
+    """Softmax over the keys that are not in the `future` [queries, keys]."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    scores = (rows @ seen.transpose(2, 3)).to(wide).mul_(scale)
+    _by_head(scores, heads).masked_fill_(future, -torch.inf)
+    return scores.softmax(-1)
+
+
+def _by_group(heads: Tensor, groups: int) -> Tensor:
+    """[b, heads, n, width] -> [b, groups, heads of a group x n, width]."""
+    return heads.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    """The way back, a view."""
+    return rows.view(rows.shape[0], heads, -1, rows.shape[-1])
