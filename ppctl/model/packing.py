@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Lengths = tuple[tuple[int, ...], ...]
-"""Of each row the tokens of its documents, in order; they add up to the row."""
+from ppctl.sequence_halves import Lengths
 
 
 @dataclass(frozen=True, slots=True)

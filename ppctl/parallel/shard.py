@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch renamed both in 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch renamed both in 2.13. Flat tensors: gloo takes no others of several dims.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ScatteredSums(NamedTuple):
@@ -65,7 +65,7 @@ def scatter_sums(
     if flat.device.type == "cpu":  # gloo would sum all of it in any case, in a copy of its own
         work = dist.all_reduce(flat, group=group, async_op=True)
         return ScatteredSums(work, flat, own, group.rank(), list(widths))
-    work = _reduce_scatter(own, flat.view(-1), group=group, async_op=True)
+    work = reduce_scatter(own, flat.view(-1), group=group, async_op=True)
     return ScatteredSums(work, flat, own, None, list(widths))
 
 
@@ -88,7 +88,7 @@ def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.Proces
     """Start making tensors whole from the parts that the ranks hold, rounded to `dtype` before they travel."""
     own = torch.cat([part.to(dtype) for part in parts])
     flat = own.new_empty(group.size(), own.numel())
-    work = _all_gather(flat.view(-1), own, group=group, async_op=True)
+    work = all_gather(flat.view(-1), own, group=group, async_op=True)
     return GatheredWholes(work, flat, [part.numel() for part in parts])
 
 
