@@ -111,3 +111,9 @@ class RankGrid:
             raise KeyError(f"unknown axis {axis!r}: the grid has {', '.join(dict.fromkeys(chain(*VIEWS.values())))}")
         faster = axes[: axes.index(axis)]
         return prod(getattr(self.sizes, name) for name in faster), getattr(self.sizes, axis)
+
+
+def levels(ranks: Sequence[int], inner: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """A group's ranks in groups of `inner` neighbours, and across these: the levels of a hierarchical exchange."""
+    neighbours = [tuple(ranks[first : first + inner]) for first in range(0, len(ranks), inner)]
+    return neighbours, list(zip(*neighbours, strict=True))

@@ -133,6 +133,29 @@ def _matching(pattern: str) -> Callable[[Any], object]:
     return read
 
 
+def each_of(names: tuple[str, ...]) -> Form:
+    """One of `names`, or a list of them."""
+
+    def read(value: Any) -> object:
+        listed = value if isinstance(value, list | tuple) else [value]
+        if not listed or any(each not in names for each in listed):
+            raise ValueError(value)
+        return value
+
+    return Form(f"one of {', '.join(names)}, or a list of these", read)
+
+
+def sizes(number: int, least: int) -> Form:
+    """A list of `number` whole numbers from `least` on."""
+
+    def read(value: Any) -> object:
+        if len(value) != number or any(type(size) is not int or not least <= size <= MOST_RANKS for size in value):
+            raise ValueError(value)
+        return value
+
+    return Form(f"{number} numbers, each {least} or more", read)
+
+
 NOT_EMPTY = Form("not empty", _matching(r"(?s).+"))
 ONE_LINE = Form("one line of text, not empty", _matching(r"(?=.*\S)[^\x00-\x1f]+"))
 DIRECTORY_NAME = Form(

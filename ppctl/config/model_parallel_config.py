@@ -20,6 +20,7 @@ from ppctl.config.limits import (
     not_negative,
     one_of,
     positive,
+    sizes,
 )
 from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
@@ -34,6 +35,7 @@ DTYPES = {
 }
 """Canonical dtype name -> the spellings that mean it."""
 
+CONTEXT_PARALLEL = Support(PLANS, "context parallelism")
 _OFFLOADING = Support(LATER, "activation offloading")
 _USERBUFFERS = Support(NEEDS, "Transformer Engine's userbuffers")
 _DEPRECATED = Support(IGNORED, "it is deprecated")
@@ -100,11 +102,14 @@ class ModelParallelConfig:
         positive(MOST_RANKS),
         names="cp --context-parallel-size",
         known_as="context_parallel_degree",
-        support=Support(PLANS, "context parallelism"),
+        support=CONTEXT_PARALLEL,
     )
     """Ranks that share one sequence, each with a slice of it (cp)."""
-    hierarchical_context_parallel_sizes: list[int] | None = key(None, support=Support(LATER))
-    """Group sizes of a multi-level context parallelism, innermost first; their product is cp."""
+    hierarchical_context_parallel_sizes: list[int] | None = key(
+        None, sizes(2, least=2), names="--hierarchical-context-parallel-sizes", support=CONTEXT_PARALLEL
+    )
+    """Of `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and how many such groups make a ring; their
+    product is cp."""
     expert_model_parallel_size: int = key(
         1, positive(MOST_RANKS), names="ep --expert-model-parallel-size", known_as="expert_parallel_degree"
     )

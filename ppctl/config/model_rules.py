@@ -17,6 +17,14 @@ def broken_rules(model: ModelConfig) -> Iterator[Finding]:
     yield from _heads(model)
     yield from _dropped(model)
     yield from _experts(model)
+    kinds = model.cp_comm_type
+    if not isinstance(kinds, str) and len(kinds) != model.num_layers:
+        keys = ("model.cp_comm_type", "model.num_layers")
+        yield (
+            keys,
+            f"cp_comm_type lists {len(kinds)} layers, and there are {model.num_layers}",
+            "model.cp_comm_type=p2p",
+        )
 
 
 def _heads(model: ModelConfig) -> Iterator[Finding]:

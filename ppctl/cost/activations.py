@@ -11,8 +11,10 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
+from ppctl.cost.context import Levels, exchanging, kept_more
 from ppctl.geometry.layers import (
     LOSS_ROWS,
+    Kind,
     KindName,
     Layer,
     holds_final_norm,
@@ -103,6 +105,8 @@ class Setting(NamedTuple):
     """Its `recompute_*`."""
     packed: bool = False
     """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
+    levels: Levels | None = None
+    """Of context parallelism."""
 
     @property
     def wide(self) -> int:
@@ -142,7 +146,7 @@ def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[
         yield Part("layernorm", setting.wide * setting.allocator.norm_statistics)
 
 
-def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
+def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p2p") -> Iterator[Part]:
     """Input, norm, projections, scores and result of one attention."""
     size, sizes = setting.element, Sizes.of(model)
     h, heads, tp = sizes.hidden, sizes.heads, setting.sizes.tp
@@ -160,8 +164,11 @@ def attention_parts(model: ModelConfig, setting: Setting) -> Iterator[Part]:
         plain = size * ((0 if normed else heads + groups) + heads + groups)
         statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
         yield Part("attention", (sizes.head * (normed + plain) + statistics) / tp)
-    yield Part("core_attn", _scores(model, setting))
-    if setting.packed:
+    ranks = exchanging(cp_comm_type, setting.sizes, setting.levels)
+    by_blocks = setting.sizes.cp > ranks  # of which no scores are kept, nor a result for each document
+    yield Part("core_attn", setting.wide * heads / tp if by_blocks else _scores(model, setting))
+    yield Part("core_attn", size * kept_more(model, ranks, setting.sizes))
+    if setting.packed and not by_blocks and ranks == 1:  # ranks that exchange heads have a result beside it anyway
         yield Part("core_attn", size * heads * sizes.value_head / tp)
     yield Part("attention", h / setting.sp * _masked(model, setting))
 
@@ -248,18 +255,18 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     yield Part("residual", h / setting.sp * _masked(model, setting))
 
 
-def layer_parts(model: ModelConfig, kind: KindName, moe: bool, setting: Setting) -> list[Part]:
+def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[Part]:
     """What one layer keeps per token, without recomputation."""
     hidden = model.hidden_size / setting.sp
-    if kind == "embedding":
+    if kind.name == "embedding":
         return [Part(INPUT, 8)]
-    if kind == "loss":
+    if kind.name == "loss":
         per_logit = setting.logit_bytes
         per_logit = setting.element if per_logit is None else per_logit
         states = _outputs(model) * (setting.element * hidden + per_logit * model.vocab_size / setting.sizes.tp)
         return [Part(INPUT, states + 8 + (0 if model.mtp_num_layers else _final_norm(setting) * hidden))]
-    layer = [*attention_parts(model, setting), *feed_forward_parts(model, moe, setting)]
-    return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind == "mtp" else layer
+    layer = [*attention_parts(model, setting, kind.cp_comm_type), *feed_forward_parts(model, kind.moe, setting)]
+    return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind.name == "mtp" else layer
 
 
 def _final_norm(setting: Setting) -> float:
@@ -402,9 +409,9 @@ def stage_activations(
     runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
 
     @cache
-    def price(kind: KindName, moe: bool) -> tuple[float, float, float, float]:
+    def price(kind: Kind) -> tuple[float, float, float, float]:
         """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
-        found = layer_parts(model, kind, moe, setting)
+        found = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
         for module, size in found:
             made = "moe" if module == "moe_act" and "moe" in modules else module
@@ -412,21 +419,21 @@ def stage_activations(
                 again[made] = again.get(made, 0.0) + tokens * size
         whole = tokens * sum(part.size for part in found)
         outside = tokens * sum(part.size for part in found if part.module == "mtp")
-        in_forward = _in_forward(model, kind, moe, setting, again)
-        in_backward = _in_backward(model, kind, moe, setting, again)
+        in_forward = _in_forward(model, kind.name, kind.moe, setting, again)
+        in_backward = _in_backward(model, kind.name, kind.moe, setting, again)
         return whole - sum(again.values()), whole - outside, in_forward, in_backward
 
     # By the first layer's place: bytes that stay, more in the forward, more in the backward.
     pieces: dict[int, tuple[float, float, float]] = {}
     for run in runs:
-        priced = [price(*kind) for kind in layer_kinds(model, run)]
+        priced = [price(kind) for kind in layer_kinds(model, run)]
         outside = sum(stays - made for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
         pieces[held.index(run[0])] = hidden + outside, 0.0, again + max(more for *_, more in priced)
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
         if layer not in recomputed:
-            stays, _, *more = price(*kind)
+            stays, _, *more = price(kind)
             pieces[place] = stays, more[0], more[1]
     passed = _passed_on(model, held, setting)
     whole = sum(stays for stays, *_ in pieces.values())

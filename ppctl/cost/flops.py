@@ -60,4 +60,4 @@ def output_elements(sizes: Sizes) -> int:
 def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
     kinds = layer_kinds(model, layers)
-    return sum(layer_flops(model, kind, moe, micro_batch_size, seq_length) for kind, moe in kinds)
+    return sum(layer_flops(model, kind.name, kind.moe, micro_batch_size, seq_length) for kind in kinds)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ppctl.accelerators import Device, Efficiency, efficiency_of
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Setting
+from ppctl.cost.context import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
 from ppctl.cost.parameters import ways
 from ppctl.geometry.layers import Kind
@@ -48,8 +49,8 @@ class Work(NamedTuple):
     kernels: int = 0
     tensor: float = 0.0
     """Bytes that a device sends to its tensor-parallel group."""
-    context: float = 0.0
-    """Bytes that it sends around its context-parallel group, beside the scores."""
+    context: ContextTraffic = ContextTraffic()
+    """Of attention: bytes that it sends to its context-parallel group."""
     experts: float = 0.0
     """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
 
@@ -69,7 +70,7 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
             Work("loss", matmul=2 * logits * h, inputs=tokens * h, weights=columns * h),
             Work("loss", traffic=12 * logits, kernels=10),
         ]
-    works = [*_attention(model, setting), *_feed_forward(model, kind.moe, setting)]
+    works = [*_attention(model, kind, setting), *_feed_forward(model, kind.moe, setting)]
     works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
     if tp > 1:
         # Before and after each of the two blocks: a gather and a scatter of the residual stream.
@@ -81,7 +82,7 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
     return works
 
 
-def _attention(model: ModelConfig, setting: Setting) -> Iterator[Work]:
+def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Work]:
     sizes, tokens, element = Sizes.of(model), setting.tokens, setting.element
     h, heads, tp, over = sizes.hidden, sizes.heads, setting.sizes.tp, setting.sizes.tp * setting.sizes.cp
     flops = attention_flops(model, setting.micro_batch_size, setting.seq_length) / over
@@ -92,13 +93,12 @@ def _attention(model: ModelConfig, setting: Setting) -> Iterator[Work]:
         moved = 2 * heads * (2 * sizes.query_head + sizes.v_head) / tp
         latent = tokens * ((sizes.q_rank or 0) + sizes.kv_rank)
         yield Work("mla_up_proj", matmul=up, inputs=latent, traffic=tokens * moved * element, kernels=10)
-        keys = heads * (sizes.query_head + sizes.v_head) / tp
     else:
         yield Work("attention", traffic=2 * tokens * (heads + sizes.groups) * sizes.head / tp * element, kernels=6)
-        keys = 2 * sizes.groups * sizes.head / tp
     inputs, weights = tokens * (h + heads * sizes.value_head / tp), _held(rows, setting.sizes)
     yield Work("attention", matmul=flops - scores - up, inputs=inputs, weights=weights, kernels=4)
-    yield Work("core_attn", scores=scores, context=tokens * keys * element * (setting.sizes.cp - 1), kernels=2)
+    context = context_traffic(model, kind.cp_comm_type, tokens * element, setting.sizes, setting.levels)
+    yield Work("core_attn", scores=scores, context=context, kernels=2)
 
 
 def _feed_forward(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Work]:
@@ -204,16 +204,18 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     product = work.matmul / rate + work.weights * machine.weight_bytes / machine.memory if work.matmul else 0.0
     product += work.inputs * NARROWED / machine.memory if machine.narrow else 0.0
     scores = work.scores / (device.bf16_flops * efficiency.attention)
-    ring = work.context / machine.link(sizes.tp * sizes.cp) if work.context else 0.0
+    ring = work.context.ring / machine.link(sizes.tp * sizes.cp)
+    gathered = work.context.gathered / machine.link(sizes.tp * sizes.cp)
     again = work.scores * BACKWARD_SCORES / (device.bf16_flops * efficiency.attention_backward)
     sent = efficiency.tensor_exposed * work.tensor / machine.link(sizes.tp)
     dispatched = expert_seconds(work.experts / (2 if machine.narrow else 1), machine)
     combined = expert_seconds(work.experts, machine)
     plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + sent + dispatched + combined
+    plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = work.weights * ACCUMULATED / machine.memory
     return PartSeconds(
         product + max(scores, ring) + plain,
-        product + max(again, 2 * ring) + plain + work.traffic / machine.memory,
+        product + max(again, 2 * ring) + gathered + plain + work.traffic / machine.memory,
         work.matmul / rate + added,
     )
 

@@ -72,12 +72,25 @@ class Kind(NamedTuple):
     name: KindName
     moe: bool
     """Whether its feed-forward is a mixture of experts."""
+    cp_comm_type: str = "p2p"
+    """How its attention exchanges what ranks that share a sequence have of it."""
 
 
 def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
     """The kind of each of these layers."""
     pattern = moe_layer_pattern(model)
-    return [Kind(layer.kind, _has_experts(layer, pattern)) for layer in layers]
+    return [Kind(layer.kind, _has_experts(layer, pattern), cp_comm_type(model, layer)) for layer in layers]
+
+
+def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
+    """How this layer's attention exchanges what ranks that share a sequence have of it: MTP's as the last layer's.
+
+    `p2p` for layers without attention. Layers behind a list's end, which a run refuses, are as the last one in it.
+    """
+    if layer.kind not in NUMBERED:
+        return "p2p"
+    listed = [model.cp_comm_type] if isinstance(model.cp_comm_type, str) else model.cp_comm_type
+    return str(listed[min(layer.index, len(listed) - 1)] if layer.kind == "decoder" else listed[-1])
 
 
 def mtp_is_moe(model: ModelConfig) -> bool:

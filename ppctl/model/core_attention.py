@@ -5,6 +5,7 @@ Knows how a kernel of torch's is called. Must not know which one suits a device 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -16,6 +17,9 @@ from ppctl.model.dropped_attention import Dropped, attention_with_dropout
 from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
 
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None], Tensor]
+"""`attend` with its kernels, or what stands in its place where ranks share sequences (`parallel/context.py`)."""
+
 
 def core_attention(
     q: Tensor,
@@ -25,25 +29,36 @@ def core_attention(
     documents: Documents | None = None,
     scale: float | None = None,
     dropped: Dropped | None = None,
+    shared: Attend | None = None,
 ) -> Tensor:
     """Causal attention within each row, or document: [b, s, heads x values' width], the heads side by side.
 
-    q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], where a group of neighbouring
-    heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
+    q, k, v, `documents` and `scale` as in `attend`, or, of a rank's part of the rows, as in `shared`.
     With `dropped` probabilities no kernel of torch's can be taken.
     """
     if dropped is not None:
         return attention_with_dropout(q, k, v, dropped, documents, scale)
-    if documents is not None and kernels.attend_documents is not None:
-        return _documents_at_once(kernels.attend_documents, q, k, v, documents, scale)
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    with sdpa_kernel(list(kernels.attention), set_priority=True) if kernels.attention else nullcontext():
-        mixed = attend(q, k, v) if documents is None else documents.each(attend, q, k, v, dim=2)
+    mixed = attend(q, k, v, documents, scale, kernels) if shared is None else shared(q, k, v, documents, scale)
     return mixed.transpose(1, 2).flatten(2)
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scale: float | None, kernels: Kernels
+) -> Tensor:
+    """Causal attention within each row, or document, of whole rows: [b, heads, s, values' width].
+
+    q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], where a group of neighbouring
+    heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
+    """
+    if documents is not None and kernels.attend_documents is not None:
+        return _documents_at_once(kernels.attend_documents, q, k, v, documents, scale)
+    of_rows = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    with sdpa_kernel(list(kernels.attention), set_priority=True) if kernels.attention else nullcontext():
+        return of_rows(q, k, v) if documents is None else documents.each(of_rows, q, k, v, dim=2)
+
+
 def _documents_at_once(
-    attend: AttendDocuments, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None
+    kernel: AttendDocuments, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None
 ) -> Tensor:
     """The same by one call for all documents, whose tokens lie one after another: [b x s, heads, width].
 
@@ -57,6 +72,6 @@ def _documents_at_once(
     assert bounds is not None  # `bounds_of`: whoever makes Documents makes them where this kernel was chosen
     grouped = q.shape[1] != k.shape[1]
     causal = (-1, 0)  # a window: all before a token, nothing behind it
-    mixed = attend(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
-    side_by_side: Tensor = mixed[..., :width].unflatten(0, rows).flatten(2)
-    return side_by_side
+    mixed = kernel(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
+    by_head: Tensor = mixed[..., :width].unflatten(0, rows).transpose(1, 2)
+    return by_head

@@ -20,6 +20,7 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import expert_width
 from ppctl.geometry.parameters import Sizes
+from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, MULTIPLE, UNFUSED, BlockAttention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.linear import multiply_in_float32, multiply_scaled
 
@@ -32,8 +33,6 @@ _NAMES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "efficient", MATH: "math"}
 
 WIDEST_HEAD = 256
 """Of flash attention."""
-MULTIPLE = 8
-"""16 bytes of 16-bit numbers: what a head's width must be a multiple of for varlen_attn, a row's for grouped_mm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,8 @@ class Kernels:
     """Attention of all documents of a microbatch at once; None takes one document after the other."""
     drops: bool = False
     """Whether training takes attention with dropout, in blocks of its own; the kernels above then only evaluate."""
+    blocks: BlockAttention | None = None
+    """Attention of ranks that share sequences, where keys of other ranks come block by block."""
     groups_experts: bool = False
     """Whether one grouped product serves all experts; otherwise there is one product for each."""
     fp8: Fp8 | None = None
@@ -61,6 +62,7 @@ class Kernels:
         return {
             "attention": f"blocks with dropout (evaluation: {attention})" if self.drops else attention,
             "documents": "one by one" if self.drops or self.attend_documents is None else "varlen",
+            **({} if self.blocks is None else {"blocks": self.blocks.name}),
             "experts": "grouped" if self.groups_experts else "one by one",
             "weights": _fp8_name(self.fp8),
             "optimizer": "fused" if self.fuses_optimizer else "plain",
@@ -125,7 +127,8 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     model, cuda = config.model, can.device == "cuda"
     cast = autocast_dtype(config.parallel)
     dtype = cast or weight_dtype(config.parallel)
-    reason = _unable(model, can, dtype)
+    shares = config.parallel.context_parallel_size > 1
+    reason = _unable(model, can, dtype, blockwise=shares)
     if reason:
         message = f"model.attention_backend={model.attention_backend} cannot be obeyed: {reason}"
         raise ConfigError(Problem("PP-E771", message, "model.attention_backend=auto"))
@@ -142,6 +145,7 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
         attention=_attention(model.attention_backend, can, lengths_vary=packed and not joins),
         attend_documents=can.attend_documents if joins else None,
         drops=model.attention_dropout > 0,
+        blocks=_blocks(model, can, dtype) if shares else None,
         groups_experts=groups,
         fp8=None if model.fp8 is None else _fp8(model, can),
         fuses_optimizer=cuda,
@@ -166,22 +170,36 @@ def _attention(backend: str, can: Capability, *, lengths_vary: bool) -> tuple[SD
     return (FLASH, EFFICIENT, MATH) if lengths_vary else (*fused, EFFICIENT, MATH)
 
 
-def _unable(model: ModelConfig, can: Capability, dtype: str) -> str:
-    """Why this device has no kernel of the kind that `model.attention_backend` names; empty where it has."""
+def _unable(model: ModelConfig, can: Capability, dtype: str, *, blockwise: bool) -> str:
+    """Why this device has no kernel of the kind that `model.attention_backend` names; empty where it has.
+
+    Of fused kernels only flash attention is taken for blocks; its operands are filled up to one width.
+    """
     sizes, backend = Sizes.of(model), model.attention_backend
     if backend not in ("fused", "flash"):
         return ""
     if can.device != "cuda":
-        if sizes.query_head == sizes.value_head:
+        if blockwise or sizes.query_head == sizes.value_head:
             return ""
         return f"the CPU's fused attention needs one width of a head, not {sizes.query_head} and {sizes.value_head}"
     if dtype not in ("bfloat16", "float16"):
         return f"on a GPU this attention computes in 16 bits, not in {dtype} (parallel.bf16=true)"
     if can.compute < (8, 0):
         return f"it needs compute capability 8.0, and this GPU has {can.compute[0]}.{can.compute[1]}"
-    if backend == "flash" and sizes.query_head > WIDEST_HEAD:
-        return f"flash attention's heads are at most {WIDEST_HEAD} wide, not {sizes.query_head}"
+    widest = max(sizes.query_head, sizes.value_head) if blockwise else sizes.query_head
+    if (blockwise or backend == "flash") and widest > WIDEST_HEAD:
+        return f"flash attention's heads are at most {WIDEST_HEAD} wide, not {widest}"
     return ""
+
+
+def _blocks(model: ModelConfig, can: Capability, dtype: str) -> BlockAttention:
+    """Flash attention, where the device has it for these heads: other fused kernels have no part in it."""
+    if model.attention_backend == "unfused":
+        return UNFUSED
+    if can.device != "cuda":
+        return FLASH_ON_CPU
+    fits = max(Sizes.of(model).query_head, Sizes.of(model).value_head) <= WIDEST_HEAD
+    return FLASH_ON_CUDA if fits and dtype in ("bfloat16", "float16") and can.compute >= (8, 0) else UNFUSED
 
 
 def _joins_documents(model: ModelConfig, can: Capability, dtype: str) -> bool:

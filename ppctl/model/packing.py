@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from ppctl.model.dropout import Draws
-
-Lengths = tuple[tuple[int, ...], ...]
-"""Of each row the tokens of its documents, in order; they add up to the row."""
+from ppctl.sequence_halves import Lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def device_of(config: RunConfig) -> Device:
 def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -> Setting:
     """What decides over the activations of a layer."""
     parallel, allocator = config.parallel, ALLOCATORS[config.cost.allocator]
+    levels = parallel.hierarchical_context_parallel_sizes
     if allocator.name == "torch" and device_of(config).name == "cpu":
         allocator = TORCH_ON_CPU
     return Setting(
@@ -58,6 +59,7 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
         for_norms(allocator, config.model.normalization),
         config.train,
         config.data.reset_attention_mask,
+        None if levels is None else (levels[0], levels[1]),
     )
 
 

@@ -22,6 +22,10 @@ AXES = ("tp", "cp", "pp")
 CALL = "pipeline.pp_batch_size"
 """Samples of one schedule call on a dp rank. It counts where the user set it: else a step is one call."""
 
+CONTEXT = "PP-E223"
+"""The code of ways to exchange a sequence that do not fit the sizes."""
+KINDS, LEVELS = "model.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"
+
 TOO_MUCH = "PP-E214"
 """The code of a product of sizes that no plan can bear."""
 
@@ -207,7 +211,7 @@ def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None
     if experts and tp > 1 and not values[SEQUENCE]:
         message = f"experts with tp {tp} need sequence parallelism: else every rank would send the same tokens to them"
         place = values.cite("tp", SEQUENCE, "model.num_moe_experts")
-        violations.append(Violation("PP-E223", SEQUENCE, message, place, {SEQUENCE: True}, {"tp": 1}))
+        violations.append(Violation("PP-E224", SEQUENCE, message, place, {SEQUENCE: True}, {"tp": 1}))
     if cp > 1 and values["seq"] % (2 * cp):
         message = f"seq {values['seq']} is not a multiple of 2 x cp {cp} (each rank takes an early and a late piece)"
         remedies = [{"seq": size} for size in nearest_multiples(2 * pieces, values["seq"])]
@@ -217,6 +221,7 @@ def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None
         remedies = [{"seq": size} for size in nearest_multiples(pieces * (2 if cp > 1 else 1), values["seq"])]
         place = values.cite("seq", "tp", "cp", SEQUENCE)
         violations.append(Violation("PP-E208", "seq", message, place, *remedies, {SEQUENCE: False}, {"tp": 1}))
+    _divide_context(values, violations)
 
 
 SEQUENCE = "parallel.sequence_parallel"
@@ -231,6 +236,38 @@ def _divide_groups(values: ConfigValues, violations: Violations) -> None:
     message = f"tp {tp} does not divide {key} {groups}, nor that tp"
     ways = [{"tp": size} for size in (*nearest_divisors(groups, tp), groups)]
     violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *ways, {"tp": 1}))
+
+
+def _divide_context(values: ConfigValues, violations: Violations) -> None:
+    """The levels of context parallelism must make up cp, and ranks that exchange heads must divide these."""
+    cp, listed, levels = values["cp"], values[KINDS], values[LEVELS]
+    kinds = {listed} if isinstance(listed, str) else set(listed)
+    hierarchical, place = "a2a+p2p" in kinds, values.cite("cp", KINDS, LEVELS)
+    pairs = [[size, cp // size] for size in nearest_divisors(cp, 2) if 1 < size < cp]
+    if levels is not None and not hierarchical:
+        message = f"{LEVELS} has no effect: no layer has {KINDS} a2a+p2p"
+        violations.append(Violation(CONTEXT, "levels", message, place, {LEVELS: None}, {KINDS: "a2a+p2p"}))
+    elif hierarchical and prod(levels or [1]) != cp:
+        message = f"{KINDS} a2a+p2p needs {LEVELS} with a product of cp {cp}"
+        message += f", and {' x '.join(map(str, levels))} = {prod(levels)}" if levels else ""
+        ways: list[Overrides] = [{LEVELS: pair} for pair in pairs]
+        ways += [{"cp": prod(levels)}] if levels else []
+        violations.append(Violation(CONTEXT, "levels", message, place, *ways, {KINDS: "p2p", LEVELS: None}))
+    else:
+        _divide_heads(values, violations, cp if "a2a" in kinds else levels[0] if levels else 1, pairs)
+
+
+def _divide_heads(values: ConfigValues, violations: Violations, ranks: int, pairs: list[list[int]]) -> None:
+    """Where `ranks` exchange heads; `pairs` are the levels that cp can have."""
+    tp, heads = values["tp"], values["model.num_attention_heads"]
+    if heads % tp or heads // tp % ranks == 0:
+        return
+    own = heads // tp
+    message = f"{ranks} ranks cannot share model.num_attention_heads {heads} / tp {tp} = {own} heads"
+    ways: list[Overrides] = [{LEVELS: pair} for pair in pairs if own % pair[0] == 0 and values[LEVELS]]
+    ways += [{"cp": size} for size in nearest_divisors(own, values["cp"]) if not values[LEVELS]]
+    place = values.cite("tp", "cp", KINDS, LEVELS, "model.num_attention_heads")
+    violations.append(Violation(CONTEXT, "heads", message, place, *ways, {KINDS: "p2p", LEVELS: None}))
 
 
 def derive_batch(values: ConfigValues, dp: int, violations: Violations) -> Batch | None:

@@ -7,7 +7,7 @@ from cuts import tiny
 from live_memory import LiveBytes, kept_by
 
 from ppctl.cost.activations import Setting, layer_parts, stage_activations
-from ppctl.geometry.layers import LOSS_ROWS, Layer
+from ppctl.geometry.layers import LOSS_ROWS, Kind, Layer
 from ppctl.model.linear import Linear
 from ppctl.model.loss import NO_TOKEN, microbatch_loss, token_losses
 
@@ -85,7 +85,7 @@ def test_kept_and_peak_of_head_and_loss_are_the_planned_bytes(dtype, hidden, voc
 
     kept, _ = kept_by(loss)
     norm_input = n * hidden * dtype.itemsize if not modules else 0  # with MTP the final norm is elsewhere
-    planned = n * sum(part.size for part in layer_parts(model, "loss", False, setting)) - norm_input
+    planned = n * sum(part.size for part in layer_parts(model, Kind("loss", False), setting)) - norm_input
     assert kept - head.weight.nbytes - mask.nbytes == planned
     head.weight.grad = None
     with LiveBytes() as live:

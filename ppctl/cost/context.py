@@ -1,0 +1,85 @@
+"""What ranks that share sequences send each other for attention, and keep more than one that has whole sequences.
+
+Knows heads, sizes and the ways of `cp_comm_type` as `parallel/context.py` has them. Must not know seconds or links.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.geometry.parameters import Sizes
+from ppctl.topology import ParallelSizes
+
+Levels = tuple[int, int]
+"""Of `a2a+p2p`: neighbours that exchange heads, and groups of these that make a ring."""
+
+
+class ContextTraffic(NamedTuple):
+    """Bytes that a device sends for one layer's attention to one microbatch."""
+
+    ring: float = 0.0
+    """Keys and values from rank to rank, beside blocks of scores. In the backward again, and their gradients."""
+    gathered: float = 0.0
+    """Keys and values to all ranks, before most scores. In the backward again, and their gradients."""
+    heads: float = 0.0
+    """Queries, keys, values and results, of which each rank gets some heads. In the backward their gradients."""
+    exchanging: int = 1
+    """Neighbours that exchange heads."""
+
+    @property
+    def forward(self) -> float:
+        """All that a forward sends."""
+        return self.ring + self.gathered + self.heads
+
+    @property
+    def backward(self) -> float:
+        """All that a backward sends."""
+        return 2 * self.ring + 2 * self.gathered + self.heads
+
+
+def context_traffic(
+    model: ModelConfig, cp_comm_type: str, size: float, over: ParallelSizes, levels: Levels | None
+) -> ContextTraffic:
+    """Of one layer of this `cp_comm_type`; `size` is a device's tokens times the bytes of an element."""
+    ranks = exchanging(cp_comm_type, over, levels)
+    heads, groups, width = _heads(model, over)
+    if cp_comm_type == "all_gather":
+        return ContextTraffic(gathered=size * groups * width * (over.cp - 1))
+    groups *= _repeats(groups, ranks)
+    exchanged = size * (heads + groups) * width * (ranks - 1) / ranks
+    return ContextTraffic(size * groups * width * (over.cp // ranks - 1), heads=exchanged, exchanging=ranks)
+
+
+def exchanging(cp_comm_type: str, over: ParallelSizes, levels: Levels | None) -> int:
+    """How many ranks exchange heads; 1 where none do."""
+    if cp_comm_type == "a2a":
+        return over.cp
+    return levels[0] if cp_comm_type == "a2a+p2p" and levels else 1
+
+
+def kept_more(model: ModelConfig, ranks: int, over: ParallelSizes) -> float:
+    """Elements per token that `ranks` which exchange heads keep: the result by heads, and keys and values repeated.
+
+    By the other ways each rank keeps of its own what it would keep of whole sequences.
+    """
+    if ranks == 1:
+        return 0.0
+    heads, groups, width = _heads(model, over)
+    return heads * Sizes.of(model).value_head + groups * (_repeats(groups, ranks) - 1) * width
+
+
+def _repeats(groups: int, ranks: int) -> int:
+    """How often groups of keys and values are repeated, until the ranks divide them."""
+    return ranks // gcd(groups, ranks)
+
+
+def _heads(model: ModelConfig, over: ParallelSizes) -> tuple[int, int, int]:
+    """On one device: heads, groups of keys and values, and a head's widths of keys and values together.
+
+    Queries are as wide as keys, results as values.
+    """
+    sizes = Sizes.of(model)
+    groups = sizes.heads if sizes.latent else sizes.groups
+    return sizes.heads // over.tp, max(1, groups // over.tp), sizes.query_head + sizes.value_head

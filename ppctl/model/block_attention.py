@@ -1,0 +1,191 @@
+"""Attention of some queries to some keys that stops before its end: the result with its log-sum-exp, and the backward.
+
+Results over several blocks of keys are merged by their log-sums (`parallel/context.py`); a block's backward then takes
+the *merged* result and log-sum, of which the block's own probabilities follow (decision 42). Knows how torch's kernels
+are called. Must not know where blocks lie in a sequence, nor which kernel suits a device (`kernels.py`).
+
+For all functions here: q [b, heads, s, width], k [b, groups, t, width] and v [b, groups, t, values' width], where a
+group of neighbouring heads shares keys and values, of any strides within which a vector is contiguous; out as q with
+values' width; the log-sums of scores [b, heads, s] in float32 or wider. `causal` blocks have s = t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ppctl.model.packing import bounds_of
+from ppctl.sequence_halves import Lengths
+
+_aten = torch.ops.aten
+
+MULTIPLE = 8
+"""16 bytes of 16-bit numbers: what a head's width is a multiple of for flash attention, a row's for grouped_mm."""
+
+
+class BlockAttention(NamedTuple):
+    """A kernel: its forward and its backward."""
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, float, bool, Lengths | None], tuple[Tensor, Tensor]]
+    """(q, k, v, scale, causal, documents) -> out and log-sums."""
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool, Lengths | None], tuple[Tensor, Tensor, Tensor]
+    ]
+    """(out's gradient, q, k, v, out, log-sums, scale, causal, documents) -> gradients of q, k and v."""
+    joins_documents: bool = False
+    """Whether one call computes a causal block of several documents, each by itself, by their lengths in each row."""
+
+
+def _unfused(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, _: Lengths | None) -> tuple[Tensor, Tensor]:
+    """By products and a softmax, in float32 or wider: any device, dtype and widths. Scores [b, heads, s, t] live."""
+    scores, values = _scores(q, k, scale, causal), _wide(v)
+    log_sum = scores.logsumexp(-1)
+    out = (scores - log_sum[..., None]).exp_() @ values[:, :, None]
+    return out.flatten(1, 2).to(q.dtype), log_sum.flatten(1, 2)
+
+
+def _unfused_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    causal: bool,
+    _: Lengths | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Formulas: Dao et al., arXiv 2205.14135, appendix B.2."""
+    groups = k.shape[1]
+    given, result, queries = (_wide(heads).unflatten(1, (groups, -1)) for heads in (gradient, out, q))
+    keys, values = _wide(k)[:, :, None], _wide(v)[:, :, None]
+    shares = (_scores(q, k, scale, causal) - log_sum.unflatten(1, (groups, -1))[..., None]).exp_()
+    of_values = (shares.transpose(-1, -2) @ given).sum(2)
+    by_score = (given @ values.transpose(-1, -2) - (given * result).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
+    of_queries, of_keys = by_score @ keys, (by_score.transpose(-1, -2) @ queries).sum(2)
+    return of_queries.flatten(1, 2).to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    """[b, groups, heads of one, s, t]."""
+    scores: Tensor = (_wide(q).unflatten(1, (k.shape[1], -1)) @ _wide(k)[:, :, None].transpose(-1, -2)).mul_(scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _wide(heads: Tensor) -> Tensor:
+    return heads.to(torch.promote_types(heads.dtype, torch.float32))
+
+
+def _flash_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, _: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    width = max(q.shape[-1], v.shape[-1])
+    filled = (_filled(heads, width) for heads in (q, k, v))
+    out, log_sum = _aten._scaled_dot_product_flash_attention_for_cpu(*filled, 0.0, causal, scale=scale)
+    return out[..., : v.shape[-1]], log_sum
+
+
+def _flash_on_cpu_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    causal: bool,
+    _: Lengths | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = max(q.shape[-1], v.shape[-1])
+    filled = (_filled(heads, width) for heads in (gradient, q, k, v, out))
+    found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*filled, log_sum, 0.0, causal, scale=scale)
+    of_q, of_k, of_v = (each[..., : heads.shape[-1]] for each, heads in zip(found, (q, k, v), strict=True))
+    return of_q, of_k, of_v
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """CUDA's flash attention 2, on the current stream; the host does not wait. 16-bit numbers, heads up to 256 wide.
+
+    Its tensors are [b, s, heads, width]; those of several documents [b x s, heads, width], with log-sums
+    [heads, b x s]. Never run: written after torch 2.13's `torch/nn/attention/varlen.py` and ATen's signatures.
+    """
+    tokens = [_tokens(heads, _flash_width(q, v), documents) for heads in (q, k, v)]
+    bounds = _bounds(documents, q, k)
+    found = _aten._flash_attention_forward(*tokens, *bounds, 0.0, causal, False, scale=scale)
+    out, log_sum = found[0], found[1]
+    if documents is not None:
+        out, log_sum = (
+            out.unflatten(0, (len(documents), -1)),
+            log_sum.unflatten(1, (len(documents), -1)).transpose(0, 1),
+        )
+    return out.transpose(1, 2)[..., : v.shape[-1]], log_sum
+
+
+def _flash_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    causal: bool,
+    documents: Lengths | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of `_flash`. Never run. The kernel reads log-sums as contiguous; the two empty tensors are dropout's."""
+    tokens = [_tokens(heads, _flash_width(q, v), documents) for heads in (gradient, q, k, v, out)]
+    log_sum = (log_sum if documents is None else log_sum.transpose(0, 1).flatten(1)).contiguous()
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+    bounds = _bounds(documents, q, k)
+    found = _aten._flash_attention_backward(*tokens, log_sum, *bounds, 0.0, causal, state, unused, scale=scale)
+    if documents is not None:
+        found = [each.unflatten(0, (len(documents), -1)) for each in found]
+    of_q, of_k, of_v = (
+        each.transpose(1, 2)[..., : heads.shape[-1]] for each, heads in zip(found, (q, k, v), strict=True)
+    )
+    return of_q, of_k, of_v
+
+
+def _flash_width(q: Tensor, v: Tensor) -> int:
+    return -(-max(q.shape[-1], v.shape[-1]) // MULTIPLE) * MULTIPLE
+
+
+def _tokens(heads: Tensor, width: int, documents: Lengths | None) -> Tensor:
+    """As flash attention takes heads."""
+    tokens = _filled(heads, width).transpose(1, 2)
+    return tokens if documents is None else tokens.flatten(0, 1)
+
+
+def _filled(heads: Tensor, width: int) -> Tensor:
+    """Vectors filled up with zeros, which add nothing to scores, nor to results within their own width."""
+    return F.pad(heads, (0, width - heads.shape[-1])) if heads.shape[-1] < width else heads
+
+
+def _bounds(documents: Lengths | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where documents begin among queries and among keys, and how long the longest is."""
+    if documents is None:
+        return None, None, q.shape[2], k.shape[2]
+    bounds, longest = _bounds_on(q.device, documents), max(max(row) for row in documents)
+    return bounds, bounds, longest, longest
+
+
+@lru_cache(8)
+def _bounds_on(device: torch.device, documents: Lengths) -> Tensor:
+    """All layers of a microbatch, and its backward, need the same."""
+    return bounds_of([documents], device)[0]
+
+
+UNFUSED = BlockAttention("unfused", _unfused, _unfused_backward)
+FLASH_ON_CPU = BlockAttention("flash", _flash_on_cpu, _flash_on_cpu_backward)
+FLASH_ON_CUDA = BlockAttention("flash", _flash, _flash_backward, joins_documents=True)

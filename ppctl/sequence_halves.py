@@ -1,0 +1,151 @@
+"""How context parallelism divides a sequence over its ranks, and which keys the queries of each rank see.
+
+A sequence is cut into 2n equal chunks; of n ranks, rank r has the chunks r and 2n-1-r, one behind the other: its two
+halves. So causal attention costs every rank the same. Knows numbers. Must not know tensors, groups or configs.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+Lengths = tuple[tuple[int, ...], ...]
+"""Of each row the tokens of its documents, in order; they add up to the row."""
+
+
+class Block(NamedTuple):
+    """Queries that see keys; all slices count within the tensors at hand."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool = False
+    """Whether queries and keys are the same tokens, and each sees those up to itself; else each sees every key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The part of a sequence that one rank has."""
+
+    rank: int
+    ranks: int
+    length: int
+    """Tokens of the whole sequence, a multiple of 2 x ranks."""
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of one half."""
+        return self.length // (2 * self.ranks)
+
+    @property
+    def positions(self) -> tuple[range, range]:
+        """Where its tokens stand in the whole sequence."""
+        first, second = self.rank * self.chunk, (2 * self.ranks - 1 - self.rank) * self.chunk
+        return range(first, first + self.chunk), range(second, second + self.chunk)
+
+
+def chunk_owners(ranks: int) -> list[tuple[int, int]]:
+    """(rank, which half) of every chunk, in the sequence's order."""
+    return [*((rank, 0) for rank in range(ranks)), *((rank, 1) for rank in reversed(range(ranks)))]
+
+
+def own_lengths(lengths: Lengths, own: Halves, *, apart: bool = False) -> Lengths:
+    """The documents of a rank's tokens. One that has tokens in both halves has none missing between them on this rank,
+    and so is one document here as well, unless the halves are looked at `apart`."""
+    return tuple(tuple(_own_row(row, own, apart)) for row in lengths)
+
+
+def _own_row(row: Sequence[int], own: Halves, apart: bool) -> list[int]:
+    documents = _documents(row)
+    parts = [[_overlap(document, half) for document in documents] for half in own.positions]
+    counts = [*parts[0], *parts[1]] if apart else [sum(both) for both in zip(*parts, strict=True)]
+    return [count for count in counts if count]
+
+
+@lru_cache(64)
+def own_blocks(lengths: Lengths) -> tuple[Block, ...]:
+    """Every document of `lengths` by itself, causal."""
+    rows = []
+    for row in lengths:
+        ends = list(accumulate(row))
+        rows.append([(end - count, end) for count, end in zip(row, ends, strict=True)])
+    return tuple(
+        Block(slice(first, last), slice(*document), slice(*document), causal=True)
+        for first, last, documents in _runs(rows)
+        for document in documents
+    )
+
+
+@lru_cache(1024)
+def ring_blocks(lengths: Lengths, own: Halves, source: int) -> tuple[Block, ...]:
+    """What a rank's queries see of another one's keys: of each row one block, or none.
+
+    Keys are of an earlier chunk than the queries, so that only the document over the end of the keys' last visible
+    chunk counts: its queries are the first, its keys the last of what is visible. From an earlier rank that is its
+    first half, for all queries; from a later one both halves, for the second half of the queries.
+    """
+    later, theirs = source > own.rank, Halves(source, own.ranks, own.length).positions
+    queries, keys = own.positions[later:], theirs[: 1 + later]
+    begin, end = own.chunk * later, own.chunk * (1 + later)
+
+    def of_row(row: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        document = _document_at(row, keys[-1].stop - 1)
+        asking = sum(_overlap(document, half) for half in queries)
+        asked = sum(_overlap(document, half) for half in keys)
+        return [(begin, begin + asking, end - asked, end)] if asking else []
+
+    return tuple(_blocks(map(of_row, lengths)))
+
+
+@lru_cache(64)
+def gathered_blocks(lengths: Lengths, own: Halves) -> tuple[Block, ...]:
+    """What a rank's queries see of the whole sequence before the half that they are in: of each row and half at most
+    one block, the document over the half's start. Keys count within the whole sequence."""
+
+    def of_row(row: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        found = []
+        for number, half in enumerate(own.positions):
+            document = _document_at(row, half.start - 1) if half.start else range(0)
+            asking = _overlap(document, half)
+            if asking:
+                found.append((number * own.chunk, number * own.chunk + asking, document.start, half.start))
+        return found
+
+    return tuple(_blocks(map(of_row, lengths)))
+
+
+def _blocks(rows: Iterable[list[tuple[int, int, int, int]]]) -> Iterator[Block]:
+    for first, last, found in _runs(list(rows)):
+        for begin, end, keys_begin, keys_end in found:
+            yield Block(slice(first, last), slice(begin, end), slice(keys_begin, keys_end))
+
+
+def _runs(rows: Sequence[T]) -> Iterator[tuple[int, int, T]]:
+    """(first, behind the last, what they are) of each run of equal rows: one block serves all of them."""
+    first = 0
+    for same, run in groupby(rows):
+        last = first + len(list(run))
+        yield first, last, same
+        first = last
+
+
+def _documents(row: Sequence[int]) -> list[range]:
+    return [range(end - count, end) for count, end in zip(row, accumulate(row), strict=True)]
+
+
+def _document_at(row: Sequence[int], position: int) -> range:
+    """The document of this position."""
+    ends = list(accumulate(row))
+    number = bisect_right(ends, position)
+    return range(ends[number] - row[number], ends[number])
+
+
+def _overlap(left: range, right: range) -> int:
+    return max(0, min(left.stop, right.stop) - max(left.start, right.start))
