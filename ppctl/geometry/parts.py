@@ -28,11 +28,13 @@ ONLY = Place()
 
 
 class Parts(NamedTuple):
-    """The places of a rank on the axes that split parameters (`Parameter.splits`)."""
+    """The places of a rank on the axes that split parameters (`Parameter.splits`), and sequences."""
 
     tp: Place = ONLY
     ep: Place = ONLY
     etp: Place = ONLY
+    cp: Place = ONLY
+    """Splits no parameter, but sequences."""
 
     @classmethod
     def at(cls, position: Mapping[str, int], sizes: object) -> Parts:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import head_dim, query_groups
-from ppctl.model.core_attention import core_attention
+from ppctl.model.core_attention import Attend, core_attention
 from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, Projection, columns, from_columns
@@ -34,6 +34,7 @@ class Attention(nn.Module):
         queries = model.num_attention_heads * dim
         self.groups = query_groups(model)
         self.split: TensorSplit | None = None
+        self.shared: Attend | None = None
         keys = self.groups * dim
         biases = model.add_qkv_bias or model.add_bias_linear
         self.wq = Linear(model.hidden_size, queries, bias=biases, fp8=kernels.fp8)
@@ -64,7 +65,7 @@ class Attention(nn.Module):
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
         first_head = 0 if self.split is None else self.split.rank * q.shape[1]
         dropped = self.dropout.of_attention(draws, first_head)
-        return core_attention(q, k, v, self.kernels, documents, dropped=dropped)
+        return core_attention(q, k, v, self.kernels, documents, dropped=dropped, shared=self.shared)
 
     def _keys_values(self) -> tuple[Linear | Projection, Linear | Projection]:
         """Of the rank's own groups: where more ranks than groups split the heads, one that it has as others have."""

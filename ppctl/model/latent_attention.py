@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
-from ppctl.model.core_attention import core_attention
+from ppctl.model.core_attention import Attend, core_attention
 from ppctl.model.dropout import Draws, Dropout
 from ppctl.model.kernels import ON_CPU, Kernels
 from ppctl.model.linear import Linear, columns, from_columns
@@ -40,6 +40,7 @@ class LatentAttention(nn.Module):
         h, heads = model.hidden_size, model.num_attention_heads
         self.interleaved = model.rotary_interleaved
         self.split: TensorSplit | None = None
+        self.shared: Attend | None = None
         self.q_widths = [model.qk_head_dim, model.qk_pos_emb_head_dim]
         self.latent_widths = [model.kv_lora_rank, model.qk_pos_emb_head_dim]
         self.kv_widths = [model.qk_head_dim, model.v_head_dim]
@@ -90,7 +91,7 @@ class LatentAttention(nn.Module):
         """The heads' weighted values, side by side: what is recomputed as `core_attn`."""
         first_head = 0 if self.split is None else self.split.rank * q.shape[1]
         dropped = self.dropout.of_attention(draws, first_head)
-        return core_attention(q, k, v, self.kernels, documents, self.scale, dropped)
+        return core_attention(q, k, v, self.kernels, documents, self.scale, dropped, self.shared)
 
 
 def _heads(x: Tensor, widths: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ documents are kept apart, a document's end is to the modules what the end of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,8 @@ class MultiTokenPrediction(nn.ModuleDict):
     def __init__(self, model: ModelConfig, ids: Iterable[str], kernels: Kernels = ON_CPU) -> None:
         super().__init__({"tok_embeddings": Embedding(model.vocab_size, model.hidden_size)})
         self.ids = list(ids)
+        self.own: Callable[[Tensor], Tensor] = lambda tokens: tokens
+        """What of token ids [b, s] this rank has, where several share sequences: they are read ahead before."""
         self.update({id_: PredictionModule(model, kernels) for id_ in self.ids})
 
     def forward(
@@ -82,7 +84,7 @@ class MultiTokenPrediction(nn.ModuleDict):
         """One hidden state [b, s, h] per module, from the decoder's and the token ids [b, s] of its inputs."""
         states = []
         for depth, id_ in enumerate(self.ids, 1):
-            embedded = self["tok_embeddings"](ahead(tokens, depth, documents))
+            embedded = self["tok_embeddings"](self.own(ahead(tokens, depth, documents)))
             hidden = self[id_](hidden, embedded, cos, sin, documents, draws)
             states.append(hidden)
         return tuple(states)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_parameters
-from ppctl.geometry.layers import KindName, Layer, holds_final_norm
+from ppctl.geometry.layers import KindName, Layer, cp_comm_type, holds_final_norm
 from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
-from ppctl.geometry.parts import WHOLE, Parts
+from ppctl.geometry.parts import ONLY, WHOLE, Parts, Place
 from ppctl.model.attention import Attention
+from ppctl.model.core_attention import Attend
 from ppctl.model.dropout import Draws, Dropout, name_key
 from ppctl.model.feed_forward import ExchangeRows, FeedForward, MixtureOfExperts
 from ppctl.model.initialize import Initialize, initialize
@@ -33,6 +34,7 @@ from ppctl.model.router import Router, SumOverTokens
 from ppctl.model.split import TensorSplit
 from ppctl.model.stage_model import Run
 from ppctl.plan import StageSpec
+from ppctl.sequence_halves import Halves
 
 
 class StageModule(nn.Module):
@@ -50,7 +52,9 @@ class StageModule(nn.Module):
         h, moe = model.hidden_size, moe_layer_pattern(model)
         self.parts = parts
         self.experts = parts.experts(model.num_moe_experts or 0)
+        self.model = model
         self.split: TensorSplit | None = None
+        self.context = ONLY
         embeds, learned = Layer("embedding") in layers, model.position_embedding_type == "learned_absolute"
         self.tok_embeddings = Embedding(model.vocab_size, h) if embeds else None
         self.position_embeddings = Embedding(model.max_position_embeddings, h) if embeds and learned else None
@@ -72,6 +76,8 @@ class StageModule(nn.Module):
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """Token ids [b, s] (int64) where the stage owns the embedding, else hidden states [b, s, h], through the stage.
 
+        Token ids and `packing` are of whole rows, also where ranks share these; hidden states of a rank's own tokens.
+
         A stage with MTP modules and no embedding needs `tokens` as well; `packing` tells layers where documents end.
         From the first MTP module on there are several hidden states: the decoder's, then one per module. Returns hidden
         states, or logits [b, s, vocab_size] where the stage owns the loss: always new tensors, also from an empty
@@ -81,11 +87,12 @@ class StageModule(nn.Module):
             raise ValueError("a model with dropout is trained with Packing.draws: what its draws depend on")
         x, *others = inputs
         length = x.shape[1] if self.tok_embeddings is not None else self._length(x)
+        positions = self._positions(length, packing.positions, x.device)
         draws = self._own_draws(packing.draws, length)
         if self.tok_embeddings is not None:
-            tokens, x = x, self.after_embedding(self._embed(x, packing), draws)
+            tokens, x = x, self.after_embedding(self._embed(x, positions), draws)
         if self.layers or self.mtp is not None:
-            tables = (None, None) if self.rotary is None else self.rotary.tables(x, length, packing.positions)
+            tables = (None, None) if self.rotary is None else self.rotary.tables(x, length, positions)
             places = (*tables, packing.documents, draws)
             for run in self._runs:
                 x = run(x, *places)
@@ -97,34 +104,46 @@ class StageModule(nn.Module):
             return tuple(columns(state, self.output, split=self.split)[0] for state in (x, *others))
         return tuple(state.clone() if any(state is given for given in inputs) else state for state in (x, *others))
 
-    def _embed(self, tokens: Tensor, packing: Packing) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Rows for token ids [b, s], plus those of their positions where these are learned."""
         assert self.tok_embeddings is not None
-        x: Tensor = self.tok_embeddings(tokens)
+        x: Tensor = self.tok_embeddings(self._own_halves(tokens))
         if self.position_embeddings is None:
             return x
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        if packing.positions is not None:
-            positions = packing.positions
-        learned: Tensor = self.position_embeddings(self._own_tokens(positions))
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        learned: Tensor = self.position_embeddings(self._own_run(positions))
         return x + learned
 
     def _length(self, x: Tensor) -> int:
-        """Tokens in a row of which the hidden state `x` [b, s, h] has all, or this rank's own."""
-        return x.shape[1] * (self.split.size if self.split is not None and self.split.sequence else 1)
+        """Tokens in a row of which the hidden state `x` [b, s, h] has this rank's own."""
+        return x.shape[1] * self.context.size * (self.split.size if self.split and self.split.sequence else 1)
 
-    def _own_tokens(self, x: Tensor) -> Tensor:
-        """Of x [b, s] what belongs to the tokens that this rank has between blocks."""
+    def _positions(self, length: int, given: Tensor | None, device: torch.device) -> Tensor | None:
+        """[b or 1, s] int64: of the tokens to which the rank's heads attend; None for those of a whole row."""
+        if self.context.size == 1:
+            return given
+        return self._own_halves(torch.arange(length, device=device)[None] if given is None else given)
+
+    def _own_halves(self, x: Tensor) -> Tensor:
+        """Of x [b, s] what ranks that share sequences leave to this one."""
+        if self.context.size == 1:
+            return x
+        halves = Halves(self.context.rank, self.context.size, x.shape[1])
+        return torch.cat([x[:, half.start : half.stop] for half in halves.positions], 1)
+
+    def _own_run(self, x: Tensor) -> Tensor:
+        """Of that, [b, s], what belongs to the tokens that the rank has between blocks."""
         if self.split is None or not self.split.sequence:
             return x
         return x.chunk(self.split.size, dim=1)[self.split.rank]
 
     def _own_draws(self, draws: Draws | None, length: int) -> Draws | None:
-        """What draws depend on, with the positions of the rank's own tokens."""
-        if draws is None or self.split is None or not self.split.sequence:
+        """What draws depend on, with the positions in a row of the rank's own tokens."""
+        if draws is None or (self.split is None and self.context.size == 1):
             return draws
         positions = torch.arange(length, device=draws.samples.device)[None]
-        return draws._replace(positions=self._own_tokens(positions)[0])
+        return draws._replace(positions=self._own_run(self._own_halves(positions))[0])
 
     def name_dropouts(self, device: torch.device | str) -> None:
         """Let every dropout draw by its canonical name."""
@@ -160,6 +179,16 @@ class StageModule(nn.Module):
         for module in self.modules():
             if isinstance(module, SPLIT) and module is not self.position_embeddings:
                 module.split = split
+
+    def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
+        """Have the tokens of this place of every sequence, and attend to the others' by these `cp_comm_type`s."""
+        self.context = place
+        for layer, module in self.decoder_layers().items():
+            attention = module.get_submodule("attention")
+            assert isinstance(attention, Attention | LatentAttention)
+            attention.shared = ways[cp_comm_type(self.model, layer)]
+        if self.mtp is not None:
+            self.mtp.own = self._own_halves
 
     def share_tokens(self, others: SumOverTokens) -> None:
         """Count the tokens of other ranks in the auxiliary losses of all routers."""

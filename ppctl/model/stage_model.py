@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ppctl.geometry.canonical_names import expert_name
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.parameters import Parameter
+from ppctl.geometry.parts import Place
+from ppctl.model.core_attention import Attend
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.router import Router, SumOverTokens
@@ -68,6 +70,10 @@ class StageModel(Protocol):
     def split_over(self, split: TensorSplit) -> None:
         """From now on exchange columns through `split`. Called only where ranks hold different parts of weights."""
         raise NotImplementedError(f"{type(self).__name__} has no weights that tensor parallelism can split")
+
+    def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
+        """From now on have a part of every sequence. Called only where ranks share sequences."""
+        raise NotImplementedError(f"{type(self).__name__} cannot share sequences with other ranks")
 
     def share_tokens(self, others: SumOverTokens) -> None:
         """From now on count other ranks' tokens in auxiliary losses. Called only where ranks share a microbatch."""

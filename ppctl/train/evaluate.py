@@ -43,7 +43,7 @@ class Evaluator:
             if self.trainer.session.own.tp_rank > 0:  # they have the losses of the first
                 losses = []
             loss += sum(losses)
-            if losses and batch is not None:
+            if losses and batch is not None and self.trainer.session.own.cp_rank == 0:  # it has whole sequences
                 tokens += float(batch.loss_mask.sum())
         checksum = _READS_NOTHING if self.batches is None else float(self.batches.checksum)
         rows = self._gather([loss, tokens, checksum])

@@ -45,7 +45,8 @@ class StepFigures:
         if programs.losses and s.own.tp_rank == 0:  # all tensor-parallel ranks have the same losses
             losses = torch.stack([programs.losses[mb] for mb in sorted(programs.losses)]).tolist()
             report.loss = sum(losses)
-            report.loss_tokens = float(programs.own_batch.loss_mask.sum())
+            if s.own.cp_rank == 0:  # the batch has whole sequences
+                report.loss_tokens = float(programs.own_batch.loss_mask.sum())
             report.bad_microbatch = next((float(mb) for mb, x in enumerate(losses) if not math.isfinite(x)), NOTHING)
         report.stage_seconds = [0.0] * s.plan.sizes.vpp
         totals = s.recorder.totals()

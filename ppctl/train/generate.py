@@ -21,8 +21,10 @@ from ppctl.engine.stage import StageProgram
 from ppctl.geometry.layers import Layer
 from ppctl.model.packing import ROWS, Packing, bounds_of
 from ppctl.model.stage_model import StageModel
+from ppctl.parallel.context import own_positions
 from ppctl.parallel.slices import gather_runs
 from ppctl.plan import StageSpec
+from ppctl.sequence_halves import Halves
 from ppctl.train.session import Session
 
 
@@ -73,10 +75,21 @@ class Generator:
         def forward(mb: int, inputs: Message) -> Message:
             outputs = module(*((self.window,) if embeds else inputs), tokens=self.window, packing=self.packing)
             if ends:
-                self.next_token[0] = drawn(self._all_words(outputs[0][0, self.position]), self.dice)
+                self.next_token[0] = drawn(self._all_words(self._at_position(outputs[0][0])), self.dice)
             return outputs
 
         return StageProgram(spec.stage, forward, spec.receives, spec.sends)
+
+    def _at_position(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of logits [s, words] those of the last token that was seen, on every rank that shares the sequence."""
+        place = self.session.slices.parts.cp
+        if place.size == 1:
+            return logits[self.position]
+        positions = own_positions(Halves(place.rank, place.size, self.window.shape[1]), logits.device)
+        own = logits[(positions == self.position).int().argmax()]  # some row, where another rank has it
+        own = own * (positions == self.position).any()
+        dist.all_reduce(own, group=self.session.groups["cp"])
+        return own
 
     def _all_words(self, logits: torch.Tensor) -> torch.Tensor:
         """Of the logits of a rank's own words, on all tensor-parallel ranks."""

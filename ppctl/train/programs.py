@@ -24,9 +24,11 @@ from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.linear import own_words
 from ppctl.model.loss import Words, microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing, bounds_of
+from ppctl.parallel.context import own_halves
 from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync_events import gathers_ahead
+from ppctl.sequence_halves import Halves
 from ppctl.train.precision import in_precision
 from ppctl.train.session import Session
 
@@ -52,6 +54,9 @@ class StagePrograms:
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
         self._said: set[int] = set()
         self.words = own_words_of(session)
+        size, length = session.plan.sizes.cp, session.config.data.seq_length
+        self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
+        """The tokens of every sequence whose losses this rank computes; None: all."""
         row = session.plan.schedule.actions[session.own.pp_rank]
         self.gathers = {(action.stage, action.mb): stage for action, stage in gathers_ahead(row).items()}
         """(stage, microbatch) -> the stage whose weights begin to be gathered before that forward, if they are."""
@@ -130,6 +135,8 @@ class StagePrograms:
         shares = self.session.microbatches_of_all if scales else 1
 
         def against(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+            if self.halves is not None:
+                labels, mask = own_halves(labels, self.halves, 1), own_halves(mask, self.halves, 1)
             if pipeline.loss_fn is None:
                 return microbatch_loss(logits, labels, mask, tokens, overwrite=True, words=self.words)
             loss: Tensor = pipeline.loss_fn(logits, without(labels, mask))

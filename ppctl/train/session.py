@@ -29,19 +29,21 @@ from ppctl.geometry.parts import Parts as WhichParts
 from ppctl.geometry.parts import tp_sums
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
+from ppctl.model.core_attention import Attend, attend
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import StageModel
+from ppctl.parallel.context import context_attention
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.slices import Slices
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
-from ppctl.topology import RankGrid
+from ppctl.topology import RankGrid, levels
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
@@ -206,6 +208,10 @@ def build_session(
     own = plan.for_rank(rank)
     grid = RankGrid(plan.sizes)
     groups = {axes: make_group(grid.groups(*axes.split("-"))) for axes in _axes(plan, config.model)}
+    if config.parallel.hierarchical_context_parallel_sizes:
+        inner, *_ = config.parallel.hierarchical_context_parallel_sizes
+        both = levels(grid.group_of("cp", rank), inner)
+        groups |= {name: make_group(level) for name, level in zip(("cp-inner", "cp-outer"), both, strict=True)}
     pp_group = groups["pp"]
     communicator = parts.connect(config, plan, pp_group, device) if plan.sizes.pp > 1 else None
     data = parts.load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None
@@ -281,6 +287,8 @@ def _build_stages(
     for stage in stages.values():
         if "tp" in groups:
             stage.split_over(TensorParallel(groups["tp"], sequence=sequence))
+        if "cp" in groups:
+            stage.share_sequences(own_parts.cp, _ways(config, kernels, groups))
         if others.groups:
             stage.share_tokens(others)
         if "ep" in groups or "etp" in groups:
@@ -288,6 +296,17 @@ def _build_stages(
         if config.train.compile:
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
     return stages
+
+
+def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:
+    """How attention reaches other ranks' tokens, for every `cp_comm_type` of the model."""
+    assert kernels.blocks is not None  # chosen where ranks share sequences
+    listed = config.model.cp_comm_type
+    levels = (groups["cp-inner"], groups["cp-outer"]) if "cp-inner" in groups else None
+    make = partial(
+        context_attention, group=groups["cp"], kernel=kernels.blocks, attend=partial(attend, kernels=kernels)
+    )
+    return {kind: make(kind, levels=levels) for kind in {"p2p", *([listed] if isinstance(listed, str) else listed)}}
 
 
 def _axes(plan: Plan, model: ModelConfig) -> list[str]:

@@ -91,6 +91,8 @@ def config_of(kind: str, **axes: Any) -> RunConfig:
     config.train.global_batch_size = SAMPLES * MICROBATCHES
     config.optim.lr, config.optim.warmup_steps, config.optim.eps = 1e-3, 1, 1e-4
     config.launch.device = "cpu"
+    config.model.cp_comm_type = axes.pop("ways", "p2p")
+    parallel.hierarchical_context_parallel_sizes = axes.pop("levels", None)
     for key, value in axes.items():
         owner = next(o for o in (config.pipeline, config.train, config.optim, config.parallel) if hasattr(o, key))
         setattr(owner, key, value)
