@@ -37,10 +37,6 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
             "evaluation reads one of the two, not both",
             "data.validation_split=0",
         )
-    keys = [key for key in ("data.reset_position_ids", "data.reset_attention_mask") if value_of(config, key)]
-    if keys and config.parallel.context_parallel_size > 1:
-        message = "documents are separated within whole sequences, which context parallelism cuts"
-        yield (*keys, "parallel.context_parallel_size"), message, "cp=1"
     yield from _evaluation(config)
 
 

@@ -35,7 +35,6 @@ DTYPES = {
 }
 """Canonical dtype name -> the spellings that mean it."""
 
-CONTEXT_PARALLEL = Support(PLANS, "context parallelism")
 _OFFLOADING = Support(LATER, "activation offloading")
 _USERBUFFERS = Support(NEEDS, "Transformer Engine's userbuffers")
 _DEPRECATED = Support(IGNORED, "it is deprecated")
@@ -102,11 +101,10 @@ class ModelParallelConfig:
         positive(MOST_RANKS),
         names="cp --context-parallel-size",
         known_as="context_parallel_degree",
-        support=CONTEXT_PARALLEL,
     )
     """Ranks that share one sequence, each with a slice of it (cp)."""
     hierarchical_context_parallel_sizes: list[int] | None = key(
-        None, sizes(2, least=2), names="--hierarchical-context-parallel-sizes", support=CONTEXT_PARALLEL
+        None, sizes(2, least=2), names="--hierarchical-context-parallel-sizes"
     )
     """Of `model.cp_comm_type=a2a+p2p`: how many neighbours exchange heads, and how many such groups make a ring; their
     product is cp."""

@@ -38,7 +38,7 @@ from ppctl.config.limits import (
     positive,
 )
 from ppctl.config.metadata import LATER, Support, key
-from ppctl.config.model_parallel_config import CONTEXT_PARALLEL, ModelParallelConfig
+from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -110,9 +110,7 @@ class ModelConfig:
     )
     """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
     `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
-    cp_comm_type: Any = key(
-        "p2p", each_of(CP_COMM_TYPES), names="--cp-comm-type", training=True, support=CONTEXT_PARALLEL
-    )
+    cp_comm_type: Any = key("p2p", each_of(CP_COMM_TYPES), names="--cp-comm-type", training=True)
     """How ranks that share a sequence exchange it for attention; a list has one for each decoder layer. `p2p`: keys and
     values in a ring; `all_gather`: all at once; `a2a`: each rank gets whole sequences of some heads; `a2a+p2p`: this
     among neighbours, and a ring between these groups (parallel.hierarchical_context_parallel_sizes)."""

@@ -171,6 +171,13 @@ def not_trained(config: RunConfig) -> list[Problem]:
                 missing.setdefault(f"biases of {what}", []).append("model.add_bias_linear=true")
     if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
         missing.setdefault("products of experts in 8 bits on a GPU", []).append(f"model.fp8={model.fp8}")
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    if config.train.compile and max(tp, cp) > 1:
+        axes = f"tensor_model_parallel_size={tp}", f"context_parallel_size={cp}"
+        missing.setdefault("compiled layers that exchange columns or keys", []).extend(("train.compile=true", *axes))
+    if model.attention_dropout and cp > 1:
+        what = "attention with dropout over ranks that share sequences"
+        missing.setdefault(what, []).append(f"model.attention_dropout={model.attention_dropout}")
     if not missing:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())

@@ -6,6 +6,7 @@ Masks are unequal in every batch, and one microbatch of the first step has no co
 from __future__ import annotations
 
 import math
+import random
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,8 @@ from oracle.reference import train_reference
 from ppctl.config.mapping import from_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.data.batches import StepBatch
+from ppctl.data.sampler import microbatches
+from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.router import Router
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
@@ -27,6 +30,9 @@ from ppctl.train.step import Trainer
 
 STEPS, SEQ, MICROBATCHES, SAMPLES = 3, 16, 4, 2
 """Microbatches of the global batch, whatever dp is, of SAMPLES samples each."""
+
+PACKED = ("packed",)
+"""Models whose rows hold several documents that do not see each other."""
 
 SIZES = dict(num_layers=4, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, vocab_size=37)
 """The vocabulary divides by nothing."""
@@ -59,6 +65,17 @@ MODELS: dict[str, dict[str, Any]] = {
         moe_router_load_balancing_type="seq_aux_loss",
         mtp_num_layers=1,
     ),
+    "gpt3": dict(
+        normalization="LayerNorm",
+        add_bias_linear=True,
+        gated_linear_unit=False,
+        position_embedding_type="learned_absolute",
+        max_position_embeddings=SEQ,
+        attention_dropout=0.1,
+        hidden_dropout=0.2,
+        share_embeddings_and_output_weights=True,
+    ),
+    "packed": dict(num_query_groups=2, mtp_num_layers=1),
     "latent": dict(
         multi_latent_attention=True,
         q_lora_rank=None,
@@ -91,6 +108,7 @@ def config_of(kind: str, **axes: Any) -> RunConfig:
     config.train.global_batch_size = SAMPLES * MICROBATCHES
     config.optim.lr, config.optim.warmup_steps, config.optim.eps = 1e-3, 1, 1e-4
     config.launch.device = "cpu"
+    config.data.reset_attention_mask = config.data.reset_position_ids = kind in PACKED
     config.model.cp_comm_type = axes.pop("ways", "p2p")
     parallel.hierarchical_context_parallel_sizes = axes.pop("levels", None)
     for key, value in axes.items():
@@ -124,21 +142,39 @@ def batch(step: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return windows[..., :-1].contiguous(), windows[..., 1:].contiguous(), mask
 
 
+def documents_of(step: int) -> tuple[tuple[int, ...], ...]:
+    """Of every sample of a step's global batch the lengths of its documents: one to four."""
+    dice = random.Random(step)
+    rows = []
+    for _ in range(MICROBATCHES * SAMPLES):
+        ends = [*sorted(dice.sample(range(1, SEQ), dice.randrange(4))), SEQ]
+        rows.append(tuple(end - first for first, end in zip([0, *ends], ends, strict=False)))
+    return tuple(rows)
+
+
+def positions_of(rows: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """[rows, s] int64, which restart in every document."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
 class MaskedBatches:
-    """The batches of one data-parallel rank, which takes neighbouring microbatches."""
+    """The batches of one data-parallel rank."""
 
     def __init__(self, config: RunConfig, dp_rank: int) -> None:
-        size = config.parallel.data_parallel_size or 1
-        count = MICROBATCHES // size
-        self.own = slice(dp_rank * count, (dp_rank + 1) * count)
-        self.vocabulary = config.model.vocab_size
+        every = np.arange(MICROBATCHES * SAMPLES)
+        self.own = torch.from_numpy(microbatches(every, SAMPLES, dp_rank, config.parallel.data_parallel_size or 1))
+        self.vocabulary, self.packed = config.model.vocab_size, config.data.reset_attention_mask
 
     def step(self, step: int) -> StepBatch:
         """This rank's share."""
         tokens, labels, mask = batch(step, self.vocabulary)
-        return StepBatch(
-            tokens[self.own], labels[self.own], mask[self.own], total_tokens=int(mask.sum()), checksum=step
-        )
+        own = [whole.flatten(0, 1)[self.own] for whole in (tokens, labels, mask)]
+        if not self.packed:
+            return StepBatch(*own, total_tokens=int(mask.sum()), checksum=step)
+        every = documents_of(step)
+        documents = tuple(tuple(every[sample] for sample in row) for row in self.own.tolist())
+        positions = positions_of(every)[self.own]
+        return StepBatch(*own, int(mask.sum()), step, positions=positions, documents=documents)
 
 
 def whole(session: Session, name: str, tensor: torch.Tensor) -> dict[str, np.ndarray]:
@@ -192,7 +228,12 @@ def reference(kind: str, dtype: str = "float64") -> Any:
     steps = []
     for step in range(STEPS):
         tokens, labels, mask = batch(step, config.model.vocab_size)
-        steps.append(list(zip(tokens, labels, mask, strict=True)))
+        packings = [ROWS] * MICROBATCHES
+        if kind in PACKED:
+            every = documents_of(step)
+            rows = [every[SAMPLES * mb : SAMPLES * (mb + 1)] for mb in range(MICROBATCHES)]
+            packings = [Packing(positions_of(row), Documents(row)) for row in rows]
+        steps.append(list(zip(tokens, labels, mask, packings, strict=True)))
     gaps: list[float] = []
     choose = Router._choose
 
