@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ppctl.config.keys import Finding, value_of
+from ppctl.config.keys import Finding
 from ppctl.config.schema import RunConfig
 
 LONGEST_CYCLE = 65536

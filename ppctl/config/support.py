@@ -171,15 +171,21 @@ def not_trained(config: RunConfig) -> list[Problem]:
                 missing.setdefault(f"biases of {what}", []).append("model.add_bias_linear=true")
     if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
         missing.setdefault("products of experts in 8 bits on a GPU", []).append(f"model.fp8={model.fp8}")
-    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    if config.train.compile and max(tp, cp) > 1:
-        axes = f"tensor_model_parallel_size={tp}", f"context_parallel_size={cp}"
-        missing.setdefault("compiled layers that exchange columns or keys", []).extend(("train.compile=true", *axes))
-    if model.attention_dropout and cp > 1:
-        what = "attention with dropout over ranks that share sequences"
-        missing.setdefault(what, []).append(f"model.attention_dropout={model.attention_dropout}")
+    for what, keys in _uncombined_axes(config):
+        missing.setdefault(what, []).extend(keys)
     if not missing:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
     message = f"this release plans this config but cannot train it yet: missing are {listed}"
     return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]
+
+
+def _uncombined_axes(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:
+    """What axes do not go together with yet: (what is missing, the keys that need it)."""
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    if config.train.compile and max(tp, cp) > 1:
+        keys = "train.compile=true", f"tensor_model_parallel_size={tp}", f"context_parallel_size={cp}"
+        yield "compiled layers that exchange columns or keys", keys
+    if config.model.attention_dropout and cp > 1:
+        what = "attention with dropout over ranks that share sequences"
+        yield what, [f"model.attention_dropout={config.model.attention_dropout}"]
