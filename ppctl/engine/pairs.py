@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from ppctl.engine.recorder import Recorder
 from ppctl.schedule.action import Action, Pair, Schedule
@@ -28,15 +32,7 @@ class Pairs:
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
-        # The device and its stream are a thread's own; kernels of both halves go into the queue of the engine's.
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-        def initialize() -> None:
-            if stream is not None:
-                torch.cuda.set_device(device)
-                torch.cuda.set_stream(stream)
-
-        self._turns = Turns(initialize, keep_collecting)
+        self._turns = Turns(_same_state(device), keep_collecting)
         self.failed = 0
         """The index of the half that failed, after `run` has raised."""
 
@@ -61,3 +57,29 @@ class Pairs:
             return run
 
         self._turns.run(half(first, forward), half(first + 1, backward))
+
+
+def _same_state(device: torch.device) -> Callable[[], None]:
+    """What gives another thread what torch keeps for each: the device and its stream, autocast, modes.
+
+    So kernels of both halves go into one queue, and whoever watches or casts this thread's operations has both halves.
+    """
+    kind = device.type
+    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+    cast = torch.amp.is_autocast_available(kind)
+    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) if cast else None
+    function_modes, dispatch_modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+
+    def initialize() -> None:
+        if stream is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(stream)
+        if autocast is not None:
+            torch.set_autocast_enabled(kind, autocast[0])
+            torch.set_autocast_dtype(kind, autocast[1])
+        for mode in function_modes:  # pushed and not entered: the thread never leaves them
+            _push_function_mode(mode)
+        for mode in dispatch_modes:
+            _push_dispatch_mode(mode)
+
+    return initialize
