@@ -39,7 +39,7 @@ class Pairs:
     def run(self, first: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run both; `first` is the forward's index in the list, the backward's is the next one."""
         running = [first, first + 1]
-        for index in running:
+        for index in reversed(running):  # the forward last, which is first to run
             self.recorder.begin(index)
 
         def half(index: int, work: Callable[[], None]) -> Callable[[], None]:
