@@ -26,7 +26,7 @@ def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Acti
     return dict(pair for pair in pairwise(actions) if Pair(*pair) in schedule.pairs) if schedule.pairs else {}
 
 
-class Pairs:
+class PairRunner:
     """Runs the halves of a pair, and stamps them: the one that ends first has the time up to its end, the other the
     rest. Their times add up to the pair's."""
 
