@@ -140,7 +140,7 @@ def test_the_memory_of_1f1b_on_one_chunk_gives_zb_h1() -> None:
     assert found.schedule == make_schedule("zb_h1", pp=4, num_microbatches=12)
 
 
-@pytest.mark.parametrize("seconds", [(1.0, 1.1, 0.9), (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("seconds", [(0.1, 0.7, 0.3), (0.9, 0.8, 0.6)])
 def test_where_splitting_gains_nothing_backwards_stay_whole(seconds: tuple[float, float, float]) -> None:
     """Their sums differ in the last digit."""
     forward, inputs, weights = seconds
