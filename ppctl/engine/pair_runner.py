@@ -72,7 +72,7 @@ def _same_state(device: torch.device) -> Callable[[], None]:
 
     def initialize() -> None:
         if stream is not None:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(stream.device)
             torch.cuda.set_stream(stream)
         if autocast is not None:
             torch.set_autocast_enabled(kind, autocast[0])

@@ -29,7 +29,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> 
     logits and the labels. With `overwrite` the caller reads the logits no more: the backward writes their gradient into
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
-    losses: Tensor = _TokenLosses.apply(logits, labels, overwrite)  # type: ignore[no-untyped-call]
+    losses: Tensor = _TokenLosses.apply(logits, labels, overwrite)  # type: ignore[no-untyped-call]  # torch's own
     return losses
 
 

@@ -91,7 +91,8 @@ class PutOff:
                 raise _used_unseen(base, "inside a transform of torch.func (vmap, grad)")
             anchor = torch.empty(0, device=tensor.device, requires_grad=True)
             place = self.place(tensor, cast=False)
-            return _Elsewhere.apply(self, [tensor], [place], anchor)  # type: ignore[no-untyped-call,no-any-return]
+            alias: Tensor = _Elsewhere.apply(self, [tensor], [place], anchor)  # type: ignore[no-untyped-call]  # torch's own
+            return alias
         self._whole[id(base)] = base
         return tensor
 
@@ -233,7 +234,8 @@ class _Store:
     """Where an autograd function of the user's own puts off its weight gradients, as in DeepSeek's DualPipe.
 
     In its backward: `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
-    `.grad`. `f` is called in the W of the same stage and microbatch.
+    `.grad`. `f` is called in the W of the same stage and microbatch. Where the weight has hooks, as one with a float32
+    master has in training, `f` has to add with `torch.autograd.backward([weight], [gradient])`, which runs them.
     """
 
     @property
