@@ -54,7 +54,7 @@ class PutOff:
         """Whether products are found by `intercept`: then a weight may have uses of any kind, also unseen ones."""
         self.drops = False
         """Whether gradients are forgotten: those that `torch.autograd.grad` makes are not for weights."""
-        self._whole = {id(weight): weight for weight in whole}
+        self._whole = {id(base): base for base in map(_base_of, whole)}
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[_Use]] = {}
         self._functions: list[Callable[[], object]] = []
@@ -189,8 +189,12 @@ def parameter_of(weight: Tensor) -> nn.Parameter | None:
     """The parameter that a tensor is or looks into, if it is trained through it."""
     if not weight.requires_grad:
         return None
-    base = weight if weight._base is None else weight._base
+    base = _base_of(weight)
     return base if type(base) is nn.Parameter and base.requires_grad else None
+
+
+def _base_of(weight: Tensor) -> Tensor:
+    return weight if weight._base is None else weight._base
 
 
 _collecting: PutOff | None = None

@@ -298,6 +298,55 @@ def test_a_weight_of_a_product_and_of_a_users_function_is_refused_by_name_and_th
     assert torch.equal(found[0], found[2]) and put_off.parameters == ()
 
 
+class Differentiated(nn.Module):
+    """A gradient taken in the forward, which no weight's `.grad` knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x):
+        inner = torch.tanh(self.first(x))
+        (slope,) = torch.autograd.grad(inner.sum(), x, retain_graph=True)
+        return self.second(inner * slope)
+
+
+def test_a_gradient_that_the_forward_takes_puts_nothing_off():
+    hold(Differentiated, rows(4, H), put_off=("first.weight", "second.weight"))
+
+
+def test_a_view_names_its_weight_as_whole():
+    module, x = Mlp(), rows(4, H)
+    put_off = PutOff([module[1].weight.t()])
+    with intercepting(put_off):
+        module(x)
+    assert put_off.parameters == (module[3].weight,)
+
+
+class Twice(Differentiated):
+    """The gradient that the forward takes is a part of the result."""
+
+    def forward(self, x):
+        (slope,) = torch.autograd.grad(torch.tanh(self.first(x)).sum(), x, create_graph=True)
+        return self.second(slope)
+
+
+def test_a_product_that_is_differentiated_twice_is_refused_by_name_and_the_remedy_works():
+    found = []
+    for whole in (None, False, True):
+        torch.manual_seed(0)
+        module, x = Twice(), rows(4, H).requires_grad_()
+        put_off = PutOff([module.first.weight] * (whole is True))
+        with intercepting(put_off) if whole is not None else nullcontext():
+            out = module(x)
+        refused = pytest.raises(TrainingError, match=r"PP-E717")
+        with refused if whole is False else nullcontext(), intercepting(put_off, backward=True):
+            out.sum().backward()
+        put_off.deliver()
+        found.append((module.first.weight.grad, module.second.weight.grad))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
 class Pipelined(torch.autograd.Function):
     """A linear layer as DualPipe's users write it."""
 
@@ -420,23 +469,6 @@ def test_a_weight_in_a_transform_is_left_whole(order):
 def test_a_weight_of_a_product_and_in_a_transform_is_refused_by_name():
     with pytest.raises(TrainingError, match=r"(?s)PP-E717.*torch.func.*whole"):
         hold(partial(Transformed, ("product", "vmap")), rows(4, H), put_off=())
-
-
-class Differentiated(nn.Module):
-    """A gradient taken in the forward, which no weight's `.grad` knows of."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(H, H), nn.Linear(H, H)
-
-    def forward(self, x):
-        inner = torch.tanh(self.first(x))
-        (slope,) = torch.autograd.grad(inner.sum(), x, retain_graph=True)
-        return self.second(inner * slope)
-
-
-def test_a_gradient_that_the_forward_takes_puts_nothing_off():
-    hold(Differentiated, rows(4, H), put_off=("first.weight", "second.weight"))
 
 
 class Recomputed(nn.Module):
