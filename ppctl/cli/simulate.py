@@ -20,7 +20,8 @@ from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
-from ppctl.schedule.search import Found, Task, find_best, placements, unit_of_memory
+from ppctl.schedule.search import Found, find_best
+from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
@@ -97,10 +98,9 @@ def _searched(args: argparse.Namespace) -> Found:
     tasks = []
     for place in places:
         stages = place.num_stages
-        sizes = [1.0] * stages
-        limit = _memory(args) * unit_of_memory(sizes, args.pp, args.microbatches)
+        sizes = [1.0 / unit_of_memory([1.0] * stages, args.pp, args.microbatches)] * stages  # in units of --memory
         prices = costs(args, stages, stages // args.pp)
-        tasks.append(Task(place, args.microbatches, prices, sizes, [limit] * args.pp))
+        tasks.append(Task(place, args.microbatches, prices, sizes, [_memory(args)] * args.pp))
     try:
         return find_best(tasks)
     except ScheduleError as error:
@@ -160,7 +160,7 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
     if args.schedule == AUTO:
         yield from _not_searched(args)
     elif args.memory is not None:
-        message = f"--memory is a limit for a search, and {args.schedule or '--compare'} holds what it holds"
+        message = f"--memory limits a search (--schedule {AUTO}), and {args.schedule or '--compare'} makes none"
         yield Problem("PP-E128", message, f"--schedule {AUTO}", place)
     if not args.compare and args.schedule not in (*SCHEDULES, AUTO):
         from ppctl.config.keys import nearest

@@ -198,5 +198,6 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
         abstract = (name or "").lower() in ("pipelineschedulesingle", "pipelineschedulemulti")  # torch's base classes
         hint = ": that is a kind of schedule" if abstract else did_you_mean(str(name), SPELLINGS)
         fitting = fitting_policy(config.parallel.virtual_pipeline_model_parallel_size or 1)
-        close = [*nearest(str(name), SPELLINGS), fitting]
+        begun = [each for each in SPELLINGS if name and each.startswith(name.lower())]
+        close = [*nearest(str(name), SPELLINGS), *begun, fitting]
         yield ("pipeline.pp_schedule",), f"there is no schedule {name}{hint}", f"pipeline.pp_schedule={close[0]}"

@@ -13,8 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.cost.operands import Operands
 from ppctl.cost.parameters import Count, on_device
-from ppctl.cost.put_off import PutOff
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.schedule.action import INPUT_GRADIENTS, LIFE_ENDS, WEIGHT_GRADIENTS, Action, B, F, I, Op, W
@@ -120,7 +120,7 @@ def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
     return Ends(dict.fromkeys(LIFE_ENDS, kept), dict.fromkeys(LIFE_ENDS, needs))
 
 
-def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequence[PutOff]) -> Ends:
+def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequence[Operands]) -> Ends:
     """The backwards of stages that keep `kept` from their F on; `put_off` says what they keep for W.
 
     An I frees what its layers kept while it puts their operands off: it needs most with the last layer or the first.

@@ -15,7 +15,7 @@ from ppctl.comm.channels import ChannelEnd
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.message_batches import MessageBatch
 from ppctl.engine.pace import Heartbeat, make_pace
-from ppctl.engine.pairs import Pairs, pairs_of
+from ppctl.engine.pair_runner import PairRunner, pairs_of
 from ppctl.engine.recorder import Recorder
 from ppctl.engine.stage import Stage, StageProgram
 from ppctl.errors import PpctlError, Problem, ScheduleError, TrainingError
@@ -116,7 +116,7 @@ class Engine:
         self._behind = pairs_of(schedule, self.actions)
         if self._behind:
             self._beside = frozenset(self._behind.values())
-            self._pairs = Pairs(self.recorder, device)
+            self._pairs = PairRunner(self.recorder, device)
             self._handlers = {**self._handlers, **_IN_PAIRS}
         if timed is not None:
             self._handlers = {op: _timing(op, handler, timed) for op, handler in self._handlers.items()}

@@ -71,7 +71,8 @@ def product_in_fp8(x: Operand, weight: Tensor, fp8: Fp8) -> Tensor:
     kind = _InFp8(q.tile, q.shape, x.x.dtype, fp8)
     later = putting_off(weight)
     if later is None:
-        out: Tensor = _ProductInFp8.apply(x.x, weight, q.values, q.scales, kind)  # type: ignore[no-untyped-call]
+        whole = _ProductInFp8.apply
+        out: Tensor = whole(x.x, weight, q.values, q.scales, kind)  # type: ignore[no-untyped-call]  # torch's own
         return out
     rule = Rule(
         lambda of, factor, _, values, scales: kind.multiply(of, factor, values, scales),
@@ -163,7 +164,7 @@ def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
     Kept for the backward are `x` and `weight` as they are, and not their copies in float32.
     """
-    out: Tensor = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _ProductInFloat32.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 

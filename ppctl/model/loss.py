@@ -34,9 +34,9 @@ def token_losses(logits: Tensor, labels: Tensor, *, overwrite: bool = False, wor
     their memory, unless autograd keeps them for somebody else, and a second backward raises RuntimeError.
     """
     if words is not None:
-        found: Tensor = _LossesOfWords.apply(logits, labels, overwrite, words)  # type: ignore[no-untyped-call]
+        found: Tensor = _LossesOfWords.apply(logits, labels, overwrite, words)  # type: ignore[no-untyped-call]  # torch's own
         return found
-    losses: Tensor = _TokenLosses.apply(logits, labels, overwrite)  # type: ignore[no-untyped-call]
+    losses: Tensor = _TokenLosses.apply(logits, labels, overwrite)  # type: ignore[no-untyped-call]  # torch's own
     return losses
 
 

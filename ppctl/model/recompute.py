@@ -153,7 +153,8 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     again, index, shape, stride, offset = packed
-    return again.made().outputs[index].as_strided(shape, stride, offset)  # type: ignore[no-any-return]
+    output: Tensor = again.made().outputs[index].as_strided(shape, stride, offset)
+    return output
 
 
 class _Made(NamedTuple):

@@ -42,7 +42,7 @@ from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
 from ppctl.schedule.action import Placement, Schedule
-from ppctl.schedule.search import Task, named_schedules, placements
+from ppctl.schedule.search_task import Task, named_schedules, placements
 from ppctl.schedule.trace import bubble_fraction
 from ppctl.topology import ParallelSizes
 

@@ -13,8 +13,8 @@ from math import prod
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms, stage_activations
+from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
-from ppctl.cost.put_off import stage_put_off
 from ppctl.cost.state import (
     Passing,
     State,
@@ -70,7 +70,7 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
-    later = [stage_put_off(model, stage.layers, setting) for stage in stages]
+    later = [stage_operands(model, stage.layers, setting) for stage in stages]
     splits = schedule.split and setting.allocator.backward
     ends = ends_of(kept, in_backward, later) if splits else None
     received = [message_bytes(stage.receives) for stage in stages]
@@ -136,7 +136,7 @@ def put_off(
     if not schedule.split:
         return ()
     setting = setting_of(config, sizes, micro_batch_size)
-    most = max(stage_put_off(config.model, stage.layers, setting).kept for stage in stages)
+    most = max(stage_operands(config.model, stage.layers, setting).kept for stage in stages)
     unit = unit_for(most)
     equation = (
         f"W computes the gradients of all matrices and embeddings but routers' and the output's, I all others; from "

@@ -20,16 +20,8 @@ from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageCost, StageSpe
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import COMPUTE, Placement, Schedule
 from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search import (
-    ALLOWANCE,
-    Found,
-    Task,
-    find_schedule,
-    least_limits,
-    named_schedules,
-    placements,
-    unit_of_memory,
-)
+from ppctl.schedule.search import ALLOWANCE, Found, find_schedule
+from ppctl.schedule.search_task import Task, least_limits, named_schedules, placements, unit_of_memory
 from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes
 
@@ -131,7 +123,7 @@ def _searched(values: ConfigValues, sizes: ParallelSizes, way: Way, num_microbat
             break
         limits = [limit - more for limit, more in zip(limits, over, strict=True)]
     timed = [(_seconds(values, way, schedule), schedule) for schedule in _candidates(found)]
-    seconds, schedule = min(timed, key=lambda each: each[0])
+    seconds, schedule = min(timed, key=lambda each: float(f"{each[0]:.9g}"))  # of equal ones the first
     named = min((each for each in timed if each[1].name != AUTO), key=lambda each: each[0], default=None)
     equation = _equation(schedule, seconds, named, found, _within(values, device is not None))
     return Searched(Choice(schedule.name, (Derived("schedule", schedule.name, equation),), schedule), seconds)

@@ -8,6 +8,7 @@ with zeros, and noted as a wait with the line of ppctl's that asked.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch.distributed._tools.fake_collectives  # collectives of tensors witho
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppctl.rehearsal_record import MESSAGE, STEP, HostWait, Operations, Traffic
+from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, Operations, Traffic
 
 BLOCK = 512
 """CUDA's caching allocator rounds every allocation up to a multiple of this."""
@@ -44,7 +45,8 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.during = STEP
+        self._during = STEP
+        self._thread = threading.get_ident()
         self.live = 0
         """Bytes of all storages on the device that were made inside and still exist."""
         self.peak = 0
@@ -84,6 +86,15 @@ class Ledger(TorchDispatchMode):
         for tensor in made:
             self._own(tensor)
         return result
+
+    @property
+    def during(self) -> str:
+        """What an operation belongs to. In a thread of its own runs the backward of a pair, beside a forward."""
+        return self._during if threading.get_ident() == self._thread else BACKWARD
+
+    @during.setter
+    def during(self, phase: str) -> None:
+        self._during = phase
 
     def message(self, kind: str, axis: str, size: int, during: str = MESSAGE) -> None:
         """Note a message or a collective of `size` bytes."""

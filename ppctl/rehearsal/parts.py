@@ -20,7 +20,7 @@ from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import StepBatch
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.plan import Plan
-from ppctl.rehearsal.kernels import capability
+from ppctl.rehearsal.fused_kernels import capability
 from ppctl.rehearsal.ledger import Ledger
 from ppctl.train.session import Parts
 

@@ -24,7 +24,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.plan import Plan
 from ppctl.plan.memory import message_bytes
 from ppctl.plan.rehearsal import UPDATE
-from ppctl.rehearsal.kernels import FusedKernels
+from ppctl.rehearsal.fused_kernels import FusedKernels
 from ppctl.rehearsal.ledger import BLOCK, Ledger
 from ppctl.rehearsal.parts import Samples, rehearsal_parts
 from ppctl.rehearsal_record import BACKWARD, FORWARD, STEP, Moment, Rehearsed, StageMemory
@@ -146,12 +146,14 @@ def _state(session: Session) -> tuple[int, int]:
 
 
 def _stage_memory(session: Session, recorder: MemoryRecorder) -> Iterable[StageMemory]:
-    """By stage, of its last microbatches: the first ones also make gradients and tables."""
+    """By stage, of its last microbatches: the first ones also make gradients and tables. The two of a pair run at once,
+    and what is measured of one is the other's as well."""
     ends = {moment.index: moment for moment in recorder.moments}  # the later of two is an action's end
+    paired = {action for pair in session.plan.schedule.pairs for action in pair}
     for spec in session.own.stages:
         kept = in_forward = in_backward = received = 0
         for index, action in enumerate(recorder.actions):
-            if action.stage != spec.stage or index not in recorder.before:
+            if action.stage != spec.stage or index not in recorder.before or action in paired:
                 continue
             more = ends[index].most - recorder.before[index]
             if action.op is Op.F:

@@ -6,7 +6,7 @@ timed, and chance comes from a fixed seed. Standard library only.
 What is searched are orders: for every pp_rank, in which turns it works on the F, I and W of its stages, microbatches in
 order. There is no formula for the best one, but a rule that picks the next action whenever a rank is free
 (`list_scheduler`) makes a good one in milliseconds. So the search goes through rules, and through costs that the rule
-is told in place of the real ones: with shorter messages it dares to wait for what is about to arrive, with longer ones
+sees in place of the real ones: with shorter messages it dares to wait for what is about to arrive, with longer ones
 it runs further ahead, and with slightly wrong stage times it makes other, sometimes better, repeating patterns
 ("problem-space search"; Storer, Wu and Vaccari, Management Science 38, 1992). In three parts:
 
@@ -22,18 +22,19 @@ slower. It ends at the bound (`Lanes.bound`) or when the allowance is used up.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp
 from random import Random
 from typing import NamedTuple
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import Placement, Schedule
+from ppctl.schedule.action import Schedule
 from ppctl.schedule.lane_orders import KINDS, ROUNDING, Block, Clock, Lanes, Rows, critical_blocks, rows_of, schedule_of
 from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
-from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
-from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.policies import AUTO
+from ppctl.schedule.search_task import Task, check_limits, least_limits, named_schedules
+from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import longest_span, step_time
 
 ALLOWANCE = 5_000_000
@@ -58,21 +59,6 @@ _REACH, _DRAWS = 4, 20
 """How far an entry moves within its row, and how many moves are drawn until one is sound."""
 
 _LATE = (0.0, 0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a schedule is searched for."""
-
-    placement: Placement
-    num_microbatches: int
-    costs: Costs
-    sizes: Sequence[float]
-    """What one microbatch holds on each stage, in any unit."""
-    limits: Sequence[float]
-    """What each pp_rank may hold of that at once."""
-    group: int | None = None
-    """`microbatch_group_size` of the named schedules."""
 
 
 class Named(NamedTuple):
@@ -134,7 +120,7 @@ def find_schedule(task: Task, allowance: int = ALLOWANCE) -> Found:
 
     Raises ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank.
     """
-    _check(task)
+    check_limits(task)
     return _Search(task, allowance).run()
 
 
@@ -154,52 +140,6 @@ def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
         raise ScheduleError(refused)
     least = min(each.seconds for each in found) * (1 + ROUNDING)
     return next(each for each in found if each.seconds <= least)
-
-
-def placements(pp: int, vpp: int) -> list[Placement]:
-    """Where the stages may be: on a loop, and with two chunks per rank on a V."""
-    return [Placement(kind, pp, pp * vpp) for kind in ("loop", "v") if kind == "loop" or vpp == 2]
-
-
-def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> float:
-    """What 1F1B keeps on its first rank: of min(pp, num_microbatches) microbatches the first pp-th of the stages."""
-    return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
-
-
-def least_limits(placement: Placement, sizes: Sequence[float]) -> list[float]:
-    """What every pp_rank holds under any schedule: one microbatch on all of its stages, while the last one computes."""
-    return [sum(sizes[stage] for stage in placement.stages_of(r)) for r in range(placement.pp)]
-
-
-def named_schedules(task: Task) -> Iterator[Schedule]:
-    """Every schedule with a name that runs on this placement."""
-    place = task.placement
-    vpp = place.num_stages // place.pp
-    for name, policy in POLICIES.items():
-        if not policy.trains or policy.placement != place.kind or not policy.runs(vpp):
-            continue
-        try:
-            yield make_schedule(
-                name,
-                pp=place.pp,
-                vpp=vpp,
-                num_microbatches=task.num_microbatches,
-                microbatch_group_size=task.group,
-            )
-        except ScheduleError:
-            continue  # not made for so few microbatches, or for this size of groups
-
-
-def _check(task: Task) -> None:
-    least = least_limits(task.placement, task.sizes)
-    short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
-    if short:
-        rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)
-        message = (
-            f"pp_rank {rank} may hold {task.limits[rank]:.4g} of activations, and one microbatch on its stages "
-            f"takes {least[rank]:.4g}: no schedule needs less"
-        )
-        raise ScheduleError(Problem("PP-E321", message))
 
 
 class _Search:
@@ -242,7 +182,10 @@ class _Search:
             return None
         ends = [end + sums for end, sums in zip(ends, self.lanes.sums, strict=True)]
         span = max(end - begin for end, begin in zip(ends, self.begins, strict=True))
-        return _Value(round(max(ends) / self.unit, 9), round(span / self.unit, 9), sum(ends))
+        return _Value(self._relative(max(ends)), self._relative(span), sum(ends))
+
+    def _relative(self, seconds: float) -> float:
+        return round(seconds / self.unit, 9)
 
     def consider(self, rows: Rows | None) -> _Value | None:
         """Judge an order that fits, and keep it if it is the best so far."""
@@ -379,7 +322,8 @@ class _Search:
 
     def _found(self, named: list[Named]) -> Found:
         """The best order as a schedule; a named one where that is as fast."""
-        ranked = tuple(sorted(named, key=lambda each: (each.seconds, each.span)))
+        # Rounded, so that of equal ones the first is taken: whole backwards before split ones.
+        ranked = tuple(sorted(named, key=lambda each: (self._relative(each.seconds), self._relative(each.span))))
         assert self.rows is not None  # a rule always makes one
         schedule = schedule_of(self.rows, self.lanes, AUTO)
         trace = simulate(schedule, self.task.costs)

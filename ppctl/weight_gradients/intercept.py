@@ -28,6 +28,8 @@ def intercepting(gradients: PutOff, *, backward: bool = False) -> Iterator[None]
     gradients.intercepted = True
     with collecting(gradients, backward=backward), _Mode(gradients):
         yield
+    if backward:
+        gradients.separate_gradients()
 
 
 class _Mode(TorchFunctionMode):
@@ -54,11 +56,18 @@ class _Mode(TorchFunctionMode):
         if function in (torch.autograd.backward, Tensor.backward):
             with self:  # a backward in a backward, which runs more forwards: of `checkpoint(use_reentrant=True)`
                 return _run_backward(*args, **kwargs)
+        if function is torch.autograd.grad:
+            self.gradients.drops = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.gradients.drops = False
         if function in _COPIES_PERHAPS and parameter_of(args[0]) is not None:
             made = function(*args, **kwargs)
             if parameter_of(made) is not None:
                 return made
-        product = _PRODUCTS.get(function)
+        # Inside a transform of torch.func (vmap, grad) no autograd function of this room runs.
+        product = None if torch._C._are_functorch_transforms_active() else _PRODUCTS.get(function)
         found = None if product is None else product(self.gradients, *args, **kwargs)
         if found is not None:
             return found

@@ -31,11 +31,16 @@ Make = Callable[[], Tensor]
 """Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
 
 
+_LEAVE_WHOLE = "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))"
+
+
 class _Use(NamedTuple):
     """A weight as one product had it (a parameter, or a view of one), and this use's part of its gradient."""
 
     weight: Tensor
     make: Make
+    version: int
+    """Of what `make` reads, summed: in-place operations count it up."""
 
 
 class PutOff:
@@ -47,7 +52,9 @@ class PutOff:
     def __init__(self, whole: Iterable[Tensor] = ()) -> None:
         self.intercepted = False
         """Whether products are found by `intercept`: then a weight may have uses of any kind, also unseen ones."""
-        self._whole = {id(weight) for weight in whole}
+        self.drops = False
+        """Whether gradients are forgotten: those that `torch.autograd.grad` makes are not for weights."""
+        self._whole = {id(base): base for base in map(_base_of, whole)}
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[_Use]] = {}
         self._functions: list[Callable[[], object]] = []
@@ -80,10 +87,13 @@ class PutOff:
         if base is None:
             return tensor
         if id(base) in self._taken:
+            if torch._C._are_functorch_transforms_active():
+                raise _used_unseen(base, "inside a transform of torch.func (vmap, grad)")
             anchor = torch.empty(0, device=tensor.device, requires_grad=True)
             place = self.place(tensor, cast=False)
-            return _Elsewhere.apply(self, [tensor], [place], anchor)  # type: ignore[no-untyped-call,no-any-return]
-        self._whole.add(id(base))
+            alias: Tensor = _Elsewhere.apply(self, [tensor], [place], anchor)  # type: ignore[no-untyped-call]  # torch's own
+            return alias
+        self._whole[id(base)] = base
         return tensor
 
     def place(self, weight: Tensor, *, cast: bool) -> Tensor:
@@ -100,11 +110,13 @@ class PutOff:
 
     def put(self, weight: Tensor, make: Make) -> None:
         """Put off one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
+        if self.drops:
+            return
         base = parameter_of(weight)
         assert base is not None  # it was taken
         if self.intercepted:
             self._look_for(base)
-        self._uses.setdefault(id(base), []).append(_Use(weight, make))
+        self._uses.setdefault(id(base), []).append(_Use(weight, make, _version(weight, make)))
 
     def put_function(self, function: Callable[[], object]) -> None:
         """Put off anything; functions are called in this order, when all weights have their gradients."""
@@ -116,6 +128,18 @@ class PutOff:
             return False
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return any(tensor.untyped_storage()._cdata in own for tensor in self._kept())
+
+    def separate_gradients(self) -> None:
+        """Move gradients of parameters that are left whole out of the memory of what is kept.
+
+        Autograd stores a parameter's first gradient without a copy, also where it is a view of a tensor that W needs.
+        The next microbatch's is added to it in place.
+        """
+        kept = {tensor.untyped_storage()._cdata for tensor in self._kept()}
+        for weight in self._whole.values():
+            gradient = weight.grad
+            if gradient is not None and not gradient.is_sparse and gradient.untyped_storage()._cdata in kept:
+                weight.grad = gradient.clone()
 
     def deliver(self) -> None:
         """Compute the gradients and accumulate each; what was kept for a weight is free after it.
@@ -135,9 +159,8 @@ class PutOff:
 
     def _kept(self) -> Iterator[Tensor]:
         for uses in self._uses.values():
-            for weight, make in uses:
-                if isinstance(make, partial):
-                    yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
+            for weight, make, _ in uses:
+                yield from _operands(weight, make)
 
     def _look_for(self, base: nn.Parameter) -> None:
         """Raise TrainingError where this backward will also give the parameter a gradient past W."""
@@ -145,22 +168,41 @@ class PutOff:
         if end is None:
             end = self._ends[id(base)] = get_gradient_edge(base).node
         if torch._C._will_engine_execute_node(end):
-            raise TrainingError(
-                Problem(
-                    "PP-E717",
-                    f"a weight of shape {list(base.shape)} is used in a product whose weight gradient is put off, and "
-                    "in a function of which torch shows nothing (an autograd.Function, mostly)",
-                    "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))",
-                )
-            )
+            raise _used_unseen(base, "in a function of which torch shows nothing (an autograd.Function, mostly)")
+
+
+def _used_unseen(weight: Tensor, where: str) -> TrainingError:
+    message = (
+        f"a weight of shape {list(weight.shape)} is used in a product whose weight gradient is put off, and {where}"
+    )
+    return TrainingError(Problem("PP-E717", message, _LEAVE_WHOLE))
+
+
+def _operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
+    """What is kept for one use: the tensors that `make` reads, without the weight."""
+    if isinstance(make, partial):
+        yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
 
 
 def parameter_of(weight: Tensor) -> nn.Parameter | None:
     """The parameter that a tensor is or looks into, if it is trained through it."""
     if not weight.requires_grad:
         return None
-    base = weight if weight._base is None else weight._base
+    base = _base_of(weight)
     return base if type(base) is nn.Parameter and base.requires_grad else None
+
+
+def _version(weight: Tensor, make: Make) -> int:
+    """The versions of `_operands`, summed; without a generator, because every product asks twice."""
+    total = 0
+    for held in make.args if isinstance(make, partial) else ():
+        if held is not weight and isinstance(held, Tensor):
+            total += held._version
+    return total
+
+
+def _base_of(weight: Tensor) -> Tensor:
+    return weight if weight._base is None else weight._base
 
 
 _collecting: PutOff | None = None
@@ -204,7 +246,8 @@ class _Store:
     """Where an autograd function of the user's own puts off its weight gradients, as in DeepSeek's DualPipe.
 
     In its backward: `WeightGradStore.put(f)` if `WeightGradStore.enabled`, else `f()`, where `f` adds to a weight's
-    `.grad`. `f` is called in the W of the same stage and microbatch.
+    `.grad`. `f` is called in the W of the same stage and microbatch. Where the weight has hooks, as one with a float32
+    master has in training, `f` has to add with `torch.autograd.backward([weight], [gradient])`, which runs them.
     """
 
     @property
@@ -318,7 +361,13 @@ def _deliver(uses: list[_Use]) -> None:
     """Hand parameters the sums of their uses' parts, through autograd."""
     weights: dict[int, Tensor] = {}
     makes: dict[int, list[Make]] = {}
-    for weight, make in uses:
+    for weight, make, version in uses:
+        if _version(weight, make) != version:
+            message = (
+                f"what the gradient of a weight of shape {list(weight.shape)} is computed from (the input of its "
+                "product, the gradient of its result) was changed in place between I and W"
+            )
+            raise TrainingError(Problem("PP-E718", message, _LEAVE_WHOLE))
         weights[id(weight)] = weight
         makes.setdefault(id(weight), []).append(make)
     uses.clear()

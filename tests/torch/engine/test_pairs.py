@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.engine.interpreter import EngineError, run_schedule
 from ppctl.engine.recorder import Recorder
@@ -69,7 +71,7 @@ def run(schedule, log, fails=(), **options):
 
     def forward(stage, mb, inputs):
         x = inputs[0] if stage else torch.full((4, 5), mb / 7, requires_grad=True)
-        out = layers[stage](x, mb)
+        out = layers[stage](x, mb).float()
         if not stage:
             return (out,)
         losses[mb] = out.square().mean()
@@ -103,6 +105,37 @@ def test_the_two_advance_in_turns_with_the_bits_of_one_after_the_other():
         own = (f"{ahead.stage}F{ahead.mb}", f"{back.stage}B{back.mb}")
         assert [entry for entry in beside if entry in own] == [*own] * EXCHANGES
         assert [entry for entry in behind if entry in own] == [own[0]] * EXCHANGES + [own[1]] * EXCHANGES
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_autocast_around_a_step_hold_for_both_halves():
+    """Torch keeps them for each thread, and a pair's backward has one of its own."""
+    seen, results = [], []
+    for each in (schedule(), replace(schedule(), pairs=frozenset())):
+        with Operations() as operations, Functions() as functions, torch.autocast("cpu", torch.bfloat16):
+            results.append(run(each, []))
+        seen.append((sorted(operations.seen), sorted(functions.seen)))
+    assert seen[0] == seen[1]
+    assert all(torch.equal(x, y) for a, b in zip(*results, strict=True) for x, y in zip(a, b, strict=True))
 
 
 def test_spans_of_a_pair_do_not_overlap():

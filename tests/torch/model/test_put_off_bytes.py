@@ -7,7 +7,7 @@ import torch
 
 from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.cost.activations import Setting
-from ppctl.cost.put_off import is_put_off, stage_put_off
+from ppctl.cost.operands import is_put_off, stage_operands
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage
@@ -63,7 +63,7 @@ def test_the_planned_bytes_are_those_of_the_storages(kind: str, way: str) -> Non
         tokens = B * S * 8 * ("embedding" in layers or bool(modules and "mtp.0" in layers))
         numbers = sum(t.untyped_storage().nbytes() for t in gradients._kept() if t.dtype == torch.int64)
         assert (numbers > 0) == (tokens > 0), "the step's own token ids"
-        planned = stage_put_off(model, parse_layers(layers), Setting(B, S, 4, train=train)).kept
+        planned = stage_operands(model, parse_layers(layers), Setting(B, S, 4, train=train)).kept
         integers = {t.untyped_storage().data_ptr() for t in gradients._kept() if t.dtype == torch.int64}
         assert sum(size for place, size in kept.items() if place not in integers) == planned, layers
         rows = stage.parameter_rows()

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,16 @@ def test_the_places_of_experts_norms_are_made_once():
         dist.destroy_process_group()
     assert names.seen["aten.index.Tensor"] == 2
     assert names.seen["aten.lift_fresh.default"] == 0
+
+
+def test_both_halves_of_pairs_are_counted_each_as_its_own():
+    """The backward of a pair runs in a thread of its own, in turns with the forward."""
+    config, paired = composed(*EXPERTS, "gbs=8", "mbs=1", "parallel.overlap_moe_expert_parallel_comm=true")
+    alone = replace(paired, schedule=replace(paired.schedule, pairs=frozenset()))
+    assert paired.schedule.pairs
+    beside, behind = (rehearsal.rehearse(config, plan, 0) for plan in (paired, alone))
+    assert (beside.operations, beside.traffic, beside.host_waits) == (
+        behind.operations, behind.traffic, behind.host_waits,
+    )  # fmt: skip
+    kept = [[(stage.stage, stage.kept) for stage in each.stages] for each in (beside, behind)]
+    assert kept[0] == kept[1]

@@ -53,8 +53,11 @@ class Watched:
 
 
 def backward_of(module, x, whole, microbatches, autocast=None):
-    """Gradients of the parameters and of the last input after `microbatches` backwards; what W had in the last."""
-    put_off = None
+    """Gradients of the parameters and of the last input after `microbatches` backwards; what W had in the last.
+
+    All Ws come behind the last I.
+    """
+    put_off, waiting = None, []
     for mb in range(microbatches):
         leaf = x + mb if x.is_floating_point() else x
         leaf = leaf.detach().requires_grad_() if x.is_floating_point() else x
@@ -65,8 +68,9 @@ def backward_of(module, x, whole, microbatches, autocast=None):
             outs, seeds = seeds_of(module(leaf))
         with nullcontext() if whole else intercepting(put_off, backward=True):
             torch.autograd.backward(outs, seeds)
-        if not whole:
-            put_off.deliver()
+        waiting.append(put_off)
+    for each in waiting if not whole else ():
+        each.deliver()
     return {name: p.grad for name, p in module.named_parameters()} | {"input": leaf.grad}, put_off
 
 
@@ -294,6 +298,55 @@ def test_a_weight_of_a_product_and_of_a_users_function_is_refused_by_name_and_th
     assert torch.equal(found[0], found[2]) and put_off.parameters == ()
 
 
+class Differentiated(nn.Module):
+    """A gradient taken in the forward, which no weight's `.grad` knows of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x):
+        inner = torch.tanh(self.first(x))
+        (slope,) = torch.autograd.grad(inner.sum(), x, retain_graph=True)
+        return self.second(inner * slope)
+
+
+def test_a_gradient_that_the_forward_takes_puts_nothing_off():
+    hold(Differentiated, rows(4, H), put_off=("first.weight", "second.weight"))
+
+
+def test_a_view_names_its_weight_as_whole():
+    module, x = Mlp(), rows(4, H)
+    put_off = PutOff([module[1].weight.t()])
+    with intercepting(put_off):
+        module(x)
+    assert put_off.parameters == (module[3].weight,)
+
+
+class Twice(Differentiated):
+    """The gradient that the forward takes is a part of the result."""
+
+    def forward(self, x):
+        (slope,) = torch.autograd.grad(torch.tanh(self.first(x)).sum(), x, create_graph=True)
+        return self.second(slope)
+
+
+def test_a_product_that_is_differentiated_twice_is_refused_by_name_and_the_remedy_works():
+    found = []
+    for whole in (None, False, True):
+        torch.manual_seed(0)
+        module, x = Twice(), rows(4, H).requires_grad_()
+        put_off = PutOff([module.first.weight] * (whole is True))
+        with intercepting(put_off) if whole is not None else nullcontext():
+            out = module(x)
+        refused = pytest.raises(TrainingError, match=r"PP-E717")
+        with refused if whole is False else nullcontext(), intercepting(put_off, backward=True):
+            out.sum().backward()
+        put_off.deliver()
+        found.append((module.first.weight.grad, module.second.weight.grad))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
 class Pipelined(torch.autograd.Function):
     """A linear layer as DualPipe's users write it."""
 
@@ -333,6 +386,89 @@ def test_a_users_function_can_put_off_work():
     assert torch.equal(*found)
     with pytest.raises(RuntimeError, match="outside an I"):
         WeightGradStore.put(lambda: None)
+
+
+class Added(nn.Module):
+    """A parameter whose gradient is a view of that of a product's result, which W needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.place = nn.Linear(H, H), nn.Parameter(torch.randn(4, H))
+
+    def forward(self, x):
+        return torch.tanh(self.project(x) + self.place.view(4, H))
+
+
+def test_a_gradient_of_i_that_is_a_view_of_what_w_needs_is_not_added_to_in_its_memory():
+    hold(Added, rows(4, H), put_off=("project.weight",))
+
+
+class InPlace(torch.autograd.Function):
+    """Its backward computes where its own result or the gradient lies."""
+
+    @staticmethod
+    def forward(ctx, x, in_result):
+        out = torch.tanh(x)
+        ctx.in_result = in_result
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (out,) = ctx.saved_tensors
+        square = out.square_() if ctx.in_result else out.square()
+        return (gradient * (1 - square) if ctx.in_result else gradient.mul_(1 - square)), None
+
+
+class Overwritten(nn.Module):
+    def __init__(self, in_result):
+        super().__init__()
+        self.first, self.second, self.in_result = nn.Linear(H, H), nn.Linear(H, H), in_result
+
+    def forward(self, x):
+        inner = InPlace.apply(self.first(x), self.in_result)
+        return self.second(inner) if self.in_result else self.second(x) + inner
+
+
+@pytest.mark.parametrize("in_result", [True, False])
+def test_operands_that_a_backward_overwrites_are_refused_by_name_and_the_remedy_works(in_result):
+    with pytest.raises(TrainingError, match=r"(?s)PP-E718.*\[12, 12\].*whole"):
+        hold(partial(Overwritten, in_result), rows(4, H), put_off=("first.weight", "second.weight"))
+    found = []
+    for whole in (False, True):
+        torch.manual_seed(0)
+        module, x = Overwritten(in_result), rows(4, H).requires_grad_()
+        put_off = PutOff([module.second.weight])
+        with nullcontext() if whole else intercepting(put_off):
+            out = module(x)
+        with nullcontext() if whole else intercepting(put_off, backward=True):
+            out.square().sum().backward()
+        put_off.deliver()
+        found.append((module.first.weight.grad, module.second.weight.grad))
+    assert all(map(torch.equal, *found))
+
+
+class Transformed(nn.Module):
+    """A weight inside of a transform of torch.func."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.inner, self.outer, self.order = nn.Linear(H, H), nn.Linear(H, H), order
+
+    def forward(self, x):
+        for kind in self.order:
+            x = torch.tanh(torch.vmap(lambda row: self.inner(row[None])[0])(x) if kind == "vmap" else self.inner(x))
+        return self.outer(x)
+
+
+@pytest.mark.parametrize("order", [("vmap",), ("vmap", "product")])
+def test_a_weight_in_a_transform_is_left_whole(order):
+    hold(partial(Transformed, order), rows(4, H), put_off=("outer.weight",))
+
+
+def test_a_weight_of_a_product_and_in_a_transform_is_refused_by_name():
+    with pytest.raises(TrainingError, match=r"(?s)PP-E717.*torch.func.*whole"):
+        hold(partial(Transformed, ("product", "vmap")), rows(4, H), put_off=())
 
 
 class Recomputed(nn.Module):

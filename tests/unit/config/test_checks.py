@@ -123,6 +123,15 @@ def test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it(typ
     compose([*kept, remedy])
 
 
+@pytest.mark.parametrize(
+    ("typed", "named"), [("zbv", "zbv_zero_bubble"), ("DualPipe", "dualpipev"), ("Interleaved", "interleaved1f1b")]
+)
+def test_the_schedule_that_is_meant_is_named(typed, named):
+    with pytest.raises(ConfigError) as error:
+        compose([f"pipeline.pp_schedule={typed}"])
+    assert error.value.problems[0].remedy == f"pipeline.pp_schedule={named}"
+
+
 def compose_key(token):
     from ppctl.config.argv import ALIASES
 

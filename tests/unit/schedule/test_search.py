@@ -16,7 +16,8 @@ from ppctl.schedule.lane_orders import Clock, Lanes, critical_blocks, rows_of, s
 from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
-from ppctl.schedule.search import Found, Task, find_schedule, least_limits, named_schedules
+from ppctl.schedule.search import Found, find_schedule
+from ppctl.schedule.search_task import Task, least_limits, named_schedules
 from ppctl.schedule.simulate import Costs, simulate
 from ppctl.schedule.trace import step_time
 from ppctl.schedule.verify import verify
@@ -137,6 +138,15 @@ def test_twice_the_memory_of_1f1b_takes_the_bubble_but_for_the_fill() -> None:
 def test_the_memory_of_1f1b_on_one_chunk_gives_zb_h1() -> None:
     found = find_schedule(Task(Placement("loop", 4, 4), 12, equal_costs(4, 0.05), [1.0] * 4, [4.0] * 4), QUICK)
     assert found.schedule == make_schedule("zb_h1", pp=4, num_microbatches=12)
+
+
+@pytest.mark.parametrize("seconds", [(0.1, 0.7, 0.3), (0.9, 0.8, 0.6)])
+def test_where_splitting_gains_nothing_backwards_stay_whole(seconds: tuple[float, float, float]) -> None:
+    """Their sums differ in the last digit."""
+    forward, inputs, weights = seconds
+    place = Placement("loop", 1, 1)
+    found = find_schedule(Task(place, 5, Costs([forward], [inputs + weights], [inputs], [weights]), [1.0], [1.0]))
+    assert found.schedule.name == "1f1b"
 
 
 def test_less_memory_than_any_named_schedule_needs_is_used_as_it_is() -> None:

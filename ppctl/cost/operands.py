@@ -20,7 +20,7 @@ _READS_WITH = {"wk": "wq", "wv": "wq", "wkv_a": "wq", "wq_a": "wq", "w3": "w1"}
 """A matrix -> the one that reads the same input."""
 
 
-class PutOff(NamedTuple):
+class Operands(NamedTuple):
     """Bytes of one microbatch on a stage whose backward is split."""
 
     kept: int
@@ -29,12 +29,12 @@ class PutOff(NamedTuple):
     """More while its W runs: the largest weight gradient, until it is added to the sum."""
 
 
-def stage_put_off(model: ModelConfig, layers: Iterable[Layer], setting: Setting) -> PutOff:
+def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting) -> Operands:
     """What a stage of these layers keeps for W, on one device."""
     kinds = layer_kinds(model, layers)
     width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds)
     largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0.0)
-    return PutOff(round(width * setting.tokens * setting.element), round(largest * setting.element))
+    return Operands(round(width * setting.tokens * setting.element), round(largest * setting.element))
 
 
 def is_put_off(row: Parameter) -> bool:

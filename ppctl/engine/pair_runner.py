@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from ppctl.engine.recorder import Recorder
 from ppctl.schedule.action import Action, Pair, Schedule
@@ -22,28 +26,20 @@ def pairs_of(schedule: Schedule, actions: Sequence[Action]) -> dict[Action, Acti
     return dict(pair for pair in pairwise(actions) if Pair(*pair) in schedule.pairs) if schedule.pairs else {}
 
 
-class Pairs:
+class PairRunner:
     """Runs the halves of a pair, and stamps them: the one that ends first has the time up to its end, the other the
     rest. Their times add up to the pair's."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
         self.recorder = recorder
-        # The device and its stream are a thread's own; kernels of both halves go into the queue of the engine's.
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-        def initialize() -> None:
-            if stream is not None:
-                torch.cuda.set_device(device)
-                torch.cuda.set_stream(stream)
-
-        self._turns = Turns(initialize, keep_collecting)
+        self._turns = Turns(_same_state(device), keep_collecting)
         self.failed = 0
         """The index of the half that failed, after `run` has raised."""
 
     def run(self, first: int, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Run both; `first` is the forward's index in the list, the backward's is the next one."""
         running = [first, first + 1]
-        for index in running:
+        for index in reversed(running):  # the forward last, which is first to run
             self.recorder.begin(index)
 
         def half(index: int, work: Callable[[], None]) -> Callable[[], None]:
@@ -61,3 +57,29 @@ class Pairs:
             return run
 
         self._turns.run(half(first, forward), half(first + 1, backward))
+
+
+def _same_state(device: torch.device) -> Callable[[], None]:
+    """What gives another thread what torch keeps for each: the device and its stream, autocast, modes.
+
+    So kernels of both halves go into one queue, and whoever watches or casts this thread's operations has both halves.
+    """
+    kind = device.type
+    stream = torch.cuda.current_stream(device) if kind == "cuda" else None
+    cast = torch.amp.is_autocast_available(kind)
+    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) if cast else None
+    function_modes, dispatch_modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+
+    def initialize() -> None:
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)
+        if autocast is not None:
+            torch.set_autocast_enabled(kind, autocast[0])
+            torch.set_autocast_dtype(kind, autocast[1])
+        for mode in function_modes:  # pushed and not entered: the thread never leaves them
+            _push_function_mode(mode)
+        for mode in dispatch_modes:
+            _push_dispatch_mode(mode)
+
+    return initialize

@@ -1,0 +1,78 @@
+"""What a schedule is searched for: stages at their places, their costs and sizes, and what a rank may hold of these.
+
+Knows the least that any schedule holds, and the named schedules that a search has to beat. Must not know how a search
+goes (`search`). Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ppctl.errors import Problem, ScheduleError
+from ppctl.schedule.action import Placement, Schedule
+from ppctl.schedule.lane_orders import ROUNDING
+from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.simulate import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a schedule is searched for."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    sizes: Sequence[float]
+    """What one microbatch holds on each stage, in any unit."""
+    limits: Sequence[float]
+    """What each pp_rank may hold of that at once."""
+    group: int | None = None
+    """`microbatch_group_size` of the named schedules."""
+
+
+def placements(pp: int, vpp: int) -> list[Placement]:
+    """Where the stages may be: on a loop, and with two chunks per rank on a V."""
+    return [Placement(kind, pp, pp * vpp) for kind in ("loop", "v") if kind == "loop" or vpp == 2]
+
+
+def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> float:
+    """What 1F1B keeps on its first rank: of min(pp, num_microbatches) microbatches the first pp-th of the stages."""
+    return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
+
+
+def least_limits(placement: Placement, sizes: Sequence[float]) -> list[float]:
+    """What every pp_rank holds under any schedule: one microbatch on all of its stages, while the last one computes."""
+    return [sum(sizes[stage] for stage in placement.stages_of(r)) for r in range(placement.pp)]
+
+
+def named_schedules(task: Task) -> Iterator[Schedule]:
+    """Every schedule with a name that runs on this placement."""
+    place = task.placement
+    vpp = place.num_stages // place.pp
+    for name, policy in POLICIES.items():
+        if not policy.trains or policy.placement != place.kind or not policy.runs(vpp):
+            continue
+        try:
+            yield make_schedule(
+                name,
+                pp=place.pp,
+                vpp=vpp,
+                num_microbatches=task.num_microbatches,
+                microbatch_group_size=task.group,
+            )
+        except ScheduleError:
+            continue  # not made for so few microbatches, or for this size of groups
+
+
+def check_limits(task: Task) -> None:
+    """Raise ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank."""
+    least = least_limits(task.placement, task.sizes)
+    short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
+    if short:
+        rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)
+        message = (
+            f"pp_rank {rank} may hold {task.limits[rank]:.4g} of activations, and one microbatch on its stages "
+            f"takes {least[rank]:.4g}: no schedule needs less"
+        )
+        raise ScheduleError(Problem("PP-E321", message))
