@@ -315,7 +315,8 @@ def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
 def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_else(text, tmp_path):
     watch, steps = tmp_path / "writes", 24
     sizes = ("pp=2", "vpp=1", "dp=2", f"steps={steps}", "optim.eps=1e-4")  # test_bitwise_law says why this eps
-    done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path, PPCTL_WATCH=str(watch))
+    watched = {"PPCTL_WATCH": str(watch), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path, **watched)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
     assert losses(run) == pytest.approx(reference_losses(run, steps), rel=1e-6)
