@@ -60,7 +60,8 @@ def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
 def root(found: Sequence[Wait]) -> Wait | None:
     """The rank that all other ranks wait for in the end: stopped, or waiting for none, or for a message that was sent.
 
-    Of several, the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
+    Of several, one within an action (a W that nobody waits for) before those that are through their lists, and of these
+    the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
     each other, in the end) is lost between them: a sender that computes, or is stopped, may not have delivered it.
     """
     if not found:
@@ -70,6 +71,7 @@ def root(found: Sequence[Wait]) -> Wait | None:
     candidates = (
         [wait for wait in found if wait.state.stopped]
         or [by_rank[rank] for rank in ends]
+        or [wait for wait in found if wait.on is None and wait.current is not None]
         or [wait for wait in found if wait.on is None]
         or list(found)
     )
