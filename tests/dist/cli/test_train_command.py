@@ -346,14 +346,14 @@ def test_trackers_get_the_keys_of_metrics(whole_run):
 
 
 def test_the_quickstart_begins_with_the_bits_of_one_process(tmp_path):
-    """The recipe as it is, for its first 8 steps."""
+    """The recipe as it is, for its first 4 steps."""
     process = start("train", "+recipe=quickstart", "launch.device=cpu", cwd=tmp_path)
-    wait_for_step(process, 8)
+    wait_for_step(process, 4)
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 75
     run = only_run(tmp_path)
-    assert losses(run)[:8] == reference_losses(run, 8)
+    assert losses(run)[:4] == reference_losses(run, 4)
 
 
 @pytest.mark.whole

@@ -15,7 +15,7 @@ from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import root, waits
 from ppctl.plan import Plan
 from ppctl.rank_records import RankState
-from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, Action, F, I, Op, Schedule, W, deps, input_gradient_of
+from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, Action, B, F, I, Op, Schedule, W, deps, input_gradient_of
 
 PLANS = {
     "1f1b": dict(pp=4, gbs=8, mbs=1),
@@ -138,6 +138,21 @@ def test_who_stands_still_in_half_a_backward_is_named_with_stage_and_microbatch(
     assert own.startswith(f"rank 1: step 4, in 1{op}3, after {before}, for 200 s")
     assert re.search(r"waits for rank 1 \(1I\d\)$", behind), "for an I of its neighbour, never for a W"
     assert re.search(r"waits for rank 1 \(1F\d\)$", ahead)
+
+
+@pytest.mark.parametrize(("working", "half"), [(True, "forward"), (False, "forward"), (False, "backward")])
+def test_a_pair_is_named_where_both_halves_compute_and_else_the_half_that_waits(working: bool, half: str) -> None:
+    ahead = dict(parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
+    made = plan(pp=2, gbs=8, mbs=1, pipeline__pp_schedule="dualpipev", **ahead)
+    row = made.schedule.actions[0]
+    pair = next(pair for pair in made.schedule.pairs if pair.backward == (B, 0, 2))
+    at = row.index(getattr(pair, half))
+    other = RankState(1, "training", 3, 0, 10.0, working=True, host="host1")
+    told = verdict(made, [RankState(0, "training", 3, at, 9.0, working=working, host="host0"), other], 5.0, 15.0)
+    where = f"in {pair.forward} beside {pair.backward}, after" if working else f"in {row[at]}, after"
+    assert where in told.place
+    assert told.message.endswith(f"it runs {pair.forward} beside {pair.backward}") == working
+    assert (f"waits for rank 1 (1B{pair.backward.mb}" in told.place) == (half == "backward")
 
 
 def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
