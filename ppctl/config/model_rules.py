@@ -15,7 +15,7 @@ from ppctl.config.schema import ModelConfig
 def broken_rules(model: ModelConfig) -> Iterator[Finding]:
     """Every rule that the model breaks."""
     yield from _heads(model)
-    yield from _dropped(model)
+    yield from _learned(model)
     yield from _experts(model)
     kinds = model.cp_comm_type
     if not isinstance(kinds, str) and len(kinds) != model.num_layers:
@@ -25,6 +25,11 @@ def broken_rules(model: ModelConfig) -> Iterator[Finding]:
             f"cp_comm_type lists {len(kinds)} layers, and there are {model.num_layers}",
             "model.cp_comm_type=p2p",
         )
+
+
+def turns_heads(model: ModelConfig) -> bool:
+    """Whether positions are rotary: always in latent attention, as in Megatron, and also beside learned ones."""
+    return model.multi_latent_attention or model.position_embedding_type == "rope"
 
 
 def _heads(model: ModelConfig) -> Iterator[Finding]:
@@ -37,15 +42,17 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
             f"{heads} heads do not divide a hidden size of {model.hidden_size}",
             f"model.hidden_size={2 * heads * max(1, round(model.hidden_size / (2 * heads)))}",
         )
-    elif model.position_embedding_type != "rope":
-        yield from _learned(model)
-    elif not model.multi_latent_attention and (model.kv_channels or model.hidden_size // heads) % 2:
+    elif (
+        turns_heads(model)
+        and not model.multi_latent_attention
+        and (model.kv_channels or model.hidden_size // heads) % 2
+    ):
         yield (
             ("model.hidden_size", "model.num_attention_heads", "model.kv_channels"),
             f"rotary positions turn pairs: a head of width {model.kv_channels or model.hidden_size // heads} is odd",
             f"model.kv_channels={(model.kv_channels or model.hidden_size // heads) + 1}",
         )
-    else:
+    elif turns_heads(model):
         yield from _rotary(model)
     if groups and heads % groups:
         yield (
@@ -56,22 +63,13 @@ def _heads(model: ModelConfig) -> Iterator[Finding]:
 
 
 def _learned(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on learned positions, which are added to the embedding."""
-    key, remedy = "model.position_embedding_type", "model.position_embedding_type=rope"
-    if model.multi_latent_attention:
-        message = "latent attention turns a part of every head: its positions are rotary"
-        yield (key, "model.multi_latent_attention"), message, remedy
-    elif model.mtp_num_layers:
-        message = "multi-token prediction shifts tokens without their learned positions: it needs rotary ones"
-        yield (key, "model.mtp_num_layers"), message, remedy
-
-
-def _dropped(model: ModelConfig) -> Iterator[Finding]:
-    """Rules on dropout."""
-    if model.attention_dropout and model.attention_backend in ("fused", "flash"):
-        keys = ("model.attention_dropout", "model.attention_backend")
-        message = f"{model.attention_backend} attention draws its own dropout, by no position: ppctl's blocks draw it"
-        yield keys, message, "model.attention_backend=auto"
+    """Rules on learned positions, which are added to the embedding; latent attention turns its heads beside them."""
+    if model.position_embedding_type == "learned_absolute" and model.mtp_num_layers:
+        keys = ("model.position_embedding_type", "model.mtp_num_layers")
+        message = (
+            "multi-token prediction reads tokens further on, without their learned positions: it needs rotary ones"
+        )
+        yield keys, message, "model.position_embedding_type=rope"
 
 
 def _rotary(model: ModelConfig) -> Iterator[Finding]:

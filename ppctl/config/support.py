@@ -88,6 +88,12 @@ _SHOWN_BY = {
     },
     "tests/dist/engine/test_engine.py": {"test_capacity_changes_nothing_but_time": "pipeline.p2p_capacity"},
     "tests/torch/model/test_compile.py": {"test_a_compiled_stage_agrees_to_a_millionth": "train.compile"},
+    "tests/dist/train/test_dropout_cuts.py": {
+        "test_dropout_has_the_bits_of_one_process_in_any_cut": (
+            "model.hidden_dropout model.attention_dropout model.gated_linear_unit model.add_bias_linear "
+            "model.normalization model.position_embedding_type"
+        ),
+    },
     "tests/dist/train/test_evaluation.py": {
         "test_training_does_not_notice": "train.eval_interval",
         "test_there_is_one_at_the_end_and_a_sample_counts_once": "train.eval_steps",
@@ -165,6 +171,9 @@ def not_trained(config: RunConfig) -> list[Problem]:
     if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
         what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"
         missing.setdefault(what, []).append("model.attention_backend=flash")
+    if model.attention_dropout and model.attention_backend in ("fused", "flash"):
+        what = "attention dropout in fused kernels, whose draws depend on the cut"
+        missing.setdefault(what, []).append(f"model.attention_backend={model.attention_backend}")
     if model.add_bias_linear:
         for what, key in (("experts", "num_moe_experts"), ("latent attention", "multi_latent_attention")):
             if getattr(model, key):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.cost.context import Levels, exchanging, kept_more
 from ppctl.geometry.layers import (
+    DRAWN,
+    DRAWN_ON_CPU,
     LOSS_ROWS,
     Kind,
     KindName,
@@ -231,7 +233,16 @@ def _dropping(model: ModelConfig, setting: Setting) -> _Dropping:
     pairs = setting.micro_batch_size * heads * score_rows(setting.micro_batch_size * heads, length) * length
     groups = sizes.heads if sizes.latent else sizes.groups
     sums = setting.tokens * groups * (sizes.query_head + sizes.value_head) / setting.sizes.tp * (wide if narrow else 0)
-    return _Dropping(pairs * max(2 * wide + 1, wide + narrow + 1, 9), pairs * (3 * wide + 1 + narrow) + sums)
+    queries = pairs // length * sizes.query_head * setting.element  # a copy, in which heads of a group are neighbours
+    return _Dropping(pairs * max(2 * wide + 1, 9), pairs * (3 * wide + 1 + narrow) + sums + queries)
+
+
+def _drawn(model: ModelConfig, setting: Setting) -> float:
+    """Bytes of the draws of a hidden state's dropout, and of its mask, that are there at once."""
+    if not model.hidden_dropout or not setting.allocator.backward:
+        return 0.0
+    at_once = DRAWN_ON_CPU if setting.allocator.cublas_workspaces == 0 else DRAWN
+    return 9.0 * min(at_once, setting.hidden_bytes(model) // setting.element)
 
 
 def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Part]:
@@ -304,7 +315,7 @@ def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting,
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
     behind = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
-    held = max(held, held + _dropping(model, setting).in_forward - behind - 2 * hidden)
+    held += max(_drawn(model, setting), _dropping(model, setting).in_forward - behind - 2 * hidden)
     if not moe:
         return held + 2 * hidden
     size = setting.element * setting.tokens
@@ -340,12 +351,16 @@ def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting
 
 
 def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
-    """Of a dense feed-forward: what the last product gives its input, and then both factors, or the weight."""
+    """Of a dense feed-forward: what the last product gives its input, and then both factors, or the weight.
+
+    Without a gate the one factor's gradient takes the place of what the last product read.
+    """
     sizes, tp = Sizes.of(model), setting.sizes.tp
     inner = setting.element * setting.tokens * sizes.ffn / tp
     weight = setting.element * sizes.ffn * sizes.hidden / tp
     made = again.get("mlp", 0.0)
-    return made + max(2 * inner, inner + weight) + (normed if made else 0.0)
+    dropped = setting.hidden_bytes(model) if model.hidden_dropout else 0
+    return made + max((2 if sizes.gated else 1) * inner, inner + weight + dropped) + (normed if made else 0.0)
 
 
 def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:

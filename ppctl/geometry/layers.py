@@ -26,6 +26,11 @@ at a time, and fewer bytes than the output's weight gradient from a hidden size 
 SCORES = 2**24
 """Scores that attention with dropout has of a microbatch at once: 64 MiB in float32."""
 
+DRAWN = 2**22
+"""Elements of a hidden state whose draws dropout has at once: 32 MiB, as two numbers of 32 bits each."""
+DRAWN_ON_CPU = 2**16
+"""The same on a CPU, within a core's cache: twice as fast there."""
+
 
 def score_rows(heads: int, length: int) -> int:
     """Queries of each head whose scores attention with dropout has at once, of so many heads of all samples."""

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ppctl.geometry import layers
+
 
 class Draws(NamedTuple):
     """What all draws of one microbatch depend on."""
@@ -131,18 +133,11 @@ class _Dropout(torch.autograd.Function):
         return _dropped(gradients[0], *ctx.saved_tensors, ctx.p), None, None, None
 
 
-DRAWN_AT_ONCE = 2**24
-"""Elements whose draws are in memory at once, as two numbers of 32 bits each: 128 MiB."""
-DRAWN_AT_ONCE_ON_CPU = 2**16
-"""The same within a core's cache, which makes them twice as fast there."""
-
-
 def _dropped(x: Tensor, keys: Tensor, positions: Tensor, p: float) -> Tensor:
     rows = row_keys(keys[:, None], positions)
     columns = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    at_once = DRAWN_AT_ONCE_ON_CPU if x.device.type == "cpu" else DRAWN_AT_ONCE
-    number = max(1, at_once // x.shape[-1])
+    number = max(1, (layers.DRAWN_ON_CPU if x.device.type == "cpu" else layers.DRAWN) // x.shape[-1])
     flat: Sequence[Tensor] = (x.flatten(0, 1), out.flatten(0, 1), rows.first.flatten(), rows.second.flatten())
     for part, into, *words in zip(*(tensor.split(number) for tensor in flat), strict=True):
         torch.mul(part, kept(RowKeys(*words), columns, p), out=into)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ppctl.config.model_rules import turns_heads
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, cp_comm_type, holds_final_norm
@@ -67,7 +68,7 @@ class StageModule(nn.Module):
         modules = _ids("mtp", layers)
         self.mtp = MultiTokenPrediction(model, modules, kernels) if modules else None
         self.output = Linear(h, model.vocab_size) if Layer("loss") in layers else None
-        self.rotary = None if learned else Rotary(model)
+        self.rotary = Rotary(model) if turns_heads(model) else None
         self.drops = bool(model.hidden_dropout or model.attention_dropout)
         self._rows = stage_parameters(model, layers)
         self._keep_own_parts()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ppctl.geometry import layers
-from ppctl.model import dropout as module
 from ppctl.model.core_attention import core_attention
 from ppctl.model.dropout import Draws, Dropout, Dropped, draw, kept_probabilities, name_key, row_keys, sample_key
 from ppctl.model.kernels import ON_CPU
@@ -107,7 +106,7 @@ def test_nothing_is_kept_but_keys_and_positions():
 def test_how_many_are_drawn_at_once_changes_nothing(monkeypatch):
     x = torch.randn(3, 10, 16)
     whole = named("a")(x, Draws(KEYS))
-    monkeypatch.setattr(module, "DRAWN_AT_ONCE_ON_CPU", 50)
+    monkeypatch.setattr(layers, "DRAWN_ON_CPU", 50)
     assert torch.equal(named("a")(x, Draws(KEYS)), whole)
 
 

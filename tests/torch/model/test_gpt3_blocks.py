@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from cuts import tiny
+from live_memory import LiveBytes
 from oracle.reference import whole_model
 
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.activations import TORCH_ON_CPU, Setting, for_norms, stage_activations
+from ppctl.geometry.layers import parse_layers
 from ppctl.model.dropout import Draws, kept, kept_probabilities, row_keys, sample_key
 from ppctl.model.packing import Packing
+from ppctl.model.stage import build_stage
+from ppctl.plan import StageSpec
 
 GPT3 = {
     "gated_linear_unit": False,
@@ -85,3 +92,27 @@ def test_logits_and_gradients_are_those_of_the_formula():
     torch.sin(wanted).sum().backward()
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-11, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("length", [64, 256])
+@pytest.mark.parametrize(("hidden", "attention"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.2)])
+def test_a_layer_keeps_and_holds_the_planned_bytes(length, hidden, attention):
+    """No mask is kept; the longer sequence has more scores at once than anything else."""
+    sizes = dict(num_layers=2, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, vocab_size=320)
+    model = ModelConfig(**sizes | GPT3, hidden_dropout=hidden, attention_dropout=attention)
+    layers = parse_layers(["decoder.0"])
+    plan = stage_activations(model, layers, Setting(4, length, 4, allocator=for_norms(TORCH_ON_CPU, "LayerNorm")))
+    stage = build_stage(StageSpec(0, 0, 0, layers, (), (), 0, 0, 0), model, seed=1, dtype=torch.float32, device="cpu")
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as live:
+        x = torch.randn(4, length, 64, requires_grad=True)
+        (out,) = stage(x, packing=Packing(draws=draws(4)))
+        kept, in_forward = live.now() - out.nbytes, live.peak
+        gradient = torch.randn(out.shape)
+        live.peak = 0
+        out.backward(gradient)
+    assert kept == pytest.approx(plan.kept, rel=0.005)
+    assert in_forward == pytest.approx(plan.in_forward, rel=0.03)
+    in_backward = live.peak - kept - out.nbytes - gradient.nbytes
+    assert in_backward == pytest.approx(plan.in_backward, rel=0.03)

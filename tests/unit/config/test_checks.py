@@ -82,6 +82,10 @@ MOE = ["model.num_moe_experts=8"]
         (["parallel.params_dtype=fp64", "parallel.bf16=true"], ["parallel.params_dtype", "parallel.bf16"]),
         (["parallel.params_dtype=fp64", "parallel.fp16=true"], ["parallel.params_dtype", "parallel.fp16"]),
         (["parallel.params_dtype=fp64", "pipeline.dtype=fp32"], ["pipeline.dtype", "parallel.params_dtype"]),
+        (
+            ["model.position_embedding_type=learned_absolute", "model.mtp_num_layers=1"],
+            ["model.position_embedding_type", "model.mtp_num_layers"],
+        ),
         (["parallel.pipeline_dtype=fp64"], ["parallel.pipeline_dtype", "parallel.params_dtype"]),
         (
             ["parallel.params_dtype=fp64", "parallel.enable_autocast=true"],

@@ -314,15 +314,35 @@ def test_override_refuses_another_recipe():
 
 
 def test_training_what_can_only_be_planned_is_one_sentence():
-    (problem,) = problems_of("+recipe=deepseek_v3", "tp=2", "model.hidden_dropout=0.1", for_training=True)
+    typed = ("tp=2", "model.attention_dropout=0.1", "model.attention_backend=fused")
+    (problem,) = problems_of("+recipe=deepseek_v3", *typed, for_training=True)
     assert problem.code == "PP-E118"
-    for what in ("tensor parallelism", "dropout ("):
+    for what in ("tensor parallelism", "attention dropout in fused kernels"):
         assert problem.message.count(what) == 1
     assert "\n" not in problem.message
     assert (
         problem.remedy
-        == "ppctl plan +recipe=deepseek_v3 parallel.tensor_model_parallel_size=2 model.hidden_dropout=0.1"
+        == "ppctl plan +recipe=deepseek_v3 parallel.tensor_model_parallel_size=2 model.attention_dropout=0.1 "
+        "model.attention_backend=fused"
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "missing"),
+    [
+        (["model.attention_dropout=0.1", "model.attention_backend=flash"], "attention dropout in fused kernels"),
+        (["model.add_bias_linear=true", "model.num_moe_experts=4"], "biases of experts"),
+        (["model.add_bias_linear=true", "model.multi_latent_attention=true"], "biases of latent attention"),
+    ],
+)
+def test_blocks_that_have_no_module_can_be_planned_alone(typed, missing):
+    compose(typed)
+    (problem,) = problems_of(*typed, for_training=True)
+    assert problem.code == "PP-E118" and missing in problem.message
+
+
+def test_gpt3_lacks_nothing_but_tensor_parallelism():
+    compose(["+recipe=gpt3_175b", "tp=1", "parallel.sequence_parallel=false"], for_training=True)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama3_8b", "deepseek_v3"])
