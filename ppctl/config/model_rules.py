@@ -18,7 +18,7 @@ def broken_rules(model: ModelConfig) -> Iterator[Finding]:
     yield from _learned(model)
     yield from _experts(model)
     kinds = model.cp_comm_type
-    if not isinstance(kinds, str) and len(kinds) != model.num_layers:
+    if not isinstance(kinds, str) and len(kinds) not in (1, model.num_layers):
         keys = ("model.cp_comm_type", "model.num_layers")
         yield (
             keys,

@@ -110,10 +110,10 @@ class ModelConfig:
     )
     """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
     `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
-    cp_comm_type: Any = key("p2p", each_of(CP_COMM_TYPES), names="--cp-comm-type", training=True)
-    """How ranks that share a sequence exchange it for attention; a list has one for each decoder layer. `p2p`: keys and
-    values in a ring; `all_gather`: all at once; `a2a`: each rank gets whole sequences of some heads; `a2a+p2p`: this
-    among neighbours, and a ring between these groups (parallel.hierarchical_context_parallel_sizes)."""
+    cp_comm_type: str | list[str] = key("p2p", each_of(CP_COMM_TYPES), names="--cp-comm-type", training=True)
+    """How ranks that share a sequence exchange it for attention; a list has one for all, or for each decoder layer.
+    `p2p`: keys and values in a ring; `all_gather`: all at once; `a2a`: each rank gets whole sequences of some heads;
+    `a2a+p2p`: this among neighbours, a ring between their groups (parallel.hierarchical_context_parallel_sizes)."""
     fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
     """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
     dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""

@@ -165,28 +165,31 @@ def not_trained(config: RunConfig) -> list[Problem]:
     """One problem that names all features that this config needs and this release cannot train yet; none otherwise."""
     missing: dict[str, list[str]] = {}
     for key, value in _set_to_another(config, PLANS):
-        if not (key.name.endswith("parallel_size") and value == 1):
-            missing.setdefault(key.facts.support.note, []).append(f"{key.name}={str(value).lower()}")
-    model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
-    if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
-        what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"
-        missing.setdefault(what, []).append("model.attention_backend=flash")
-    if model.attention_dropout and model.attention_backend in ("fused", "flash"):
-        what = "attention dropout in fused kernels, whose draws depend on the cut"
-        missing.setdefault(what, []).append(f"model.attention_backend={model.attention_backend}")
-    if model.add_bias_linear:
-        for what, key in (("experts", "num_moe_experts"), ("latent attention", "multi_latent_attention")):
-            if getattr(model, key):
-                missing.setdefault(f"biases of {what}", []).append("model.add_bias_linear=true")
-    if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
-        missing.setdefault("products of experts in 8 bits on a GPU", []).append(f"model.fp8={model.fp8}")
-    for what, keys in _uncombined_axes(config):
+        missing.setdefault(key.facts.support.note, []).append(f"{key.name}={str(value).lower()}")
+    for what, keys in (*_models_without_modules(config), *_uncombined_axes(config)):
         missing.setdefault(what, []).extend(keys)
     if not missing:
         return []
     listed = ", ".join(f"{what} ({', '.join(keys)})" for what, keys in missing.items())
     message = f"this release plans this config but cannot train it yet: missing are {listed}"
     return [Problem("PP-E118", message, f"ppctl plan +recipe={config.recipe}" if config.recipe else "ppctl plan")]
+
+
+def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:
+    """(What of a model has no module or kernel yet, the keys that need it)."""
+    model, width = config.model, config.model.qk_head_dim + config.model.qk_pos_emb_head_dim
+    if model.multi_latent_attention and model.attention_backend == "flash" and width != model.v_head_dim:
+        what = f"flash attention of keys and values of two widths, {width} and {model.v_head_dim}"
+        yield what, ["model.attention_backend=flash"]
+    if model.attention_dropout and model.attention_backend in ("fused", "flash"):
+        what = "attention dropout in fused kernels, whose draws depend on the cut"
+        yield what, [f"model.attention_backend={model.attention_backend}"]
+    if model.add_bias_linear:
+        for what, key in (("experts", "num_moe_experts"), ("latent attention", "multi_latent_attention")):
+            if getattr(model, key):
+                yield f"biases of {what}", ["model.add_bias_linear=true"]
+    if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
+        yield "products of experts in 8 bits on a GPU", [f"model.fp8={model.fp8}"]
 
 
 def _uncombined_axes(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:

@@ -90,7 +90,7 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
     """How this layer's attention exchanges what ranks that share a sequence have of it: MTP's as the last layer's.
 
-    `p2p` for layers without attention. Layers behind a list's end, which a run refuses, are as the last one in it.
+    `p2p` for layers without attention. A list of one is for all layers, as with Megatron's flag.
     """
     if layer.kind not in NUMBERED:
         return "p2p"

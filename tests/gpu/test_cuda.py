@@ -18,12 +18,14 @@ from torch.nn.attention import SDPBackend
 from ppctl.config.mapping import to_mapping
 from ppctl.devices import nccl_shares_gpus
 from ppctl.engine.recorder import make_recorder
+from ppctl.model.block_attention import FLASH_ON_CUDA, UNFUSED, BlockAttention
 from ppctl.model.core_attention import core_attention
 from ppctl.model.fp8 import E4M3, E5M2, Fp8
 from ppctl.model.kernels import Capability, Kernels
 from ppctl.model.linear import multiply_in_float32, multiply_scaled, product_in_fp8
 from ppctl.model.packing import Documents, bounds_of
 from ppctl.schedule.action import Action, Op
+from ppctl.sequence_halves import Lengths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +38,10 @@ BETWEEN_RANKS = [
     str(DIST / name) for name in ("megatron/test_p2p.py", "engine/test_engine.py", "megatron/test_schedules_api.py")
 ]
 """The part of the dist tier that computes its references where the ranks compute."""
+
+
+HEADS = [(8, 8, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)]
+"""Heads, groups, width, values' width."""
 
 
 @pytest.fixture
@@ -91,7 +97,7 @@ def test_fifty_milliseconds_of_queued_work_are_recorded_as_fifty():
     assert ended - began == pytest.approx(0.050, abs=0.002)
 
 
-@pytest.mark.parametrize(("heads", "groups", "width", "values"), [(8, 8, 128, 128), (8, 2, 64, 64), (4, 4, 192, 128)])
+@pytest.mark.parametrize(("heads", "groups", "width", "values"), HEADS)
 def test_packed_documents_at_once_agree_with_one_by_one(heads: int, groups: int, width: int, values: int):
     device, lengths = torch.device("cuda"), ((300, 1, 211), (512,))
     varlen = Capability.of(device, packed=True).attend_documents
@@ -113,6 +119,38 @@ def test_packed_documents_at_once_agree_with_one_by_one(heads: int, groups: int,
     for at_once, one_by_one, exact in zip(*results, strict=True):
         rounded = (one_by_one - exact).abs().max()
         assert (at_once - exact).abs().max() <= 2 * rounded + 1e-3
+
+
+def block_results(
+    kernel: BlockAttention, given: list[torch.Tensor], causal: bool, documents: Lengths | None
+) -> list[torch.Tensor]:
+    """Out, log-sums and gradients, as if there were other keys as well; documents one by one, if not all at once."""
+    if documents is not None and not kernel.joins_documents:
+        rows = []
+        for row, lengths in enumerate(documents):
+            cut = zip(*(each[row : row + 1].split(lengths, 2) for each in given), strict=True)
+            alone = [block_results(kernel, list(part), causal, None) for part in cut]
+            rows.append([torch.cat(parts, 2) for parts in zip(*alone, strict=True)])
+        return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    gradient, *inputs = given
+    out, log_sums = kernel.forward(*inputs, 0.1, causal, documents)
+    more = 0.5 * out, log_sums + 0.5
+    return [out, log_sums, *kernel.backward(gradient, *inputs, *more, 0.1, causal, documents)]
+
+
+@pytest.mark.parametrize(
+    ("s", "t", "documents"), [(256, 512, None), (256, 256, None), (256, 256, ((100, 156), (1, 255)))]
+)
+@pytest.mark.parametrize(("heads", "groups", "width", "values"), HEADS)
+def test_attention_by_blocks_agrees_with_plain_products(
+    heads: int, groups: int, width: int, values: int, s: int, t: int, documents: Lengths | None
+):
+    shapes = (s, heads, values), (s, heads, width), (t, groups, width), (t, groups, values)
+    given = [torch.randn(2, *shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes]
+    flash, plain = (block_results(kernel, given, s == t, documents) for kernel in (FLASH_ON_CUDA, UNFUSED))
+    exact = block_results(UNFUSED, [each.float() for each in given], s == t, documents)
+    for one, other, right in zip(flash, plain, exact, strict=True):
+        assert (one - right).abs().max() <= 2 * (other - right).abs().max() + 1e-2 * right.abs().max()
 
 
 @pytest.mark.parametrize("blockwise", [False, True])

@@ -6,27 +6,35 @@ One set of four processes runs all cases; as two pairs where cp is 2.
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from live_memory import kept_by
+from pairwise import pairwise
 from ranks import run_ranks
 from sent_bytes import SentBytes
 
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.activations import Setting
+from ppctl.cost.context import context_traffic, exchanging, kept_more
 from ppctl.model.block_attention import FLASH_ON_CPU, UNFUSED, BlockAttention
 from ppctl.model.core_attention import attend
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
 from ppctl.parallel.context import (
+    RingAttention,
     context_attention,
+    gather_halves,
     own_halves,
+    own_positions,
+    to_ranks,
     to_whole,
 )
 from ppctl.sequence_halves import Halves, Lengths
-from ppctl.topology import levels
+from ppctl.topology import ParallelSizes, levels
 
 S, B = 32, 2
 WAYS = [(kind, cp) for kind in ("p2p", "all_gather", "a2a") for cp in (2, 4)] + [("a2a+p2p", 4)]
@@ -66,11 +74,10 @@ class Case(NamedTuple):
     scale: float | None = None
 
 
+GRID = [Case(*way, *row) for way, row in product(WAYS, product(SHAPES, PACKED, KERNELS, ("float64",), (None, 0.1)))]
 CASES = [
-    *(Case(*way, shape, packed) for way, shape, packed in product(WAYS, SHAPES, PACKED)),
-    *(Case(*way, shape, "documents", "unfused") for way, shape in product(WAYS[:4], SHAPES)),
-    *(Case(*way, "latent", packed, scale=0.1) for way, packed in product(WAYS, ("rows", "documents"))),
-    *(Case(*way, shape, "documents", dtype="float32") for way, shape in product(WAYS, ("grouped", "latent"))),
+    *(Case(*way, *row) for way, *row in pairwise([(case[:2], *case[2:]) for case in GRID])),
+    *(Case(*way, shape, "documents", dtype="float32") for way, shape in zip(WAYS, cycle(("grouped", "latent")))),
 ]
 
 
@@ -151,20 +158,131 @@ def run_all(cases: list[Case]) -> list[Run]:
     return [run(case, groups) for case in cases]
 
 
+def runs_of(cases: list[Case]) -> dict[Case, list[Run]]:
+    """Of each case, what the ranks of its first group have."""
+    found = run_ranks(run_all, 4, cases, timeout=600.0)
+    return {case: [rank[number] for rank in found[: case.cp]] for number, case in enumerate(cases)}
+
+
 @pytest.fixture(scope="module")
 def runs() -> dict[Case, list[Run]]:
-    """Of each case, what the ranks of its first group have."""
-    found = run_ranks(run_all, 4, CASES)
-    return {case: [rank[number] for rank in found[: case.cp]] for number, case in enumerate(CASES)}
+    return runs_of(CASES)
 
 
-def hold_to(case: Case, ranks: list[Run], tolerance: float) -> None:
-    for name, wanted, *parts in zip("oqkv", one_process(case), *(rank.tensors for rank in ranks), strict=True):
-        got = to_whole(torch.stack(parts), 2)
-        assert got.dtype == wanted.dtype
-        assert (got - wanted).abs().max() <= tolerance * wanted.abs().max(), (case, name)
+def hold_to_one_process(found: dict[Case, list[Run]]) -> None:
+    for case, ranks in found.items():
+        tolerance = 1e-12 if case.dtype == "float64" else 1e-5
+        for name, wanted, *parts in zip("oqkv", one_process(case), *(rank.tensors for rank in ranks), strict=True):
+            got = to_whole(torch.stack(parts), 2)
+            assert got.dtype == wanted.dtype
+            assert (got - wanted).abs().max() <= tolerance * wanted.abs().max(), (case, name)
 
 
 def test_every_way_has_the_numbers_of_one_process(runs: dict[Case, list[Run]]) -> None:
+    hold_to_one_process(runs)
+
+
+@pytest.mark.whole
+def test_every_combination_has_the_numbers_of_one_process() -> None:
+    hold_to_one_process(runs_of([case for case in GRID if case not in CASES]))
+
+
+def model_of(shape: str) -> ModelConfig:
+    """A model with these heads."""
+    heads, groups, width, values = SHAPES[shape]
+    if width == values:
+        return ModelConfig(num_attention_heads=heads, num_query_groups=groups, kv_channels=width)
+    assert heads == groups, "two widths are latent attention's"
+    latent = dict(multi_latent_attention=True, qk_head_dim=width - 4, qk_pos_emb_head_dim=4, v_head_dim=values)
+    return ModelConfig(num_attention_heads=heads, **latent)
+
+
+def setting_of(case: Case) -> Setting:
+    element = getattr(torch, case.dtype).itemsize
+    over = ParallelSizes(case.cp, cp=case.cp, edp=case.cp)
+    return Setting(B, S, element, over, packed=case.packed != "rows", levels=(2, 2) if case.kind == "a2a+p2p" else None)
+
+
+PRICED = [case for case in CASES if case.shape != "wide values"]
+
+
+def test_bytes_sent_are_the_plans(runs: dict[Case, list[Run]]) -> None:
+    """Exactly, forward and backward, on every rank, whatever its documents are."""
+    for case in PRICED:
+        setting = setting_of(case)
+        size = setting.tokens * setting.element
+        priced = context_traffic(model_of(case.shape), case.kind, size, setting.sizes, setting.levels)
+        for rank in runs[case]:
+            assert (rank.forward, rank.backward) == (priced.forward, priced.backward), case
+
+
+def test_every_rank_makes_the_same_exchanges(runs: dict[Case, list[Run]]) -> None:
+    """Whether it has keys to see or not, so that no rank waits for one that does not come."""
+    expected = {
+        ("p2p", 2): {"send": 3}, ("p2p", 4): {"send": 9},
+        ("a2a", 2): {"alltoall_base": 4}, ("a2a", 4): {"alltoall_base": 4},
+        ("a2a+p2p", 4): {"alltoall_base": 4, "send": 3},
+    }  # fmt: skip
     for case, ranks in runs.items():
-        hold_to(case, ranks, 1e-12 if case.dtype == "float64" else 1e-5)
+        gathers = {"allgather_base": 2, "reduce_scatter_base": 1}
+        assert all(rank.calls == expected.get(case[:2], gathers) for rank in ranks), case
+
+
+def test_what_is_kept_is_the_plans(runs: dict[Case, list[Run]]) -> None:
+    """A rank's own queries, keys, values and result, and a number for each head and token; never other ranks' keys.
+
+    What exchanges heads keeps its result and repeated keys beside the result that the next product reads.
+    """
+    kept = 0
+    for case in PRICED:
+        if case.kind == "a2a" and (case.packed != "rows" or case.shape == "latent" or case.kernel == "unfused"):
+            continue  # torch's own attention: one result for each document, or no fused kernel on the CPU
+        setting, model = setting_of(case), model_of(case.shape)
+        heads, groups, width, values = SHAPES[case.shape]
+        plain = (heads + groups) * (width + values) * setting.element + heads * setting.element  # log-sums as wide
+        ranks = exchanging(case.kind, setting.sizes, setting.levels)
+        more = kept_more(model, ranks, setting.sizes)
+        more -= heads * values if ranks > 1 else 0  # the result that the next product reads is not kept here
+        expected = setting.tokens * (plain + more * setting.element)
+        assert {rank.kept for rank in runs[case]} == {expected}, case
+        kept += 1
+    assert kept > 15
+
+
+def use_helpers() -> tuple[torch.Tensor, ...]:
+    halves, group = Halves(dist.get_rank(), 4, 16), dist.group.WORLD
+    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
+    own = own_halves(whole, halves, 1)
+    return own, own_positions(halves), gather_halves(own, group, 1), gather_halves(own.mT, group, -1)
+
+
+def test_tokens_are_taken_and_gathered_in_order() -> None:
+    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
+    for rank, (own, positions, gathered, along_last) in enumerate(run_ranks(use_helpers, 4)):
+        assert positions.tolist() == [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
+        assert torch.equal(own, whole[:, positions])
+        assert torch.equal(gathered, whole) and torch.equal(along_last, whole.mT)
+    assert torch.equal(to_whole(to_ranks(whole, 4, 1), 1), whole)
+
+
+def rounded() -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's result in bfloat16 where the heads are so, and under autocast of float32 heads."""
+    halves = Halves(dist.get_rank(), 4, S)
+    q, k, v, _ = (own_halves(whole, halves, 2) for whole in drawn(Case("p2p", 4, "grouped", "rows", dtype="float32")))
+    way = RingAttention(dist.group.WORLD, FLASH_ON_CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = way(q, k, v)
+    return way(*(heads.bfloat16() for heads in (q, k, v))), cast
+
+
+def test_blocks_in_16_bits_are_merged_in_float32() -> None:
+    """The error is that of 16 bits' own rounding, once for each of up to four blocks and once for their sum."""
+    found = run_ranks(rounded, 4)
+    q, k, v, _ = drawn(Case("p2p", 4, "grouped", "rows", dtype="float32"))
+    narrow = [heads.bfloat16() for heads in (q, k, v)]
+    alone = attend(*narrow, None, None, ON_CPU)
+    exact = attend(*(heads.double() for heads in narrow), None, None, ON_CPU)
+    merged = to_whole(torch.stack([one for one, _ in found]), 2)
+    assert merged.dtype == torch.bfloat16
+    assert (merged - exact).abs().mean() <= 1.25 * (alone - exact).abs().mean()
+    assert all(torch.equal(*pair) for pair in found), "autocast casts heads as it does for torch's attention"

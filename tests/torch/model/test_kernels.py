@@ -14,6 +14,7 @@ from ppctl.config.compose import compose
 from ppctl.cost.activations import Setting, attention_parts
 from ppctl.errors import ConfigError
 from ppctl.model.attention import Attention
+from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, UNFUSED
 from ppctl.model.core_attention import core_attention
 from ppctl.model.kernels import CUDNN, EFFICIENT, FLASH, MATH, ON_CPU, Capability, Kernels, choose_kernels
 from ppctl.model.packing import Documents, bounds_of
@@ -91,6 +92,27 @@ def test_attention_takes_the_fastest_kernel_that_can(typed, can, attention, at_o
 
 
 @pytest.mark.parametrize(
+    ("typed", "can", "blocks"),
+    [
+        ("", Capability("cpu"), FLASH_ON_CPU),
+        (MLA, Capability("cpu"), FLASH_ON_CPU),
+        (f"model.attention_backend=fused {MLA}", Capability("cpu"), FLASH_ON_CPU),
+        ("model.attention_backend=unfused", Capability("cpu"), UNFUSED),
+        ("parallel.bf16=true", H100, FLASH_ON_CUDA),
+        (f"model.attention_backend=fused parallel.bf16=true {MLA}", A100, FLASH_ON_CUDA),
+        ("model.attention_backend=unfused parallel.bf16=true", H100, UNFUSED),
+        ("parallel.bf16=true", V100, UNFUSED),
+        ("parallel.bf16=true model.kv_channels=320", H100, UNFUSED),
+        ("", H100, UNFUSED),
+    ],
+)
+def test_ranks_that_share_sequences_take_flash_attention_by_blocks(typed, can, blocks):
+    kernels = chosen(f"cp=2 {typed}", can)
+    assert kernels.blocks is blocks and kernels.names()["blocks"] == blocks.name
+    assert chosen(typed.replace("model.attention_backend=fused", ""), can).blocks is None
+
+
+@pytest.mark.parametrize(
     ("typed", "can", "reason"),
     [
         ("flash", H100, "16 bits, not in float32"),
@@ -98,6 +120,7 @@ def test_attention_takes_the_fastest_kernel_that_can(typed, can, attention, at_o
         ("flash parallel.bf16=true", V100, "capability 8.0"),
         ("flash parallel.bf16=true model.kv_channels=320", H100, "at most 256 wide, not 320"),
         (f"fused {MLA}", Capability("cpu"), "192 and 128"),
+        ("fused parallel.bf16=true cp=2 model.kv_channels=320", H100, "at most 256 wide, not 320"),
     ],
 )
 def test_a_kernel_that_the_device_lacks_is_refused_by_name(typed, can, reason):

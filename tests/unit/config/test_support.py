@@ -22,6 +22,7 @@ SPECIAL = {
     "model.hidden_dropout": 0.1,
     "model.num_moe_experts": 8,
     "model.mtp_num_layers": 1,
+    "model.cp_comm_type": "[a2a]",
     "parallel.hierarchical_context_parallel_sizes": "[2,4]",
     "parallel.autocast_dtype": "bfloat16",
     "parallel.num_microbatches_with_partial_activation_checkpoints": 1,
