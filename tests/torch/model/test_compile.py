@@ -1,5 +1,7 @@
 """Compiled layers: the same numbers within a millionth, the same names; a missing compiler is told before a step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.compile import compile_stage
+from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.packing import ROWS, Documents, Packing
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
@@ -58,3 +61,22 @@ def test_compiling_changes_no_name_and_a_missing_compiler_is_told_before_the_fir
     monkeypatch.setenv("CXX", "true")
     compile_stage(compiled, CPU)
     assert compiled.canonical_parameters().keys() == stage().canonical_parameters().keys()
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(300)
+def test_gpt3s_blocks_with_dropout_agree_too_and_one_compilation_serves_all_layers():
+    """Names' keys are tensors, not numbers: with these every layer would be compiled anew."""
+    learned = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
+    dropped = {"gated_linear_unit": False, "hidden_dropout": 0.1, "attention_dropout": 0.2}
+    model = replace(MODEL, num_layers=2, **learned, **dropped)
+    spec = StageSpec(0, 0, 0, parse_layers(["embedding", "decoder.0", "decoder.1"]), (), (), 0, 0, 0)
+    packing = Packing(draws=Draws(torch.tensor([sample_key(1, 2, 0), sample_key(1, 2, 1)])))
+    plain, compiled = (build_stage(spec, model, seed=1, dtype=torch.float32, device=CPU) for _ in range(2))
+    torch._dynamo.utils.counters.clear()
+    compile_stage(compiled, CPU)
+    expected, got = run(plain, packing), run(compiled, packing)
+    for name, value in expected.items():
+        if not name.endswith("wk.bias"):  # its gradient is zero: rounding alone
+            assert (got[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
