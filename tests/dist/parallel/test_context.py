@@ -195,7 +195,8 @@ def test_every_way_has_the_numbers_of_one_process(runs: dict[Case, list[Run]]) -
 
 @pytest.mark.whole
 def test_every_combination_has_the_numbers_of_one_process() -> None:
-    hold_to_one_process(runs_of([case for case in GRID if case not in CASES]))
+    plain = (case for case in GRID if case.kernel == "flash" and case.scale is None)
+    hold_to_one_process(runs_of([case for case in plain if case not in CASES]))
 
 
 def model_of(shape: str) -> ModelConfig:

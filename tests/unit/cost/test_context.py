@@ -81,13 +81,12 @@ def test_a_list_has_a_kind_for_each_layer_and_mtp_has_the_last_ones() -> None:
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 def test_results_of_documents_are_kept_once(kind: str) -> None:
     """Merged blocks have one result; what exchanges heads keeps its own beside that of its heads."""
-    kept = [
-        sum(
-            part.size for part in attention_parts(GROUPED, Setting(1, 64, 2, sizes, packed=packed, levels=(2, 2)), kind)
-        )
-        for sizes in (over(1), over(4))
+    settings = [
+        Setting(1, 64, 2, sizes, packed=packed, levels=levels)
+        for sizes, levels in ((over(1), None), (over(4), (2, 2)))
         for packed in (False, True)
     ]
+    kept = [sum(part.size for part in attention_parts(GROUPED, setting, kind)) for setting in settings]
     result = 8 * 64 * 2
     more = {"a2a": result + 2 * 128 * 2, "a2a+p2p": result}.get(kind, 0)
     assert [kept[1] - kept[0], kept[2] - kept[0], kept[3] - kept[0]] == [result, more, more]
