@@ -13,8 +13,9 @@ For the first two, blocks' results are merged by their log-sums, and a block's b
 42). Kept for the backward are a rank's own queries, keys, values, result and log-sums; keys and values of other ranks
 come again. Gradients of keys and values are added up, and travel, in the dtype of these.
 
-Every rank of a group makes the same exchanges in the same order, whatever its documents are. On CUDA, NCCL runs them on
-the stream of their group: `wait` makes the current stream wait, never the host, and each buffer is held until then.
+Every rank of a group makes the same exchanges in the same order, whatever its documents are; the group has no others.
+On CUDA, NCCL runs them on its stream of the group: `wait` makes the current stream wait, never the host, and each
+buffer is held until then. Never run there.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class _Blockwise:
         self, q: Tensor, k: Tensor, v: Tensor, documents: HasLengths | None = None, scale: float | None = None
     ) -> Tensor:
         """An `Attend`. Under autocast, heads are cast as torch's own attention casts them."""
-        if torch.is_autocast_enabled(q.device.type):
+        if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
             q, k, v = (heads.to(torch.get_autocast_dtype(q.device.type)) for heads in (q, k, v))
         lengths = None if documents is None else documents.lengths
         scale = q.shape[-1] ** -0.5 if scale is None else scale

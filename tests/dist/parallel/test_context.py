@@ -61,7 +61,28 @@ SHAPES = {
     "latent": Heads(4, 4, 12, 8),
     "wide values": Heads(4, 2, 6, 10),
 }
-KERNELS = {"flash": FLASH_ON_CPU, "unfused": UNFUSED}
+
+
+def by_document(function):
+    """Of a kernel's forward or backward: one that takes all documents of a causal block at once."""
+
+    def each(*args):
+        *tensors, scale, causal, documents = args
+        if documents is None:
+            return function(*args)
+        rows = []
+        for row, lengths in enumerate(documents):
+            cut = zip(*(tensor[row : row + 1].split(lengths, 2) for tensor in tensors), strict=True)
+            alone = [function(*part, scale, causal, None) for part in cut]
+            rows.append([torch.cat(found, 2) for found in zip(*alone, strict=True)])
+        return [torch.cat(found) for found in zip(*rows, strict=True)]
+
+    return each
+
+
+JOINING = BlockAttention("joining", by_document(FLASH_ON_CPU.forward), by_document(FLASH_ON_CPU.backward), True)
+KERNELS = {"flash": FLASH_ON_CPU, "unfused": UNFUSED, "joining": JOINING}
+"""`joining` is called as CUDA's flash attention is."""
 
 
 class Case(NamedTuple):
