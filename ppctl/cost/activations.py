@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.context import Levels, exchanging, kept_more
+from ppctl.cost.context import Levels, exchanging, kept_more, live_more
 from ppctl.geometry.layers import (
     DRAWN,
     DRAWN_ON_CPU,
@@ -324,7 +324,7 @@ def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting,
     return held + max(rows + hidden - setting.allocator.gated_vectors * shared, (3 if shared else 2) * hidden)
 
 
-def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
+def _in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping[str, float]) -> float:
     """Bytes that live beside what a layer keeps, at most, while its backward runs. Of one microbatch.
 
     `again` are the bytes that each recomputed module makes again. A weight's gradient lives beside the activations'
@@ -332,20 +332,22 @@ def _in_backward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting
     """
     if not setting.allocator.backward:
         return sum(again.values())
-    if kind == "embedding":  # the table's gradient
+    if kind.name == "embedding":  # the table's gradient
         return setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp
-    if kind == "loss":
+    if kind.name == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
-    feed_forward = _moe_backward if moe else _dense_backward
+    feed_forward = _moe_backward if kind.moe else _dense_backward
     size, sizes, tp = setting.element * setting.tokens, Sizes.of(model), setting.sizes.tp
     hidden = setting.hidden_bytes(model)
     normed = again.get("layernorm", 0.0) / 2
     # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
-    kept = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
+    kept = sum(part.size for part in feed_forward_parts(model, kind.moe, setting)) * setting.tokens
     freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "moe_act"))
     keys = sizes.heads if sizes.latent else sizes.groups
     heads = sizes.heads * (sizes.query_head + sizes.value_head) + keys * (sizes.query_head + sizes.value_head)
-    attention = hidden + size * heads / tp - freed + again.get("core_attn", 0.0) + again.get("mla_up_proj", 0.0)
+    more = live_more(model, kind.cp_comm_type, setting.sizes, setting.levels, setting.wide / setting.element)
+    made = again.get("core_attn", 0.0) + again.get("mla_up_proj", 0.0)
+    attention = hidden + size * (heads / tp + more) - freed + made
     attention += _dropping(model, setting).in_backward
     return max(feed_forward(model, setting, again, normed), attention + 2 * normed)
 
@@ -435,7 +437,7 @@ def stage_activations(
         whole = tokens * sum(part.size for part in found)
         outside = tokens * sum(part.size for part in found if part.module == "mtp")
         in_forward = _in_forward(model, kind.name, kind.moe, setting, again)
-        in_backward = _in_backward(model, kind.name, kind.moe, setting, again)
+        in_backward = _in_backward(model, kind, setting, again)
         return whole - sum(again.values()), whole - outside, in_forward, in_backward
 
     # By the first layer's place: bytes that stay, more in the forward, more in the backward.

@@ -70,6 +70,33 @@ def kept_more(model: ModelConfig, ranks: int, over: ParallelSizes) -> float:
     return heads * Sizes.of(model).value_head + groups * (_repeats(groups, ranks) - 1) * width
 
 
+def live_more(model: ModelConfig, cp_comm_type: str, over: ParallelSizes, levels: Levels | None, wide: float) -> float:
+    """Elements per token that live while attention's backward runs, at most, beside the gradients of queries, keys and
+    values. The most of any rank; `wide` is how many elements one in float32 or wider is.
+
+    A ring holds keys and values twice (one pair arrives), sums of their gradients three times (its own, one that
+    leaves, one that arrives), a block's own gradients, and queries' in float32. Gathering: first all keys and values
+    and the gradients of what both halves see; then the sum of these, and its parts in the ranks' order. Exchanging
+    heads: gradients before and behind a step that puts them into order.
+    """
+    if over.cp == 1:
+        return 0.0
+    ranks = exchanging(cp_comm_type, over, levels)
+    heads, groups, width = _heads(model, over)
+    sizes, pairs = Sizes.of(model), groups * _repeats(groups, ranks) * width
+    queries, results, cp = heads * sizes.query_head, heads * sizes.value_head, over.cp // ranks
+    if cp == 1:
+        found = 0.0
+    elif cp_comm_type == "all_gather":
+        found = queries * wide + max((2.5 * cp + 1) * pairs, queries / 2 + (2 * cp + 0.5) * pairs)
+    else:
+        later = 5 * pairs + max(queries + pairs / 2, queries / 2 + pairs) if cp > 2 else 0.0
+        found = queries * wide + max(queries + 4 * pairs, later)
+    if ranks > 1:
+        found = max(found + results, 2 * (queries + pairs))
+    return found - queries - groups * width
+
+
 def _repeats(groups: int, ranks: int) -> int:
     """How often groups of keys and values are repeated, until the ranks divide them."""
     return ranks // gcd(groups, ranks)

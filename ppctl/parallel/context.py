@@ -13,13 +13,14 @@ For the first two, blocks' results are merged by their log-sums, and a block's b
 42). Kept for the backward are a rank's own queries, keys, values, result and log-sums; keys and values of other ranks
 come again. Gradients of keys and values are added up, and travel, in the dtype of these.
 
-Every rank of a group makes the same exchanges in the same order, whatever its documents are. On CUDA, NCCL runs them on
-the stream of their group: `wait` makes the current stream wait, never the host, and each buffer is held until then.
+Every rank of a group makes the same exchanges in the same order, whatever its documents are; the group has no others.
+On CUDA, NCCL runs them on its stream of the group: `wait` makes the current stream wait, never the host, and each
+buffer is held until then. Never run there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple, Protocol
 
@@ -85,11 +86,15 @@ class Part(NamedTuple):
 class _Sums(Protocol):
     """Gradients of keys and values, on their way to the ranks that these are of."""
 
-    def add(self, gradients: Iterable[tuple[Block, Tensor]]) -> None:
-        """Add those of a part's blocks; parts come in their order."""
+    def add(self, gradients: list[Gradients]) -> None:
+        """Take those of a part's blocks out of the list and add them; parts come in their order."""
 
     def total(self) -> Tensor:
         """The sum for this rank's own keys and values."""
+
+
+Gradients = tuple[Block, Tensor, Tensor]
+"""Of the keys and of the values that a block saw."""
 
 
 class _Blockwise:
@@ -102,7 +107,7 @@ class _Blockwise:
         self, q: Tensor, k: Tensor, v: Tensor, documents: HasLengths | None = None, scale: float | None = None
     ) -> Tensor:
         """An `Attend`. Under autocast, heads are cast as torch's own attention casts them."""
-        if torch.is_autocast_enabled(q.device.type):
+        if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
             q, k, v = (heads.to(torch.get_autocast_dtype(q.device.type)) for heads in (q, k, v))
         lengths = None if documents is None else documents.lengths
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -113,7 +118,7 @@ class _Blockwise:
         """All that this rank's queries see, its own keys first. Each part's exchange starts before the part ahead."""
         raise NotImplementedError
 
-    def sums(self, keys_values: Tensor) -> _Sums:
+    def sums(self, k: Tensor, v: Tensor) -> _Sums:
         """For the backward over the same parts."""
         raise NotImplementedError
 
@@ -144,15 +149,17 @@ class RingAttention(_Blockwise):
         rank, size = self.group.rank(), self.group.size()
         rows, halves = self._lengths(keys_values, lengths), self._halves(keys_values)
         part = self._own(keys_values, lengths, apart=False)
-        for hop in range(1, size):
-            arriving = _Hop.start(part.keys_values, self.group)
+        del keys_values  # here and below: what is free when a hop has ended must have no other name
+        for number in range(1, size):
+            hop = _Hop.start(part.keys_values, self.group)
             yield part
-            part = Part(ring_blocks(rows, halves, (rank - hop) % size), arriving.wait())
+            part = Part(ring_blocks(rows, halves, (rank - number) % size), hop.wait())
+            del hop
         yield part
 
-    def sums(self, keys_values: Tensor) -> _Sums:
+    def sums(self, k: Tensor, v: Tensor) -> _Sums:
         """For the backward over the same parts."""
-        return _RingSums(keys_values, self.group)
+        return _RingSums(k, v, self.group)
 
 
 class GatherAttention(_Blockwise):
@@ -161,16 +168,17 @@ class GatherAttention(_Blockwise):
 
     def parts(self, keys_values: Tensor, lengths: Lengths | None) -> Iterator[Part]:
         """Its own keys and values, half by half, then all that stand before each half."""
-        gathered = keys_values.new_empty(self.group.size(), *keys_values.shape)
-        work = all_gather(gathered.view(-1), keys_values.view(-1), group=self.group, async_op=True)
+        gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
+        work = all_gather(gathered[0].view(-1), keys_values.view(-1), group=self.group, async_op=True)
         yield self._own(keys_values, lengths, apart=True)
         work.wait()
         blocks = gathered_blocks(self._lengths(keys_values, lengths), self._halves(keys_values))
-        yield Part(blocks, to_whole(gathered, 2))
+        del keys_values, work  # from here on only whoever computes the part holds what it sees
+        yield Part(blocks, to_whole(gathered.pop(), 2))
 
-    def sums(self, keys_values: Tensor) -> _Sums:
+    def sums(self, k: Tensor, v: Tensor) -> _Sums:
         """For the backward over the same parts."""
-        return _ScatteredSums(keys_values, self.group)
+        return _ScatteredSums(k, v, self.group)
 
 
 class HeadExchange:
@@ -240,15 +248,15 @@ def own_positions(halves: Halves, device: torch.device | None = None) -> Tensor:
 
 
 def to_whole(parts: Tensor, dim: int) -> Tensor:
-    """All ranks' halves `parts` [ranks, ...] as whole sequences; `dim` counts without the ranks'."""
+    """All ranks' halves `parts` [ranks, ...] as whole sequences; `dim` is counted without the ranks'."""
     chunks = [part.chunk(2, dim) for part in parts]
     return torch.cat([chunks[rank][half] for rank, half in chunk_owners(len(parts))], dim)
 
 
 def to_ranks(whole: Tensor, ranks: int, dim: int) -> Tensor:
-    """The inverse of `to_whole`: [ranks, ...]."""
-    length = whole.shape[dim]
-    return torch.stack([own_halves(whole, Halves(rank, ranks, length), dim) for rank in range(ranks)])
+    """The inverse of `to_whole`: [ranks, ...]; `dim` from 0 on."""
+    chunks = whole.unflatten(dim, (2 * ranks, -1)).movedim(dim, 0)
+    return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim + 1)
 
 
 class _Attention(torch.autograd.Function):
@@ -270,6 +278,8 @@ class _Attention(torch.autograd.Function):
                 asking = (block.rows, slice(None), block.queries)
                 found = way.kernel.forward(q[asking], *seen, scale, block.causal, part.documents)
                 _merge(merged[asking], log_sums[asking], *found, first=block.causal)
+                del seen, found
+            del part, keys, values
         out = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.way, ctx.lengths, ctx.scale = way, lengths, scale
@@ -280,18 +290,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sums = ctx.saved_tensors
         way, of_queries = ctx.way, torch.zeros_like(q, dtype=log_sums.dtype)
-        keys_values = torch.cat((k, v), -1)
-        sums = way.sums(keys_values)
-        for part in way.parts(keys_values, ctx.lengths):
+        sums = way.sums(k, v)
+        for part in way.parts(torch.cat((k, v), -1), ctx.lengths):
             keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
-            found = []
+            found: list[Gradients] = []
             for block in part.blocks:
                 asking = (block.rows, slice(None), block.queries)
                 seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
                 mixed = out[asking], log_sums[asking], ctx.scale, block.causal, part.documents
-                of_q, *of_seen = way.kernel.backward(gradient[asking], q[asking], *seen, *mixed)
+                of_q, of_k, of_v = way.kernel.backward(gradient[asking], q[asking], *seen, *mixed)
                 of_queries[asking] += of_q
-                found.append((block, torch.cat(of_seen, -1)))
+                found.append((block, of_k, of_v))
+                del seen, of_q, of_k, of_v
+            del part, keys, values
             sums.add(found)
         of_keys, of_values = sums.total().split((k.shape[-1], v.shape[-1]), -1)
         return of_queries.to(q.dtype), of_keys, of_values, None, None, None
@@ -333,57 +344,68 @@ class _Hop(NamedTuple):
 class _RingSums:
     """Gradients follow the keys and values that they are of, one hop behind, and get every rank's share on the way."""
 
-    def __init__(self, keys_values: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = torch.zeros_like(keys_values)
+    def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
+        self._own = _zeros(k, v)
         self._group = group
-        self._arriving: _Hop | None = None
+        self._hop: _Hop | None = None
         self._is_own = True
 
-    def add(self, gradients: Iterable[tuple[Block, Tensor]]) -> None:
+    def add(self, gradients: list[Gradients]) -> None:
         if self._is_own:
             self._is_own = False
             _add(self._own, gradients)
             return
-        sums = torch.zeros_like(self._own) if self._arriving is None else self._arriving.wait()
+        sums = torch.zeros_like(self._own) if self._hop is None else self._hop.wait()
+        self._hop = None
         _add(sums, gradients)
-        self._arriving = _Hop.start(sums, self._group)
+        self._hop = _Hop.start(sums, self._group)
 
     def total(self) -> Tensor:
-        if self._arriving is not None:
+        if self._hop is not None:
             hand_over()
-            self._own += self._arriving.wait()
+            self._own += self._hop.wait()
         return self._own
 
 
 class _ScatteredSums:
     """Gradients of the rank's own keys and values, and then of all; each rank gets the sum of its own."""
 
-    def __init__(self, keys_values: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = torch.zeros_like(keys_values)
-        self._whole: Tensor | None = None
+    def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
+        self._own = _zeros(k, v)
+        self._sent = self._own.new_empty(0)
         self._group = group
+        self._is_own = True
 
-    def add(self, gradients: Iterable[tuple[Block, Tensor]]) -> None:
-        if self._whole is None:
+    def add(self, gradients: list[Gradients]) -> None:
+        if self._is_own:
+            self._is_own = False
             _add(self._own, gradients)
-            b, groups, s, width = self._own.shape
-            self._whole = self._own.new_zeros(b, groups, s * self._group.size(), width)
-        else:
-            _add(self._whole, gradients)
+            return
+        b, groups, s, width = self._own.shape
+        whole = self._own.new_zeros(b, groups, s * self._group.size(), width)
+        _add(whole, gradients)
+        self._sent = to_ranks(whole, self._group.size(), 2)
 
     def total(self) -> Tensor:
-        assert self._whole is not None
-        scattered, sent = torch.empty_like(self._own), to_ranks(self._whole, self._group.size(), 2)
-        work = reduce_scatter(scattered.view(-1), sent.view(-1), group=self._group, async_op=True)
+        scattered = torch.empty_like(self._own)
+        work = reduce_scatter(scattered.view(-1), self._sent.view(-1), group=self._group, async_op=True)
         hand_over()
         work.wait()
         self._own += scattered
         return self._own
 
 
-def _add(sums: Tensor, gradients: Iterable[tuple[Block, Tensor]]) -> None:
-    for block, gradient in gradients:
-        sums[block.rows, :, block.keys] += gradient
+def _zeros(k: Tensor, v: Tensor) -> Tensor:
+    """For the gradients of keys and values side by side, as they travel."""
+    return k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
+
+
+def _add(sums: Tensor, gradients: list[Gradients]) -> None:
+    while gradients:
+        block, of_keys, of_values = gradients.pop()
+        of_both = sums[block.rows, :, block.keys]
+        of_both[..., : of_keys.shape[-1]] += of_keys
+        of_both[..., of_keys.shape[-1] :] += of_values
 
 
 def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:

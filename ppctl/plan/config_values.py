@@ -6,6 +6,7 @@ Knows dotted keys, aliases and provenance texts. Must not know what values mean.
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,11 +72,13 @@ def overrides_text(overrides: Overrides) -> str:
 
 def value_text(value: Any) -> str:
     """A value as the command line takes it, without quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse_overrides(text: str) -> Overrides:
-    """The inverse of `overrides_text` for numbers, text and null; empty for a text that is no list of overrides."""
+    """The inverse of `overrides_text` for numbers, text, lists of them and null; empty for a text without overrides."""
     try:
         pairs = [word.partition("=") for word in shlex.split(text)]
     except ValueError:
@@ -86,5 +89,7 @@ def parse_overrides(text: str) -> Overrides:
 
 
 def _value(text: str) -> Any:
+    if found := re.fullmatch(r"\[([^][]+)\]", text):
+        return [_value(each.strip()) for each in found[1].split(",")]
     words = {"null": None, "true": True, "false": False}
     return words[text] if text in words else int(text) if text.isdecimal() else text

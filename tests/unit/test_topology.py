@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.errors import ConfigError
-from ppctl.topology import VIEWS, ParallelSizes, RankGrid
+from ppctl.topology import VIEWS, ParallelSizes, RankGrid, levels
 
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 
@@ -94,3 +94,9 @@ def test_sizes_that_do_not_make_up_the_world_are_refused(sizes: dict[str, int], 
 def test_positions_outside_the_grid_are_errors(call, error) -> None:
     with pytest.raises(error):
         call(RankGrid(ParallelSizes(4, pp=4)))
+
+
+def test_levels_of_a_group_are_neighbours_and_what_lies_across_them() -> None:
+    inner, outer = levels((0, 2, 4, 6, 8, 10, 12, 14), 2)
+    assert inner == [(0, 2), (4, 6), (8, 10), (12, 14)]
+    assert outer == [(0, 4, 8, 12), (2, 6, 10, 14)]

@@ -46,6 +46,19 @@ RULES = [
     (dict(ep=3, dp=3, gbs=9, model__num_moe_experts=4), {"PP-E206"}),
     (dict(tp=16), {"PP-E207"}),
     (dict(cp=3, seq=256), {"PP-E208"}),
+    (dict(cp=16, model__cp_comm_type="a2a"), {"PP-E223"}),
+    (dict(cp=8, tp=2, model__cp_comm_type=["p2p"] * 7 + ["a2a"], model__num_query_groups=2), {"PP-E223"}),
+    (dict(cp=4, model__cp_comm_type="a2a+p2p"), {"PP-E223"}),
+    (dict(cp=2, model__cp_comm_type="a2a+p2p"), {"PP-E223"}),
+    (dict(cp=4, parallel__hierarchical_context_parallel_sizes=[2, 2]), {"PP-E223"}),
+    (dict(model__cp_comm_type="a2a+p2p", parallel__hierarchical_context_parallel_sizes=[2, 2]), {"PP-E223"}),
+    (dict(cp=16, model__cp_comm_type="a2a+p2p", parallel__hierarchical_context_parallel_sizes=[4, 2]), {"PP-E223"}),
+    (
+        dict(cp=32, seq=256, model__cp_comm_type="a2a+p2p", parallel__hierarchical_context_parallel_sizes=[16, 2]),
+        {"PP-E223"},
+    ),
+    (dict(cp=2, model__cp_comm_type="ring"), {"PP-E103"}),
+    (dict(cp=4, parallel__hierarchical_context_parallel_sizes=[4, 1]), {"PP-E103"}),
     (dict(model__num_moe_experts=4, model__moe_layer_freq="[0]*3+[1]*58"), {"PP-E210"}),
     (dict(gbs=7, dp=2), {"PP-E211"}),
     (dict(gbs=12, mbs=5), {"PP-E211"}),
@@ -162,6 +175,8 @@ def test_a_typed_layout_is_never_changed() -> None:
         {"vpp": 1, "layout": None},
         {"layout": "Et*3|(tt|)*29,m|L", "vpp": 2},
         {"model.moe_layer_freq": "[0]*3+[1]*58"},
+        {"model.moe_layer_freq": "[0]+[1]"},
+        {"parallel.hierarchical_context_parallel_sizes": [2, 4], "model.cp_comm_type": ["p2p", "a2a+p2p"]},
     ],
 )
 def test_a_command_reads_back(overrides) -> None:
