@@ -4,6 +4,8 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PACKAGING := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
+# Set in many container images: all the processes that tests start would then compile ppctl and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
 .PHONY: train test test-all soak test-slurm check bench bench-plan golden fix test-gpu clean

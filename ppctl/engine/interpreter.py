@@ -167,7 +167,9 @@ class Engine:
             return
         ahead, behind = self._stages[action.stage], self._stages[other.stage]
         ahead.wait_for_input(action.mb)
+        self._enter(self._index + 1)  # else a rank without its gradient would seem to wait for the forward's input
         behind.wait_for_gradient(other.mb)
+        self._enter(self._index)
         self._begin(self._index)
         try:
             self._pairs.run(self._index, partial(ahead.forward, action.mb), partial(behind.backward, other.mb))

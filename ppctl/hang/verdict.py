@@ -48,7 +48,8 @@ def _message(found: Sequence[Wait], culprit: Wait, still: float) -> str:
     if not waiting and len(found) > 1 and len(states) == 1 and culprit.current is None:
         return f"{nothing}, and all ranks wait in the same collective: a connection between two of them may be dead"
     ranks = f"{len(waiting)} of {len(found)} ranks wait for this one in the end" if waiting else "this rank the longest"
-    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "")
+    beside = f"; it runs {culprit.current} beside {culprit.beside}" if culprit.beside is not None else ""
+    return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + beside
 
 
 def _dead_edge(culprit: Wait, sender: RankState, still: float) -> str:
@@ -65,6 +66,7 @@ def _row(wait: Wait, now: float) -> str:
     """One row of the table: what a rank does, for how long, and which rank it waits for."""
     own = wait.state
     where = f"in {wait.current}" if wait.current is not None else own.state
+    where += f" beside {wait.beside}" if wait.beside is not None else ""
     last = f", after {wait.done}" if wait.done is not None else ""
     on = ", stopped or gone" if own.stopped else ""
     if wait.on is not None:

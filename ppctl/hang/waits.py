@@ -11,7 +11,7 @@ from typing import Any
 
 from ppctl.plan import Plan
 from ppctl.rank_records import NO_ACTION, RankState
-from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Schedule, input_gradient_of
+from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Pair, Schedule, input_gradient_of
 from ppctl.topology import RankGrid
 
 _LISTED = ("training", "evaluating", "generating")
@@ -43,6 +43,8 @@ class Wait:
     done: Action | None = None
     """The last action that it completed."""
     current: Action | None = None
+    beside: Action | None = None
+    """The backward of a pair whose forward is `current`, where both compute."""
     needs: Action | None = None
     """The action of another rank that it waits for."""
     on: int | None = None
@@ -60,7 +62,8 @@ def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
 def root(found: Sequence[Wait]) -> Wait | None:
     """The rank that all other ranks wait for in the end: stopped, or waiting for none, or for a message that was sent.
 
-    Of several, the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
+    Of several, one within an action (a W that nobody waits for) before those that are through their lists, and of these
+    the one whose state is the oldest. A message that was sent and does not come while both ends wait (for
     each other, in the end) is lost between them: a sender that computes, or is stopped, may not have delivered it.
     """
     if not found:
@@ -70,6 +73,7 @@ def root(found: Sequence[Wait]) -> Wait | None:
     candidates = (
         [wait for wait in found if wait.state.stopped]
         or [by_rank[rank] for rank in ends]
+        or [wait for wait in found if wait.on is None and wait.current is not None]
         or [wait for wait in found if wait.on is None]
         or list(found)
     )
@@ -95,15 +99,23 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
     current = row[own.index] if own.index < len(row) else _unreceived_send(plan, by_rank, own, schedule, row)
     if current is None:
         return Wait(own, done)
-    needs = None if own.working else _need(schedule, current)
+    if own.working:
+        return Wait(own, done, current, _beside(schedule, row, own.index))
+    needs = _need(schedule, current)
     owner = None if needs is None else _peer(plan, own.rank, schedule.placement.rank_of(needs.stage))
     other = None if owner in (None, own.rank) else by_rank.get(owner)
     if needs is None or other is None:
         return Wait(own, done, current)
     if current.op in SENDS:  # complete when the other end has received it
         received = _is_past(plan, schedule, other, own, needs)
-        return Wait(own, done, current) if received else Wait(own, done, current, needs, owner)
-    return Wait(own, done, current, needs, owner, _is_past(plan, schedule, other, own, _send_of(needs)))
+        return Wait(own, done, current) if received else Wait(own, done, current, None, needs, owner)
+    return Wait(own, done, current, None, needs, owner, _is_past(plan, schedule, other, own, _send_of(needs)))
+
+
+def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | None:
+    """What runs beside the action at `index`: the backward behind it, if the two are a pair."""
+    two = row[index : index + 2]
+    return two[1] if len(two) == 2 and Pair(*two) in schedule.pairs else None
 
 
 def _unreceived_send(

@@ -115,6 +115,7 @@ def _arm_room() -> None:
         saves[0] += 1
         if os.environ["RANK"] != rank or saves[0] != int(number):
             return write(self, *arguments)
+        sys.dont_write_bytecode = True  # else a cut .pyc stays behind for everybody
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
         try:

@@ -1,6 +1,7 @@
 """Threads of which one at a time runs, when it is chosen, and which wait for something to become true.
 
-Knows whose turn it is. Must not know devices: who is chosen, and when nothing can move any more, a `World` decides.
+Knows whose turn it is, and what a process has once that every rank has of its own. Must not know devices: who is
+chosen, and when nothing can move any more, a `World` decides.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from ppctl import turns
+from ppctl.weight_gradients.put_off import keep_collecting
 
 
 class Ended(BaseException):
@@ -23,6 +27,7 @@ class Actor:
         self.ready: Callable[[], bool] = _always
         self.why = "to begin"
         self.is_over = False
+        self.pair: HostPair | None = None
         self.result: object = None
         self.failure: BaseException | None = None
         self.turn = threading.Semaphore(0)
@@ -31,8 +36,10 @@ class Actor:
     def wait(self, ready: Callable[[], bool], why: str) -> None:
         """Give the turn away until `ready`."""
         self.ready, self.why = ready, why
+        restore = keep_collecting()
         self.turns.returned.release()
         self.turn.acquire()
+        restore()
         if self.turns.are_over:
             raise Ended(why)
 
@@ -69,8 +76,10 @@ class Turns:
 
     def give(self, actor: Actor) -> None:
         """Let an actor run until it gives the turn back."""
+        restore = keep_collecting()
         actor.turn.release()
         self.returned.acquire()
+        restore()
 
     def end(self) -> None:
         """End all threads that still wait."""
@@ -87,6 +96,10 @@ def _always() -> bool:
     return True
 
 
+def _nothing() -> None:
+    """What the thread of a pair's second half does before it begins."""
+
+
 def current_actor() -> Actor:
     """The actor whose thread calls this."""
     actor: Actor = _own.actor
@@ -96,6 +109,37 @@ def current_actor() -> Actor:
 def take_turns() -> None:
     """Let others run, and go on when chosen again."""
     current_actor().wait(_always, "for its next turn")
+
+
+class HostPair(turns.Turns):
+    """`ppctl.turns.Turns`: both halves of a pair are the actor that runs it, with `enter()` in the second's thread."""
+
+    enter: Callable[[], object] = staticmethod(_nothing)
+
+    def __init__(self, initialize: Callable[[], None], keep: Callable[[], Callable[[], None]]) -> None:
+        actor = current_actor()
+
+        def begin() -> None:
+            _own.actor = actor
+            self.enter()
+            initialize()
+
+        super().__init__(begin, keep)
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        actor = current_actor()
+        actor.pair = self
+        try:
+            super().run(first, second)
+        finally:
+            actor.pair = None
+
+
+def hand_over() -> None:
+    """`ppctl.turns.hand_over`, of the caller's rank."""
+    pair = current_actor().pair
+    if pair is not None:
+        pair.hand_over()
 
 
 @dataclass(eq=False)

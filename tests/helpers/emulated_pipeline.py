@@ -13,7 +13,7 @@ import pipeline
 import pytest
 import torch
 from emulated_gpu import Mark
-from emulated_hosts import HostQueue, HostSemaphore, HostThread
+from emulated_hosts import HostPair, HostQueue, HostSemaphore, HostThread, hand_over
 from emulated_nccl import Backend, Dist
 from emulated_world import World, current_rank
 
@@ -22,7 +22,7 @@ from ppctl.comm.buffers import BufferPool
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import Connections, connection_name
 from ppctl.comm.modes import Modes
-from ppctl.engine import interpreter, pace
+from ppctl.engine import interpreter, pace, pairs
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.pace import Heartbeat
@@ -85,6 +85,9 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         for name, stand_in in (("Semaphore", HostSemaphore), ("SimpleQueue", HostQueue), ("Thread", HostThread)):
             patch.setattr(pace, name, stand_in)
         patch.setattr(interpreter, "make_pace", make_pace)
+        patch.setattr(pairs, "Turns", HostPair)
+        patch.setattr(HostPair, "enter", staticmethod(lambda: world.put_on_device(current_rank())))
+        patch.setattr(dispatch, "hand_over", hand_over)
         patch.setattr(message_batches, "dist", Dist)
         patch.setattr(dispatch, "dist", Dist)
         patch.setattr(torch.cuda, "synchronize", lambda *_: world.gpus[current_rank()].drain("torch.cuda.synchronize"))

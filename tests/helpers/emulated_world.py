@@ -74,10 +74,10 @@ class World:
         """What becomes of every host; `to_the_end` goes on after failures, until nothing moves."""
 
         def body(rank: int) -> object:
-            with OnDevice(self.gpus[rank]), HostReads(self.gpus[rank]):
-                result = host(rank)
-                self.gpus[rank].drain("at the end")
-                return result
+            self.put_on_device(rank)
+            result = host(rank)
+            self.gpus[rank].drain("at the end")
+            return result
 
         hosts = [self.turns.spawn(rank, f"host {rank}", lambda rank=rank: body(rank)) for rank in range(len(self.gpus))]
         fates: list[Fate] = []
@@ -96,6 +96,11 @@ class World:
         finally:
             self.turns.end()
         return fates
+
+    def put_on_device(self, rank: int) -> None:
+        """What the calling thread computes goes to the rank's device, to the thread's end."""
+        OnDevice(self.gpus[rank]).__enter__()
+        HostReads(self.gpus[rank]).__enter__()
 
     def _move(self) -> bool:
         """Let one thing that can move do so; whether there was one."""

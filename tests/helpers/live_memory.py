@@ -57,6 +57,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.storages = {}
         self.peak = 0
+        self.bound = 0
+        """What may be alive: only where this is above the peak, the dead are counted out."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
@@ -65,12 +67,15 @@ class LiveBytes(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:  # else a view, or written in place
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, self.now())
+                self.bound += storage.nbytes()
+        if self.bound > self.peak:
+            self.peak = max(self.peak, self.now())
         return result
 
     def now(self):
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
-        return sum(size for _, size in self.storages.values())
+        self.bound = sum(size for _, size in self.storages.values())
+        return self.bound
 
 
 def kept_by(run):

@@ -124,6 +124,7 @@ def test_unequal_replicas_are_refused_on_every_rank_by_name(tmp_path):
 
 def save_with_limit(directory, limited_rank, limit):
     if dist.get_rank() == limited_rank:
+        sys.dont_write_bytecode = True  # else a cut .pyc stays behind for everybody
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     return refusal(lambda: save_cut(directory, 2, 2, width=4000))
 
@@ -268,6 +269,7 @@ def test_a_kill_before_any_change_to_the_directory_leaves_a_checkpoint_that_load
 def save_killed_while_writing(directory, doomed, byte):
     """Save step 2; the kernel kills the doomed rank at a byte of its file (SIGXFSZ, which Python would ignore)."""
     if dist.get_rank() == doomed:
+        sys.dont_write_bytecode = True
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (byte, byte))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

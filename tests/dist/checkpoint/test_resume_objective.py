@@ -36,20 +36,36 @@ CALLS = ("pipeline.pp_batch_size=2",)
 
 CHANGES = [
     pytest.param(BALANCED, ("mbs=2",), True, id="aux_loss, mbs"),
-    pytest.param(BALANCED, ("pipeline.pp_microbatch_size=2",), True, id="aux_loss, mbs by its other name"),
-    pytest.param(BALANCED, ("mbs=2", *TWO_REPLICAS), True, id="aux_loss, mbs and dp"),
+    pytest.param(
+        BALANCED,
+        ("pipeline.pp_microbatch_size=2",),
+        True,
+        id="aux_loss, mbs by its other name",
+        marks=pytest.mark.whole,
+    ),
+    pytest.param(BALANCED, ("mbs=2", *TWO_REPLICAS), True, id="aux_loss, mbs and dp", marks=pytest.mark.whole),
     pytest.param(BALANCED, TWO_REPLICAS, False, id="aux_loss, dp"),
-    pytest.param(BALANCED, SHARED_EXPERTS, False, id="aux_loss, dp and ep"),
+    pytest.param(BALANCED, SHARED_EXPERTS, False, id="aux_loss, dp and ep", marks=pytest.mark.whole),
     pytest.param(BALANCED, CALLS, False, id="aux_loss, pp_batch_size"),
     pytest.param(BALANCED, ("pp=2", "vpp=2", "layout=E|tt|tt|ttL"), False, id="aux_loss, pp and layout"),
     pytest.param(BY_SEQUENCE, ("mbs=2",), False, id="seq_aux_loss, mbs"),
-    pytest.param((*EXPERTS, "model.moe_z_loss_coeff=0.1"), ("mbs=2",), False, id="z-loss, mbs"),
-    pytest.param(("model.mtp_num_layers=1",), ("mbs=2",), False, id="multi-token prediction, mbs"),
+    pytest.param(
+        (*EXPERTS, "model.moe_z_loss_coeff=0.1"), ("mbs=2",), False, id="z-loss, mbs", marks=pytest.mark.whole
+    ),
+    pytest.param(
+        ("model.mtp_num_layers=1",), ("mbs=2",), False, id="multi-token prediction, mbs", marks=pytest.mark.whole
+    ),
     pytest.param(MASKED, ("mbs=2",), False, id="masked tokens, mbs"),
     pytest.param(SCALED, ("mbs=2",), True, id="scale_grads_in_schedule, mbs"),
     pytest.param(SCALED, TWO_REPLICAS, False, id="scale_grads_in_schedule, dp"),
-    pytest.param(SCALED, CALLS, False, id="scale_grads_in_schedule, pp_batch_size"),
-    pytest.param((*BALANCED, "model.moe_layer_freq=[0]*6"), ("mbs=2",), False, id="aux_loss without experts, mbs"),
+    pytest.param(SCALED, CALLS, False, id="scale_grads_in_schedule, pp_batch_size", marks=pytest.mark.whole),
+    pytest.param(
+        (*BALANCED, "model.moe_layer_freq=[0]*6"),
+        ("mbs=2",),
+        False,
+        id="aux_loss without experts, mbs",
+        marks=pytest.mark.whole,
+    ),
 ]
 
 

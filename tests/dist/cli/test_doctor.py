@@ -17,11 +17,11 @@ from ppctl.reach.probe import device_of
 
 
 def test_it_times_every_edge_of_the_ring(tmp_path: Path) -> None:
-    done = ppctl("doctor", "--ranks", "3", "--json", cwd=tmp_path, timeout=110)
+    done = ppctl("doctor", "--ranks", "2", "--json", cwd=tmp_path, timeout=110)
     told = json.loads(done.stdout)
     assert done.returncode == bool(told["wrong"]), done.stderr
     assert all("slow" in line for line in told["wrong"]), "on a busy machine; nothing else is wrong with it"
-    assert [(edge["source"], edge["target"]) for edge in told["edges"]] == [(0, 1), (1, 2), (2, 0)]
+    assert [(edge["source"], edge["target"]) for edge in told["edges"]] == [(0, 1), (1, 0)]
     assert all(edge["latency_s"] > 0 and edge["bytes_per_s"] > 1e6 for edge in told["edges"])
     assert told["versions"]["torch"]
     assert told["disk"]["bytes_per_s"] > 0

@@ -36,15 +36,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
-FOUR = ("pp=4", "vpp=1")
 
 
 @pytest.fixture(scope="module")
 def whole_run(text, tmp_path_factory):
-    """An uninterrupted run of 12 steps in 4 ranks, and where it ran."""
+    """An uninterrupted run of 12 steps in two ranks with two stages each, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
     trackers = ("log.tensorboard=true", "log.wandb=true")
-    done = ppctl("train", *TWELVE, *FOUR, text, *trackers, cwd=cwd, WANDB_MODE="offline", PYTHONPROFILEIMPORTTIME="1")
+    done = ppctl(
+        "train", *TWELVE, "pp=2", "vpp=2", text, *trackers, cwd=cwd, WANDB_MODE="offline", PYTHONPROFILEIMPORTTIME="1"
+    )
     assert done.returncode == 0, done.stderr
     return done, only_run(cwd)
 
@@ -64,11 +65,11 @@ def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
     )
 
 
-def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(whole_run, tmp_path):
+def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(tmp_path):
     """That it changes no bit: test_bitwise_law.py."""
-    run = planned_run(tmp_path, *FOUR, "pipeline.extra_warmup=1")
-    assert [row.count("F") - row.count("_F") for row in _before_first_backward(run)] == [5, 4, 3, 1]
-    assert [row.count("F") - row.count("_F") for row in _before_first_backward(whole_run[1])] == [4, 3, 2, 1]
+    for warmup, counts in ((1, [5, 4, 3, 1]), (0, [4, 3, 2, 1])):
+        run = planned_run(tmp_path / str(warmup), "pp=4", "vpp=1", f"pipeline.extra_warmup={warmup}")
+        assert [row.count("F") - row.count("_F") for row in _before_first_backward(run)] == counts
 
 
 def _before_first_backward(run: Path) -> list[str]:
@@ -105,7 +106,7 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
     assert (result["state"], result["step"], result["loss"]) == ("finished", 12, losses(run)[-1])
     assert len(result["sample"]["text"].encode()) >= 200
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-12"
-    assert {p.name for p in (run / "logs").iterdir()} == {f"rank-{rank:04d}.log" for rank in range(4)}
+    assert {p.name for p in (run / "logs").iterdir()} == {f"rank-{rank:04d}.log" for rank in range(2)}
     assert not list((run / "errors").iterdir())
 
 
@@ -161,13 +162,13 @@ def test_a_killed_run_goes_on_bitwise_in_another_cut(whole_run, text, tmp_path):
 
     SIGKILL of the launcher takes the ranks along.
     """
-    process = start("train", *TWELVE, *FOUR, text, "checkpoint.interval=2", cwd=tmp_path)
+    process = start("train", *TWELVE, "pp=2", "vpp=1", text, "checkpoint.interval=2", cwd=tmp_path)
     wait_for_step(process, random.randrange(4, 10))
     process.kill()
     process.communicate()
     run = only_run(tmp_path)
     assert len(metrics(run)) < 12
-    done = ppctl("resume", str(run), "pp=2", "vpp=2", cwd=tmp_path)
+    done = ppctl("resume", str(run), "pp=1", "vpp=3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(whole_run[1])
     assert [record["step"] for record in metrics(run)] == list(range(1, 13))
@@ -185,7 +186,7 @@ def torchrun(ranks: int, *arguments: str, cwd: Path, **more: str) -> subprocess.
 AGENT = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=7")
 
 
-@pytest.mark.parametrize("starter", ["torchrun", "plain variables"])
+@pytest.mark.parametrize("starter", [pytest.param("torchrun", marks=pytest.mark.whole), "plain variables"])
 def test_ranks_that_others_start_make_one_run_with_the_same_losses(whole_run, text, tmp_path, starter):
     """As on two nodes, each with its own working directory: two agents of torchrun, or a scheduler's variables."""
     told, port = tmp_path / "told", free_port()
@@ -274,11 +275,11 @@ def ranks_of(where: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "state"),
-    [(signal.SIGTERM, 75, "stopped"), (signal.SIGINT, 130, "interrupted")],
+    ("number", "ranks", "code", "state"),
+    [(signal.SIGTERM, 2, 75, "stopped"), (signal.SIGINT, 1, 130, "interrupted")],
 )
-def test_a_signal_ends_the_job_within_ten_seconds(text, tmp_path, number, code, state):
-    process = start("train", "+recipe=quickstart", *TINY, text, "pp=2", "vpp=1", "steps=100000", cwd=tmp_path)
+def test_a_signal_ends_the_job_within_ten_seconds(text, tmp_path, number, ranks, code, state):
+    process = start("train", "+recipe=quickstart", *TINY, text, f"pp={ranks}", "vpp=1", "steps=100000", cwd=tmp_path)
     wait_for_step(process, 3)
     begin = time.monotonic()
     process.send_signal(number)
@@ -304,7 +305,7 @@ def test_one_rank_that_others_signal_stops_all(text, tmp_path):
 
 def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
     limit = "train.exit_after=1s"  # a rank is older than that before its first step
-    done = ppctl("train", "+recipe=quickstart", *TINY, text, "pp=2", "vpp=1", "steps=50", limit, cwd=tmp_path)
+    done = ppctl("train", "+recipe=quickstart", *TINY, text, "pp=1", "vpp=1", "steps=50", limit, cwd=tmp_path)
     run = only_run(tmp_path)
     assert (done.returncode, json.loads((run / "status.json").read_text())["state"]) == (75, "stopped")
     assert len(metrics(run)) == 1
@@ -315,7 +316,8 @@ def test_a_run_leaves_by_itself_when_its_time_is_over(text, tmp_path):
 def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_else(text, tmp_path):
     watch, steps = tmp_path / "writes", 24
     sizes = ("pp=2", "vpp=1", "dp=2", f"steps={steps}", "optim.eps=1e-4")  # test_bitwise_law says why this eps
-    done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path, PPCTL_WATCH=str(watch))
+    watched = {"PPCTL_WATCH": str(watch), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path, **watched)
     assert done.returncode == 0, done.stderr
     run = only_run(tmp_path)
     assert losses(run) == pytest.approx(reference_losses(run, steps), rel=1e-6)
@@ -344,20 +346,22 @@ def test_trackers_get_the_keys_of_metrics(whole_run):
 
 
 def test_the_quickstart_begins_with_the_bits_of_one_process(tmp_path):
-    """The recipe as it is, for its first 20 steps."""
+    """The recipe as it is, for its first 4 steps."""
     process = start("train", "+recipe=quickstart", "launch.device=cpu", cwd=tmp_path)
-    wait_for_step(process, 20)
+    wait_for_step(process, 4)
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 75
     run = only_run(tmp_path)
-    assert losses(run)[:20] == reference_losses(run, 20)
+    assert losses(run)[:4] == reference_losses(run, 4)
 
 
+@pytest.mark.whole
 def test_a_run_whose_stages_exchange_noise_misses_the_quickstarts_line(tmp_path):
     """The quickstart ends far below 2.9 nats a byte; a model that learns nothing but the bytes' own frequencies stays
     at 3.24, and so does one whose second rank gets noise instead of activations. What a healthy run computes is known
-    from one process (the test above)."""
+    from one process (the test above).
+    """
     command = ("+recipe=quickstart", "steps=80", "gbs=8", "seq=64", "launch.device=cpu")
     done = ppctl("train", *command, cwd=tmp_path, timeout=120, PPCTL_FAULT="noise 1 0 -")
     assert done.returncode == 0, done.stderr

@@ -54,15 +54,17 @@ def drawn(seed: int) -> Fault:
     pp = draw.choice([2, 3])
     rank = {"full": 0, "nan": pp - 1}.get(kind, draw.randrange(pp))
     peer = draw.choice([each for each in (rank - 1, rank + 1) if 0 <= each < pp])
-    return Fault(kind, pp, rank, peer, draw.randint(2, 4), f"{rank}{draw.choice('FB')}{draw.randrange(6)}")
+    return Fault(kind, pp, rank, peer, draw.randint(2, 4), f"{rank}{draw.choice('FBIW')}{draw.randrange(6)}")
 
 
 def begin(fault: Fault, where: Path) -> subprocess.Popen[str]:
     (where / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
     limits = (f"launch.step_limit={LIMIT}s", "launch.first_step_limit=60s")
     steps = fault.step + 3 if fault.kind in ("slow", "dumb") else 100000
+    schedule = "zb_h1" if fault.action[1] in "IW" else "1f1b"
     return start(
         *("train", "+recipe=quickstart", *TINY, f"pp={fault.pp}", "vpp=1", "data.path=corpus.txt", f"steps={steps}"),
+        f"pipeline.pp_schedule={schedule}",
         *(f"checkpoint.interval={2 if fault.kind == 'room' else 0}", *limits),
         cwd=where,
         PPCTL_FAULT=fault.text,
@@ -172,8 +174,15 @@ def rounds(seeds: list[int]) -> list[list[int]]:
 
 
 def cases() -> list:
-    """One fault of each kind in `make test`, every pair of kind, pp, rank, step and operation in `make test-all`."""
-    one_of_each, seeds = [*range(len(KINDS))], range(RUNS * len(KINDS))
+    """One fault of each kind in `make test`, every pair of kind, pp, rank, step and operation in `make test-all`.
+
+    The former on two ranks, in a B, W, I and F in turn: one is killed in a W, one is stopped in an I.
+    """
+    seeds = range(RUNS * len(KINDS))
+    one_of_each = [
+        next(seed for seed in seeds[kind :: len(KINDS)] if (drawn(seed).pp, drawn(seed).action[1]) == (2, operation))
+        for kind, operation in enumerate("BWIF" * 3)
+    ]
     axes = {
         seed: (fault.kind, fault.pp, fault.rank, fault.step, fault.action[1])
         for seed in seeds

@@ -82,6 +82,7 @@ def test_a_job_with_an_empty_latest_that_torchrun_starts_again_goes_on_from_the_
     assert (run / "checkpoints" / "step-4" / MANIFEST).stat() == checkpoint, "nothing was saved anew"
 
 
+@pytest.mark.whole
 def test_a_job_goes_on_from_a_checkpoint_that_a_crash_left_moved_aside(run: Path, text: str, tmp_path: Path) -> None:
     """Killed while a new step-6 was about to take the place of the old one."""
     (run / "checkpoints" / "step-6").rename(run / "checkpoints" / "step-6.old")

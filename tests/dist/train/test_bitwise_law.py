@@ -63,18 +63,28 @@ def test_any_cut_gives_the_bits_of_one_process(text, pp, vpp, m, tied, deallocat
         pytest.param(1, 4, "Et|t*4||tL", id="one rank, four chunks"),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_any_layout_gives_the_bits_of_one_process(text, pp, vpp, layout, tied):
     hold_to_reference(text, pp=pp, vpp=vpp, m=4, layout=layout, tied=tied)
 
 
-@pytest.mark.parametrize("deallocate", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "deallocate"),
+    in_tiers([*product(("gpipe", "1f1b"), (False, True))], [("gpipe", True), ("1f1b", False)]),
+)
 def test_schedule_and_deallocation_change_no_bit(text, schedule, deallocate):
     hold_to_reference(text, pp=2, vpp=1, m=5, tied=True, pp_schedule=schedule, deallocate_pipeline_outputs=deallocate)
 
 
-@pytest.mark.parametrize(("pp", "vpp", "m", "extra"), [(4, 1, 9, 1), (4, 1, 6, 3), (3, 1, 2, "auto"), (4, 2, 9, 1)])
+@pytest.mark.parametrize(
+    ("pp", "vpp", "m", "extra"),
+    [
+        pytest.param(4, 1, 9, 1, marks=pytest.mark.whole),
+        pytest.param(4, 1, 6, 3, marks=pytest.mark.whole),
+        (3, 1, 2, "auto"),
+        (4, 2, 9, 1),
+    ],
+)
 def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
     hold_to_reference(text, pp=pp, vpp=vpp, m=m, tied=True, extra_warmup=extra)
 
@@ -82,8 +92,8 @@ def test_a_longer_warmup_changes_no_bit(text, pp, vpp, m, extra):
 @pytest.mark.parametrize(
     ("pp", "vpp", "m", "calls", "how"),
     [
-        (1, 1, 4, 2, {}),
-        (2, 1, 6, 3, {}),
+        pytest.param(1, 1, 4, 2, {}, marks=pytest.mark.whole),
+        pytest.param(2, 1, 6, 3, {}, marks=pytest.mark.whole),
         (2, 2, 4, 2, {}),
         (4, 1, 4, 4, {"variable_seq_lengths": True}),
         (3, 1, 6, 2, {"batch_p2p_comm": True, "overlap_p2p_comm": False}),
@@ -131,7 +141,7 @@ def v_shaped(pp: int, m: int) -> str:
         pytest.param(to_slots(make_schedule("interleaved_1f1b", pp=2, vpp=3, num_microbatches=3)), 2, 3, id="dumped"),
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.whole), True])
 def test_a_given_schedule_gives_the_bits_of_one_process(text, tmp_path, csv, pp, m, tied):
     path = tmp_path / "schedule.csv"
     path.write_text(csv)

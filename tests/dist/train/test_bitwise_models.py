@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -60,6 +61,10 @@ def test_the_miniature_of_deepseek_v3_gives_the_bits_of_one_process(text):
     hold(config, reference_of(config), timeout=600.0)
 
 
+PAIRED = [("Et*5mL", 1), ("Et*2|t*3|m|L", 2)]
+"""Layouts, and pp: one rank a pipeline, and two ranks with two chunks each."""
+
+
 def agree(a, b) -> bool:
     return abs(a - b).max() <= 1e-6 * abs(b).max()
 
@@ -88,24 +93,23 @@ def test_experts_spread_over_ranks_agree_with_replicas_to_a_millionth(text, kind
 
 
 @pytest.mark.parametrize(
-    ("layout", "pp", "options"),
-    [
-        pytest.param("Et*5mL", 1, {}, id="one rank a pipeline"),
-        pytest.param("Et*2|t*3|m|L", 2, {}, id="two chunks a rank"),
-        pytest.param("Et*2|t*3|m|L", 2, {"delay_wgrad_compute": True}, id="weight gradients behind the pairs"),
-    ],
+    ("layout", "pp", "delayed", "recomputed"),
+    in_tiers(
+        [(*cut, *switches) for cut in PAIRED for switches in product((False, True), repeat=2)],
+        [(*PAIRED[0], False, True), (*PAIRED[1], True, False)],
+    ),
 )
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_exchanges_in_pairs_change_no_bit(text, layout, pp, options, recomputed):
-    """Half of the experts on each of two ranks: every rank's forwards and backwards take turns at their exchanges."""
+def test_exchanges_in_pairs_change_no_bit(text, layout, pp, delayed, recomputed):
+    """Half of the experts on each of two ranks: every rank's forwards and backwards take turns at their exchanges.
+
+    `delayed`: weight gradients are computed behind the pairs.
+    """
     paired, alone = (config_of(text, "deepseek", 2 * pp, layout, pp, 2, 2) for _ in range(2))
     for config in (paired, alone):
         config.parallel.overlap_p2p_comm, config.parallel.batch_p2p_comm = True, False
         if recomputed:
             config.train.recompute_granularity, config.train.recompute_method = "full", "uniform"
-    paired.parallel.overlap_moe_expert_parallel_comm = True
-    for name, value in options.items():
-        setattr(paired.parallel, name, value)
+    paired.parallel.overlap_moe_expert_parallel_comm, paired.parallel.delay_wgrad_compute = True, delayed
     got, expected = (run_ranks(train_cut, 2 * pp, to_mapping(config)) for config in (paired, alone))
     for (records, _), (wanted, _) in zip(got, expected, strict=True):
         for key in {"loss", "grad_norm", "mtp_loss", "aux_loss"} & wanted[0].keys():

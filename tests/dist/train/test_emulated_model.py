@@ -14,6 +14,7 @@ from emulated_nccl import Backend
 from emulated_pipeline import EmulatedCommunicator, EmulatedConnections, emulation
 from emulated_world import World
 from expert_runs import config_of
+from pairwise import in_tiers
 from ranks import run_ranks
 
 from ppctl.comm.communicator import Communicator
@@ -47,12 +48,24 @@ RUNS = {
     "deepseek": ("Ettt|ttmL", 2, 2),
 }
 """Kind of model -> layout, pp, ep (of as many replicas)."""
-SAMPLE = {("dense, MTP", False), ("softmax", False)}
+PAIRS = {"overlap_moe_expert_parallel_comm": True}
+ORDERS = {
+    "": (MICROBATCHES, {}),
+    "pairs": (4, PAIRS),
+    "pairs, W behind them": (4, PAIRS | {"delay_wgrad_compute": True}),
+    "dualpipev": (5, {"pp_schedule": "dualpipev"}),
+}
+"""Microbatches and keys of `parallel` or `pipeline`."""
+GRID = [(kind, order, recomputed) for kind in RUNS for order in ORDERS for recomputed in (False, True)
+        if not order or kind == "softmax"]  # fmt: skip
+SAMPLE = [("dense, MTP", "", False), ("softmax", "dualpipev", False)]
 
 
-def config(kind: str, recomputed: bool) -> RunConfig:
-    layout, pp, ep = RUNS[kind]
-    made = config_of(Path("unread"), kind, MICROBATCHES, layout, pp, dp=ep, ep=ep)
+def config(kind: str, order: str, recomputed: bool) -> RunConfig:
+    (layout, pp, ep), (microbatches, keys) = RUNS[kind], ORDERS[order]
+    made = config_of(Path("unread"), kind, microbatches, layout, pp, dp=ep, ep=ep)
+    for key, value in keys.items():
+        setattr(made.pipeline if key == "pp_schedule" else made.parallel, key, value)
     made.train.recompute_granularity = "full" if recomputed else None
     if recomputed:
         made.train.recompute_method, made.train.recompute_num_layers = "uniform", 1
@@ -88,7 +101,7 @@ class Rank:
             microbatches_of_all=plan.num_microbatches * plan.sizes.dp,
         )
         self.programs = StagePrograms(session)
-        self.programs.begin(batch_of(made, self.own.dp_rank))
+        self.programs.begin(batch_of(made, plan.num_microbatches, self.own.dp_rank))
 
     def step(self, communicator: Communicator, exchange: ExpertExchange | None) -> Bits:
         for stage in self.stages.values():
@@ -99,17 +112,17 @@ class Rank:
         return self.programs.losses, grads
 
 
-def batch_of(made: RunConfig, dp_rank: int) -> StepBatch:
+def batch_of(made: RunConfig, microbatches: int, dp_rank: int) -> StepBatch:
     draw = torch.Generator().manual_seed(dp_rank)
-    shape = (MICROBATCHES, made.train.micro_batch_size, made.data.seq_length)
+    shape = (microbatches, made.train.micro_batch_size, made.data.seq_length)
     tokens, labels = (torch.randint(made.model.vocab_size, shape, generator=draw) for _ in range(2))
     mask = (torch.rand(shape, generator=draw) > 0.2).float()
     return StepBatch(tokens, labels, mask, total_tokens=100, checksum=0)
 
 
-def on_gloo(kind: str, recomputed: bool) -> Bits:
+def on_gloo(kind: str, order: str, recomputed: bool) -> Bits:
     """A step of this rank over real messages."""
-    made = config(kind, recomputed)
+    made = config(kind, order, recomputed)
     plan = plan_of(made)
     grid = RankGrid(plan.sizes)
     pp_group = make_group(grid.groups("pp"))
@@ -158,24 +171,18 @@ def same(found: Mapping, expected: Mapping) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-CASES = [
-    pytest.param(kind, recomputed, marks=() if (kind, recomputed) in SAMPLE else pytest.mark.whole)
-    for kind in RUNS
-    for recomputed in (False, True)
-]
-
-
-@pytest.mark.parametrize(("kind", "recomputed"), CASES)
+@pytest.mark.parametrize(("kind", "order", "recomputed"), in_tiers(GRID, SAMPLE))
 def test_a_step_has_the_bits_of_real_ranks_and_hosts_wait_only_for_the_sizes_of_exchanges(
-    kind: str, recomputed: bool
+    kind: str, order: str, recomputed: bool
 ) -> None:
     """A dense model's hosts never wait; with experts over ranks they wait once for each layer's forward."""
-    made = config(kind, recomputed)
+    made = config(kind, order, recomputed)
     plan = plan_of(made)
     world = World(plan.sizes.world, seed=1)
     ranks = [Rank(made, plan, rank) for rank in range(plan.sizes.world)]
     found = on_devices(ranks, plan, world)
-    real = run_ranks(on_gloo, plan.sizes.world, kind, recomputed)
+    assert bool(plan.schedule.pairs) == bool(order)
+    real = run_ranks(on_gloo, plan.sizes.world, kind, order, recomputed)
     assert any(losses for losses, _ in found)
     for rank, (own, expected) in enumerate(zip(found, real, strict=True)):
         assert same(own[0], expected[0]) and same(own[1], expected[1]), rank

@@ -17,9 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.streaming import CheckpointReader
+from ppctl.cli import main as front
+from ppctl.cli import train
 from ppctl.cli.main import main
 from ppctl.config.compose import compose
 from ppctl.errors import ConfigError
+from ppctl.launch.environment import Started
+from ppctl.launch.run_directory import new_run
 from ppctl.launch.weights import values_of
 
 RUN = (
@@ -83,7 +87,7 @@ def refused(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_a_run_is_a_source_too(here: Path, run: Path, refused: Refused) -> None:
     """In another cut, its weights arrive as they were; nothing is left of its position."""
-    losses(here, "from", f"model.from={run.name}", "pp=4", "vpp=1", "optim.lr=1e-30")
+    losses(here, "from", f"model.from={run.name}", "pp=1", "vpp=3", "optim.lr=1e-30")
     (other,) = (here / "runs" / "from").iterdir()
     assert metrics(other)[0]["consumed_samples"] == 4
     weights = [latest(each) for each in (run, other)]
@@ -127,16 +131,23 @@ def test_a_directory_and_what_is_imported_from_it_train_alike(here: Path, run: P
     assert losses(here, "imported", "model.from=imported", "pp=1", "vpp=1") == direct
     resumed = losses(here, "resumed", "model.from=imported", "checkpoint.resume=imported", "pp=1", "vpp=1")
     assert resumed == direct
+
+
+@pytest.mark.whole
+def test_a_run_with_weights_from_elsewhere_goes_on_like_any_other(here: Path, run: Path) -> None:
     done = ppctl("resume", str(run), "steps=3", cwd=here)
     assert done.returncode == 0 and len(metrics(run)) == 3, done.stderr
 
 
-def test_sizes_come_from_the_directory_and_the_command_line_is_stronger(here: Path) -> None:
+def test_sizes_come_from_the_directory_and_the_command_line_is_stronger(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = ppctl("plan", "model.from=qwen3", "seq=16", "model.rotary_base=70", "--json", cwd=here)
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["params_total"] == 36_376
-    done = ppctl("train", *RUN, "log.name=base", "model.from=qwen3", "model.rotary_base=70", cwd=here)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(here)
+    typed = front.parse("train", train, [*RUN, "log.name=base", "model.from=qwen3", "model.rotary_base=70"])
+    new_run(train.prepare(typed, Started("person")), Started("person"))
     (config,) = (here / "runs" / "base").glob("*/config.yaml")
     assert "rotary_base: 70.0" in config.read_text() and "norm_epsilon: 1.0e-06" in config.read_text()
 

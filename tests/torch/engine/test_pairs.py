@@ -147,6 +147,23 @@ def test_spans_of_a_pair_do_not_overlap():
     assert len(spans) == len(paired.actions[0])
 
 
+def test_the_heartbeat_names_the_half_whose_message_is_waited_for_then_the_forward():
+    class Said(list):
+        def enter(self, index):
+            self.append(("waits in", index))
+
+        def work(self, index):
+            self.append(("computes", index))
+
+    paired, said = schedule(), Said()
+    run(paired, [], heartbeat=said)
+    row = paired.actions[0]
+    for index in (row.index(pair.forward) for pair in paired.pairs):
+        before = said.index(("computes", index))
+        waits = [("waits in", index), ("waits in", index + 1), ("waits in", index)]
+        assert said[before - 3 : before + 2] == [*waits, ("computes", index), ("waits in", index + 1)]
+
+
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_the_half_that_fails_is_named(half):
     paired = schedule()

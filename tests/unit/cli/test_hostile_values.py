@@ -78,7 +78,7 @@ def test_what_raised_or_hung_is_refused_with_a_remedy_that_works(typed: tuple[st
 
 def test_a_sample_of_hostile_values_meets_no_traceback_and_every_remedy_works() -> None:
     chosen = random.Random(27)
-    assert_every_remedy_works(fates([line for value in VALUES for line in chosen.sample([*trials(value)], 2)]))
+    assert_every_remedy_works(fates([line for value in VALUES for line in chosen.sample([*trials(value)], 1)]))
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import root, waits
 from ppctl.plan import Plan
 from ppctl.rank_records import RankState
-from ppctl.schedule.action import MESSAGES, Action, Op, Schedule, deps
+from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, Action, B, F, I, Op, Schedule, W, deps, input_gradient_of
 
 PLANS = {
     "1f1b": dict(pp=4, gbs=8, mbs=1),
     "interleaved": dict(pp=4, vpp=2, gbs=8, mbs=1),
     "two pipelines": dict(pp=2, dp=2, gbs=16, mbs=1),
+    "I and W": dict(pp=4, gbs=8, mbs=1, pipeline__pp_schedule="zb_h1"),
+    "I and W on a V": dict(pp=3, gbs=8, mbs=1, pipeline__pp_schedule="zbv_zero_bubble"),
+    "pairs": dict(pp=2, gbs=8, mbs=1, pipeline__pp_schedule="dualpipev"),
 }
 
 
@@ -58,7 +61,7 @@ def every_way(test: Callable) -> Callable:
     """Several sizes, random places, and ranks that are through with their list before or behind its flush."""
     for mark in (
         pytest.mark.parametrize("sizes", PLANS.values(), ids=PLANS),
-        pytest.mark.parametrize("seed", range(12)),
+        pytest.mark.parametrize("seed", range(8)),
         pytest.mark.parametrize("flushed", [True, False]),
     ):
         test = mark(test)
@@ -107,12 +110,49 @@ def test_a_message_that_was_sent_and_never_comes_is_a_dead_edge(sizes: dict, see
 
 def message(schedule: Schedule, pp_rank: int, action: Action) -> Action | None:
     """What another rank makes for an action that computes."""
-    if action.op not in (Op.F, Op.B):
+    if action.op not in (F, *INPUT_GRADIENTS):
         return None
-    stage = action.stage + (-1 if action.op is Op.F else 1)
+    stage = action.stage + (-1 if action.op is F else 1)
     if not 0 <= stage < schedule.placement.num_stages or schedule.placement.rank_of(stage) == pp_rank:
         return None
-    return Action(action.op, stage, action.mb)
+    return Action(F, stage, action.mb) if action.op is F else input_gradient_of(stage, action.mb, schedule)
+
+
+@pytest.mark.parametrize("op", [I, W], ids=["in an I", "in a W"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_stands_still_in_half_a_backward_is_named_with_stage_and_microbatch(op: Op, stopped: bool) -> None:
+    """Its neighbour waits for what comes behind it, and the other stages for the neighbour."""
+    made = plan(pp=3, gbs=8, mbs=1, pipeline__pp_schedule="zb_h1")
+    row = made.schedule.actions[1]
+    at = row.index(Action(op, 1, 3))
+    states = [
+        stands(made, rank, index, flushed=True, working=rank == 1 and not stopped)
+        for rank, index in enumerate(stuck_at(made.schedule, 1, at))
+    ]
+    states[1] = replace(states[1], stopped=stopped)
+    told = verdict(made, states, 200.0, 210.0)
+    assert (told.rank, told.code, told.stage, told.action) == (1, "PP-E706", 1, f"1{op}3")
+    assert ("this rank's process is stopped" in told.message) == stopped
+    before = next(action for action in reversed(row[:at]) if action.op not in MESSAGES)
+    behind, own, ahead = told.place.splitlines()
+    assert own.startswith(f"rank 1: step 4, in 1{op}3, after {before}, for 200 s")
+    assert re.search(r"waits for rank 1 \(1I\d\)$", behind), "for an I of its neighbour, never for a W"
+    assert re.search(r"waits for rank 1 \(1F\d\)$", ahead)
+
+
+@pytest.mark.parametrize(("working", "half"), [(True, "forward"), (False, "forward"), (False, "backward")])
+def test_a_pair_is_named_where_both_halves_compute_and_else_the_half_that_waits(working: bool, half: str) -> None:
+    ahead = dict(parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
+    made = plan(pp=2, gbs=8, mbs=1, pipeline__pp_schedule="dualpipev", **ahead)
+    row = made.schedule.actions[0]
+    pair = next(pair for pair in made.schedule.pairs if pair.backward == (B, 0, 2))
+    at = row.index(getattr(pair, half))
+    other = RankState(1, "training", 3, 0, 10.0, working=True, host="host1")
+    told = verdict(made, [RankState(0, "training", 3, at, 9.0, working=working, host="host0"), other], 5.0, 15.0)
+    where = f"in {pair.forward} beside {pair.backward}, after" if working else f"in {row[at]}, after"
+    assert where in told.place
+    assert told.message.endswith(f"it runs {pair.forward} beside {pair.backward}") == working
+    assert (f"waits for rank 1 (1B{pair.backward.mb}" in told.place) == (half == "backward")
 
 
 def test_a_sender_that_still_computes_is_no_dead_edge() -> None:

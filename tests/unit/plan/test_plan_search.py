@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ppctl.schedule.verify import verify
 UNEVEN = dict(pp=4, gbs=12, layout="Ettt|t|tt|ttL", model__num_layers=8)
 
 
+@cache
 def searched(**values: Any) -> Plan:
     return plan(**values, pipeline__pp_schedule="auto")
 
@@ -59,7 +61,7 @@ def test_it_is_sound_within_memory_and_as_fast_as_any_named_schedule_that_fits(m
 
 
 def test_more_memory_makes_an_uneven_pipeline_faster() -> None:
-    times = [searched(**UNEVEN, pipeline__schedule_memory=memory).timing.pipeline_s for memory in (0.4, 0.7, 1.0)]
+    times = [searched(**UNEVEN, pipeline__schedule_memory=memory).timing.pipeline_s for memory in (0.4, 0.6, 1.0)]
     assert times[0] > times[1] > times[2]
 
 
