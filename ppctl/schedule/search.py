@@ -68,11 +68,13 @@ class Task:
     num_microbatches: int
     costs: Costs
     sizes: Sequence[float]
-    """What one microbatch holds on each stage, in any unit."""
+    """What one microbatch holds on each stage from its F to its I, in any unit."""
     limits: Sequence[float]
     """What each pp_rank may hold of that at once."""
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
+    put_off: Sequence[float] | None = None
+    """What it holds from its I to its W. None: as much as before, activations count whole until their W."""
 
 
 class Named(NamedTuple):
@@ -97,6 +99,8 @@ class Found:
     """The named schedules of this placement that fit the same memory, the fastest first."""
     tried: int
     """Orders that were put on the clock."""
+    held: tuple[float, ...]
+    """What every pp_rank holds at most, as the task counts."""
 
     @property
     def best_named(self) -> Named | None:
@@ -166,9 +170,14 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
     return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
 
 
-def least_limits(placement: Placement, sizes: Sequence[float]) -> list[float]:
-    """What every pp_rank holds under any schedule: one microbatch on all of its stages, while the last one computes."""
-    return [sum(sizes[stage] for stage in placement.stages_of(r)) for r in range(placement.pp)]
+def least_limits(placement: Placement, sizes: Sequence[float], put_off: Sequence[float] | None = None) -> list[float]:
+    """What is enough for every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
+
+    Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
+    """
+    later = sizes if put_off is None else put_off
+    stages_of = [placement.stages_of(r) for r in range(placement.pp)]
+    return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
 
 
 def named_schedules(task: Task) -> Iterator[Schedule]:
@@ -191,7 +200,7 @@ def named_schedules(task: Task) -> Iterator[Schedule]:
 
 
 def _check(task: Task) -> None:
-    least = least_limits(task.placement, task.sizes)
+    least = least_limits(task.placement, task.sizes, task.put_off)
     short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
     if short:
         rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)
@@ -205,8 +214,8 @@ def _check(task: Task) -> None:
 class _Search:
     def __init__(self, task: Task, allowance: int) -> None:
         self.task = task
-        self.lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits)
-        self.least = least_limits(task.placement, task.sizes)
+        self.lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits, task.put_off)
+        self.least = least_limits(task.placement, task.sizes, task.put_off)
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
         self.unit = self.bound or 1.0
@@ -388,7 +397,8 @@ class _Search:
             slower = best.seconds < seconds * (1 - ROUNDING)
             if slower or best.span <= span * (1 + ROUNDING):
                 schedule, seconds = best.schedule, best.seconds
-        return Found(schedule, seconds, self.bound, ranked, self.tried)
+        held = self.lanes.peaks(rows_of(schedule) or self.rows)
+        return Found(schedule, seconds, self.bound, ranked, self.tried, tuple(held))
 
 
 def _other_rules(rule: Rule) -> list[Rule]:
