@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from ppctl.errors import Problem, TrainingError
 
 AT_ONCE = 16 * 2**20
 """Bytes of weights for which autograd is called once in W: a call takes longer than a small product."""
+
+TOGETHER = 2**19
+"""Bytes of weights whose gradients are made together in such a call: the next ones are made when these are stored. More
+would have left the processor's cache by then; for less, going on to the next takes longer than what it saves."""
 
 Make = Callable[[], Tensor]
 """Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
@@ -51,7 +55,6 @@ class PutOff:
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[_Use]] = {}
         self._functions: list[Callable[[], object]] = []
-        self._ends: dict[int, Node] = {}
         self._cast: dict[int, Tensor] = {}
 
     @property
@@ -103,7 +106,7 @@ class PutOff:
         base = parameter_of(weight)
         assert base is not None  # it was taken
         if self.intercepted:
-            self._look_for(base)
+            _look_for(weight, base)
         self._uses.setdefault(id(base), []).append(_Use(weight, make))
 
     def put_function(self, function: Callable[[], object]) -> None:
@@ -123,36 +126,30 @@ class PutOff:
         Autograd is called once for weights of about `AT_ONCE` bytes, whose gradients are there at the same time.
         """
         while self._uses:
-            group: list[_Use] = []
+            groups: list[list[_Use]] = []
             size = 0
-            while self._uses and (not group or size < AT_ONCE):
-                group += (uses := self._uses.pop(next(iter(self._uses))))
-                size += uses[0].weight.nbytes
-            _deliver(group)
+            while self._uses and size < AT_ONCE:
+                size += self._move_to(groups)
+            _deliver(groups)
         functions, self._functions = self._functions, []
         for function in functions:
             function()
+
+    def _move_to(self, groups: list[list[_Use]]) -> int:
+        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; these bytes."""
+        groups.append([])
+        size = 0
+        while self._uses and size < TOGETHER:
+            uses = self._uses.pop(next(iter(self._uses)))
+            groups[-1] += uses
+            size += uses[0].weight.nbytes
+        return size
 
     def _kept(self) -> Iterator[Tensor]:
         for uses in self._uses.values():
             for weight, make in uses:
                 if isinstance(make, partial):
                     yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
-
-    def _look_for(self, base: nn.Parameter) -> None:
-        """Raise TrainingError where this backward will also give the parameter a gradient past W."""
-        end = self._ends.get(id(base))
-        if end is None:
-            end = self._ends[id(base)] = get_gradient_edge(base).node
-        if torch._C._will_engine_execute_node(end):
-            raise TrainingError(
-                Problem(
-                    "PP-E717",
-                    f"a weight of shape {list(base.shape)} is used in a product whose weight gradient is put off, and "
-                    "in a function of which torch shows nothing (an autograd.Function, mostly)",
-                    "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))",
-                )
-            )
 
 
 def parameter_of(weight: Tensor) -> nn.Parameter | None:
@@ -161,6 +158,24 @@ def parameter_of(weight: Tensor) -> nn.Parameter | None:
         return None
     base = weight if weight._base is None else weight._base
     return base if type(base) is nn.Parameter and base.requires_grad else None
+
+
+def _look_for(weight: Tensor, base: nn.Parameter) -> None:
+    """Raise TrainingError where this backward will also give the parameter of a view a gradient past W."""
+    end = weight.grad_fn
+    while end is not None and end.next_functions:
+        end = end.next_functions[0][0]
+    if getattr(end, "variable", None) is not base:  # a view of another kind than torch's own
+        end = get_gradient_edge(base).node
+    if torch._C._will_engine_execute_node(end):
+        raise TrainingError(
+            Problem(
+                "PP-E717",
+                f"a weight of shape {list(base.shape)} is used in a product whose weight gradient is put off, and "
+                "in a function of which torch shows nothing (an autograd.Function, mostly)",
+                "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))",
+            )
+        )
 
 
 _collecting: PutOff | None = None
@@ -314,17 +329,23 @@ class _Elsewhere(torch.autograd.Function):
         return None, None, None, None
 
 
-def _deliver(uses: list[_Use]) -> None:
-    """Hand parameters the sums of their uses' parts, through autograd."""
+def _deliver(groups: list[list[_Use]]) -> None:
+    """Hand parameters the sums of their uses' parts, through autograd: each group when the one before is stored."""
+    # Autograd runs what was made last first, and stores a gradient before it goes on.
+    roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
+    seeds = tuple(root.detach() for root in roots)
+    # What torch.autograd.backward comes down to, which imports sympy.
+    _engine_run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _sums(uses: list[_Use]) -> Tensor:
+    """The root of a graph whose backward makes the weights' gradients."""
     weights: dict[int, Tensor] = {}
     makes: dict[int, list[Make]] = {}
     for weight, make in uses:
         weights[id(weight)] = weight
         makes.setdefault(id(weight), []).append(make)
-    uses.clear()
-    root = _apply_sums(list(makes.values()), *weights.values())
-    # What torch.autograd.backward comes down to, which imports sympy.
-    _engine_run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return _apply_sums(list(makes.values()), *weights.values())
 
 
 class _Sums(torch.autograd.Function):
