@@ -199,7 +199,7 @@ class ModelParallelConfig:
     overlap_p2p_comm: bool = False
     """Messages between stages travel while a stage computes. Excludes batch_p2p_comm."""
     batch_p2p_comm: bool = True
-    """Fuse neighbouring sends and receives with batch_isend_irecv. Excludes overlap_p2p_comm."""
+    """Wait for neighbouring sends and receives together (NCCL: batch_isend_irecv). Excludes overlap_p2p_comm."""
     batch_p2p_sync: bool = True
     """Synchronise the device after each fused exchange (a workaround for old versions of torch)."""
     use_ring_exchange_p2p: bool = key(False, support=Support(NEEDS, "a custom build of torch with ring_exchange"))

@@ -165,7 +165,7 @@ def _look_for(weight: Tensor, base: nn.Parameter) -> None:
     end = weight.grad_fn
     while end is not None and end.next_functions:
         end = end.next_functions[0][0]
-    if getattr(end, "variable", None) is not base:  # a view of another kind than torch's own
+    if end is None or getattr(end, "variable", None) is not base:  # a view of another kind than torch's own
         end = get_gradient_edge(base).node
     if torch._C._will_engine_execute_node(end):
         raise TrainingError(
