@@ -258,9 +258,9 @@ def main() -> int:
     if split:
         lines += [
             "",
-            "Bubbles of stages whose F, I and W each take a stated time, equally long: what they do not compute of it they",
-            "sleep. `simulated` knows the stated times and how long messages took; `replayed` how long actions, what hosts",
-            "do between two actions, and messages took.",
+            "Bubbles of stages whose F, I and W each take a stated time, equally long: what they do not compute of it,",
+            "they sleep. `simulated` knows the stated times and how long messages took; `replayed` how long actions,",
+            "what hosts do between two of them, and messages took.",
             "",
             "| cell | contender | simulated | replayed | measured | to simulated | to replayed "
             "| speed against our 1F1B | simulated | floor |",
