@@ -114,9 +114,12 @@ class PutOff:
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether something that is kept for W lies in the memory of one of these."""
-        if not tensors or not self._uses:
-            return False
+        """Whether something that is kept for W lies, or may lie, in the memory of one of these.
+
+        What a function has kept that was put off, nobody sees: it may be any of them.
+        """
+        if not tensors or self._functions:
+            return bool(tensors)
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return any(tensor.untyped_storage()._cdata in own for tensor in self._kept())
 
