@@ -198,7 +198,10 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp."""
+    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp.
+
+    A policy's pairs hide the exchange of experts. Without one they would only wait for two messages in place of one.
+    """
     if choice.schedule is not None:
         return choice.schedule
     schedule = make_schedule(
@@ -209,6 +212,8 @@ def compute_only(
         microbatch_group_size=values[GROUP] if values.is_set(GROUP) else None,
         extra_warmup=extra_warmup,
     )
+    if values["ep"] == 1:
+        return replace(schedule, pairs=frozenset())
     if values[OVERLAP] and not schedule.pairs:
         schedule = pair_up(schedule)
     if values[DELAY]:
