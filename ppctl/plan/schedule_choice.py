@@ -213,8 +213,8 @@ def compute_only(
         extra_warmup=extra_warmup,
     )
     if values["ep"] == 1:
-        return replace(schedule, pairs=frozenset())
-    if values[OVERLAP] and not schedule.pairs:
+        schedule = replace(schedule, pairs=frozenset())
+    elif values[OVERLAP] and not schedule.pairs:
         schedule = pair_up(schedule)
     if values[DELAY]:
         schedule = put_off_weights(schedule)
