@@ -20,8 +20,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from engine_costs import measured_costs, usual_message
 from engine_megatron import Megatron
-from engine_workloads import Cell, Gpt, Sleep, Split, workload
+from engine_workloads import Cell, Gpt, Sleep, Split, sleep_exactly, workload
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -109,7 +110,9 @@ class Ppctl:
             self.losses[mb] = loss.detach()
             return (loss / cell.microbatches,)
 
-        return StageProgram(stage, forward, edge if stage else (), edge if stage < last else ())
+        # As in `ppctl train`: products of ppctl's own models ask where their weight gradients go.
+        found = not isinstance(self.work, Gpt)
+        return StageProgram(stage, forward, edge if stage else (), edge if stage < last else (), intercept=found)
 
     def step(self) -> None:
         self.losses.clear()
@@ -191,8 +194,11 @@ class Alone:
     def bound(self) -> float:
         """No step with these stages is shorter: see `least_step`. Sleeping stages take at least what they sleep."""
         cell = self.cell
-        if cell.kind in ("sleep", "split"):
-            return least_step([3 * cell.forward * cell.microbatches] * cell.pp, cell)
+        busy = 3 * cell.forward * cell.microbatches
+        if cell.kind == "split":  # weight gradients can fill the last rank's end
+            return busy + (cell.pp - 1) * cell.forward / cell.vpp
+        if cell.kind == "sleep":
+            return least_step([busy] * cell.pp, cell)
         turns = range(cell.pp)
         alone = [self.harness.timed(self.step if turn == self.harness.rank else _nothing)[0] for turn in turns]
         return least_step(alone, cell)
@@ -220,25 +226,30 @@ def placement(cell: Cell) -> Placement:
 
 
 def compute_only(cell: Cell, extra: int = 0) -> Schedule:
-    return make_schedule(
+    schedule = make_schedule(
         cell.schedule, pp=cell.pp, vpp=cell.vpp, num_microbatches=cell.microbatches, extra_warmup=extra
     )
+    return replace(schedule, pairs=frozenset())  # as plans have it where experts are not exchanged
 
 
 def bubbles(harness: Harness, contender: Ppctl, seconds: float) -> dict[str, float]:
-    """Of stages that sleep: the share of the ranks' time that no stage takes, as measured and as simulated.
+    """Of stages that sleep: the share of the ranks' time that is none of their stated times, measured and simulated.
 
-    The simulation gets what the stages sleep, and what messages took.
+    `simulated` knows the stated times, and what messages took; `replayed` what actions, hosts and messages took.
     """
     cell, schedule = contender.work.cell, contender.schedule
     rows: list = [None] * cell.pp
     dist.all_gather_object(rows, contender.recorder.spans(), group=harness.group)
-    messages = message_times([[span for row in rows for span in row]], schedule.placement)
-    usual = statistics.median(messages.values()) if messages else 0.0
+    usual, messages = usual_message(rows, schedule.placement)
     times = ([part * contender.work.forward] * cell.stages for part in (1, 2))
-    predicted = step_time(simulate(schedule, Costs(*times, message=usual, messages=messages)))
+    stated = Costs(*times, message=usual, messages=messages)
+    spent = measured_costs(rows, schedule.placement)
     busy = 3 * cell.forward * cell.microbatches
-    return {"measured": 1 - busy / seconds, "simulated": 1 - busy / predicted}
+    return {
+        "measured": 1 - busy / seconds,
+        "simulated": 1 - busy / step_time(simulate(schedule, stated)),
+        "replayed": 1 - busy / step_time(simulate(schedule, spent)),
+    }
 
 
 def chosen_warmup(harness: Harness, work: Sleep | Gpt, plain: Ppctl, steps: int = 3) -> int:
@@ -307,6 +318,7 @@ def main() -> None:
     cell, repeats = Cell(**arguments["cell"]), arguments["repeats"]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    sleep_exactly()
     harness, work = Harness(cell), workload(cell)
     made: dict[str, object] = {}
     report: dict[str, dict] = {}
@@ -317,7 +329,7 @@ def main() -> None:
             dist.all_gather_object(mine, peak_bytes(made[name].step), group=harness.group)
             report[name] = {"peaks": mine}
             continue
-        wrong = checked(made[name])
+        wrong = "" if name == "alone" and cell.kind in ("sleep", "split") else checked(made[name])
         harness.agree(float(bool(wrong)))
         report[name] = {"times": [], "cpu": [], "wrong": wrong, "extra": getattr(made[name], "extra", None)}
     for repeat in range(0 if cell.memory else repeats):

@@ -8,6 +8,8 @@ knows nothing of schedules or messages.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -54,36 +56,63 @@ class Cell:
         return self.policy or ("1f1b" if self.vpp == 1 else "interleaved_1f1b")
 
 
+class Watch:
+    """One microbatch's stated times in one stage: what an action computes is part of its time, and the rest it sleeps.
+
+    Sleeps end at instants, so that neither computing nor waking up late adds up.
+    """
+
+    def __init__(self) -> None:
+        self.until = 0.0
+
+    def start(self, *_: object) -> None:
+        self.until = time.monotonic()
+
+    def rest(self, seconds: float) -> None:
+        """Sleep until `seconds` after the start, or after the end of the rest before."""
+        self.until += seconds
+        time.sleep(max(0.0, self.until - time.monotonic()))
+
+
+def sleep_exactly() -> None:
+    """Let this thread's sleeps end within a few microseconds of what they ask: Linux may add 50 (its timer slack)."""
+    if sys.platform == "linux":
+        set_timer_slack = 29
+        ctypes.CDLL(None).prctl(set_timer_slack, 1, 0, 0, 0)
+
+
 class _SleepBackward(torch.autograd.Function):
-    """The identity, whose backward takes a while: the half that makes the input's gradient."""
+    """The identity, whose backward takes a while: of an input or of a weight, the half that makes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, watch: Watch, seconds: float) -> Tensor:
+        ctx.watch, ctx.seconds = watch, seconds
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds) if ctx.seconds else None
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.watch.rest(ctx.seconds) if ctx.seconds else None
+        return grads[0], None, None
 
 
 class _AddWeight(torch.autograd.Function):
     """x + w for a single w, whose backward takes a while: the half that makes the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: Tensor, w: Tensor, watch: Watch, seconds: float) -> Tensor:
+        ctx.watch, ctx.seconds = watch, seconds
         return x + w
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(ctx.seconds) if ctx.seconds else None
-        return grads[0], grads[0].sum().reshape(1), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        ctx.watch.start()
+        of_weight = grads[0].sum().reshape(1)
+        ctx.watch.rest(ctx.seconds) if ctx.seconds else None
+        return grads[0], of_weight, None, None
 
 
 class Sleeper(nn.Module):
-    """A stage that sleeps as long as it is told and adds its weight, so that every stage shows in the loss."""
+    """A stage that takes as long as it is told and adds its weight, so that every stage shows in the loss."""
 
     def __init__(self, stage: int, forward: float, backward: float) -> None:
         super().__init__()
@@ -91,8 +120,11 @@ class Sleeper(nn.Module):
         self.seconds, self.half = forward, backward / 2
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds) if self.seconds else None
-        return _AddWeight.apply(_SleepBackward.apply(x, self.half), self.weight, self.half)
+        watch = Watch()
+        watch.start()
+        y: Tensor = _AddWeight.apply(_SleepBackward.apply(x, watch, self.half), self.weight, watch, self.half)
+        watch.rest(self.seconds) if self.seconds else None
+        return y
 
 
 class Sleep:
@@ -130,22 +162,8 @@ class Sleep:
         return ""
 
 
-class _SleepWeight(torch.autograd.Function):
-    """The identity of a weight, whose backward takes a while: what torch's split leaves to W."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return w.view_as(w)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grads[0], None
-
-
 class TorchsHalves(nn.Module):
-    """A stage that sleeps, in a form of which torch's split runs one half in I and the other in W."""
+    """A stage in a form of which torch's split runs one half in I and the other in W: `SleepI(x) * SleepW(w)`."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -153,43 +171,58 @@ class TorchsHalves(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return _SleepBackward.apply(x, self.seconds) * _SleepWeight.apply(self.weight, self.seconds)
+        watch = Watch()
+        watch.start()
+        # The first stage has an I, too: of its layers but the first. Torch runs it in W there.
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        w = _SleepBackward.apply(self.weight, watch, self.seconds)
+        y: Tensor = _SleepBackward.apply(x, watch, self.seconds) * w
+        assert y.grad_fn is not None  # w has a gradient
+        y.grad_fn.register_prehook(watch.start)
+        watch.rest(self.seconds)
+        return y
 
 
 class _TimesWeight(torch.autograd.Function):
     """x * w for a single w. Both halves of the backward take a while; the weight's can be put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, watch: Watch, seconds: float) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.seconds = seconds
+        ctx.watch, ctx.seconds = watch, seconds
         return x * w
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (gradient,), (x, w) = grads, ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (gradient,), (x, w), watch = grads, ctx.saved_tensors, ctx.watch
 
         def of_weight() -> Tensor:
-            time.sleep(ctx.seconds)
-            return (gradient * x).sum().reshape(1)
+            made = (gradient * x).sum().reshape(1)
+            watch.rest(ctx.seconds)
+            return made
 
         def put_off() -> None:
+            watch.start()
             w.grad = of_weight() if w.grad is None else w.grad + of_weight()
 
-        time.sleep(ctx.seconds)
+        watch.start()
+        of_input = gradient * w
+        watch.rest(ctx.seconds)
         if not WeightGradStore.enabled:
-            return gradient * w, of_weight(), None
+            return of_input, of_weight(), None, None
         WeightGradStore.put(put_off)
-        return gradient * w, None, None
+        return of_input, None, None, None
 
 
 class PutOff(TorchsHalves):
     """The same stage, whose weight's half goes through ppctl's public hook."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return _TimesWeight.apply(x, self.weight, self.seconds)
+        watch = Watch()
+        watch.start()
+        y: Tensor = _TimesWeight.apply(x, self.weight, watch, self.seconds)
+        watch.rest(self.seconds)
+        return y
 
 
 class Split(Sleep):

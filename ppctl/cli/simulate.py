@@ -19,7 +19,7 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
-from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
+from ppctl.schedule.policies import AUTO, POLICIES, Policy, make_schedule, too_few_microbatches
 from ppctl.schedule.search import Found, find_best
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
@@ -176,14 +176,24 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("PP-E128", f"--vpp {args.vpp}: a rank has at least one chunk", "--vpp 1", place)
         return
     policy = SCHEDULES.get(args.schedule or "")
-    if policy and policy.chunks > 1 and args.vpp is not None and not policy.runs(args.vpp):
-        message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
-        yield Problem("PP-E128", message, f"--vpp {policy.chunks}", place)
+    if policy:
+        yield from _not_for_policy(args, policy)
     count = len(SCHEDULES) if args.compare else 1
     actions = 3 * count * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
     if actions > MOST_ACTIONS:
         message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
         yield Problem("PP-E128", message, "--microbatches 64", place)
+
+
+def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
+    """Chunks and microbatches that the policy has no lists for."""
+    place = "command line"
+    if policy.chunks > 1 and args.vpp is not None and not policy.runs(args.vpp):
+        message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
+        yield Problem("PP-E128", message, f"--vpp {policy.chunks}", place)
+    if args.pp >= 1 and 1 <= args.microbatches < (least := policy.needs_microbatches(args.pp)):
+        message = too_few_microbatches(policy, args.pp, args.microbatches)
+        yield Problem("PP-E128", message, f"--microbatches {least}", place)
 
 
 def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:

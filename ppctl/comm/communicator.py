@@ -54,8 +54,8 @@ class Communicator:
         self.device = device or usual
         self.staged = self.device.type == "cuda" and not on_device
         """Whether messages go through pinned host memory."""
-        self.fused = modes.batched and not self.staged and ends is None
-        """Whether batches are fused by batch_isend_irecv."""
+        self.fused = modes.batched and on_device and ends is None
+        """Whether batches are fused by batch_isend_irecv: a host's backend would only start message after message."""
         self.sync = self.device if modes.sync and self.device.type == "cuda" else None
         """The device to synchronise after each fused batch (batch_p2p_sync)."""
         self.pool = BufferPool(self.device)

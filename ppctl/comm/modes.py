@@ -28,7 +28,7 @@ class Modes(NamedTuple):
     """The message modes of a pipeline."""
 
     batched: bool = False
-    """Neighbouring messages are fused by batch_isend_irecv (batch_p2p_comm)."""
+    """Neighbouring messages are waited for together, on NCCL fused by batch_isend_irecv (batch_p2p_comm)."""
     sync: bool = False
     """The device is synchronised after each fused exchange (batch_p2p_sync)."""
     variable: bool = False

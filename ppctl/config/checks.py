@@ -32,7 +32,7 @@ from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
-from ppctl.schedule.policies import AUTO, SPELLINGS, fitting_policy, schedule_policy
+from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, schedule_policy
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -185,6 +185,16 @@ def _environment(variables: Mapping[str, str], usual: Mapping[str, Any]) -> Iter
         yield ("launch.env",), message, as_typed("launch.env", _usual("launch.env", usual))
 
 
+def _put_off_limit(config: RunConfig) -> Iterator[Finding]:
+    limit, file = config.pipeline.put_off_limit, config.pipeline.pp_schedule_csv
+    policy = POLICIES.get(schedule_policy(config.pipeline.pp_schedule) or "") if file is None else None
+    if limit is not None and (policy is None or not policy.splits):
+        name = config.pipeline.pp_schedule if file is None else "of a file"
+        named = ", ".join(name for name, policy in POLICIES.items() if policy.splits)
+        message = f"pipeline.put_off_limit={limit} is for schedules that split backwards ({named}), not schedule {name}"
+        yield ("pipeline.put_off_limit", "pipeline.pp_schedule"), message, "pipeline.put_off_limit=null"
+
+
 def _schedule(config: RunConfig) -> Iterator[Finding]:
     name, memory = config.pipeline.pp_schedule, config.pipeline.schedule_memory
     if memory is not None and (config.pipeline.pp_schedule_csv is not None or schedule_policy(name) != AUTO):
@@ -192,6 +202,7 @@ def _schedule(config: RunConfig) -> Iterator[Finding]:
         remedy = f"pipeline.pp_schedule={AUTO}" if config.pipeline.pp_schedule_csv is None else None
         unset = "pipeline.schedule_memory=null"
         yield ("pipeline.schedule_memory", "pipeline.pp_schedule"), message, "\n".join(filter(None, (remedy, unset)))
+    yield from _put_off_limit(config)
     if config.pipeline.pp_schedule_csv is not None and name is None:
         return
     if schedule_policy(name) is None:

@@ -187,7 +187,7 @@ class ModelParallelConfig:
     """With tp_comm_overlap: who exchanges its buffers at start-up: `nccl`, `mpi` or `gloo`."""
     overlap_moe_expert_parallel_comm: bool = False
     """Run the next microbatch's forward beside every backward of 1F1B: the exchange of experts of one travels while the
-    other computes. Every rank keeps one more microbatch. In DualPipeV's pairs it is so without this."""
+    other computes. Every rank keeps one more microbatch. DualPipeV has pairs without this wherever ep > 1."""
     delay_wgrad_compute: bool = False
     """With overlap_moe_expert_parallel_comm: compute the weight gradients of a pair's backward behind the pair."""
     pipeline_dtype: Any = key(None, mathematics=True)
@@ -197,7 +197,7 @@ class ModelParallelConfig:
     overlap_p2p_comm: bool = False
     """Messages between stages travel while a stage computes. Excludes batch_p2p_comm."""
     batch_p2p_comm: bool = True
-    """Fuse neighbouring sends and receives with batch_isend_irecv. Excludes overlap_p2p_comm."""
+    """Wait for neighbouring sends and receives together (NCCL: batch_isend_irecv). Excludes overlap_p2p_comm."""
     batch_p2p_sync: bool = True
     """Synchronise the device after each fused exchange (a workaround for old versions of torch)."""
     use_ring_exchange_p2p: bool = key(False, support=Support(NEEDS, "a custom build of torch with ring_exchange"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.schedule.policies import POLICIES, schedule_policy
 
 SCALES = ("smoke",)
 
@@ -26,8 +27,9 @@ STEPS = 20
 def smoke(config: RunConfig) -> dict[str, Any]:
     """The values, by key, that make `config` small.
 
-    One data-parallel replica of unshared layers; as many microbatches as pp; widths of a toy, with numbers of heads,
-    experts, groups and chosen experts in proportion; bytes for tokens; a rate that a model of this size learns at.
+    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs; widths of a toy,
+    with numbers of heads, experts, groups and chosen experts in proportion; bytes for tokens; a rate that a model of
+    this size learns at.
     """
     parallel, train = config.parallel, config.train
     values: dict[str, Any] = {f"model.{name}": value for name, value in _model(config.model).items()}
@@ -42,7 +44,7 @@ def smoke(config: RunConfig) -> dict[str, Any]:
         "data.tokenizer": "byte",
         "data.seq_length": SEQUENCE,
         "pipeline.pp_seq_len": None if config.pipeline.pp_seq_len is None else SEQUENCE,
-        "train.global_batch_size": parallel.pipeline_model_parallel_size * train.micro_batch_size,
+        "train.global_batch_size": _microbatches(config) * train.micro_batch_size,
         "train.steps": min(train.steps, STEPS),
         "optim.lr": 2e-3,
         "optim.min_lr": 2e-4,
@@ -55,6 +57,12 @@ def smoke(config: RunConfig) -> dict[str, Any]:
         "log.name": f"{config.log.name}_smoke",
     }
     return values
+
+
+def _microbatches(config: RunConfig) -> int:
+    pp = config.parallel.pipeline_model_parallel_size
+    policy = POLICIES.get(schedule_policy(config.pipeline.pp_schedule) or "")
+    return max(pp, policy.needs_microbatches(pp) if policy is not None else 1)
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:

@@ -230,6 +230,9 @@ class RunPipelineConfig(PipelineConfig):
     schedule_memory: float | None = key(None, positive())
     """For pp_schedule=auto: the activations that a rank may hold, in units of what 1F1B keeps on its first rank. None:
     what launch.device_memory leaves for them, and where that is none, 1."""
+    put_off_limit: int | None = key(None, not_negative(MOST_SAMPLES))
+    """For a schedule with split backwards: the weight gradients that a rank may put off at once. Of more the oldest is
+    computed behind the input gradient that would be one too many; 0 puts none off. None: what the schedule has."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,6 +41,7 @@ _SHOWN_BY = {
     },
     "tests/unit/plan/test_plan_search.py": {
         "test_more_memory_makes_an_uneven_pipeline_faster": "pipeline.schedule_memory",
+        "test_fewer_weight_gradients_that_wait_take_less_memory_and_hardly_more_time": "pipeline.put_off_limit",
     },
     "tests/unit/plan/test_plan.py": {
         "test_a_group_size_counts_only_when_it_was_given": "parallel.microbatch_group_size_per_vp_stage",

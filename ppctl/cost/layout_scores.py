@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ppctl.layout.rules import even_counts
-from ppctl.schedule.action import LIFE_ENDS, Action, F, Schedule
+from ppctl.schedule.action import INPUT_GRADIENTS, Action, F, I, Schedule, W
 
 
 class Candidate(NamedTuple):
@@ -89,7 +89,9 @@ class StagePrice(NamedTuple):
     state: int
     """Weights, gradients, optimizer."""
     activation: int
-    """What one microbatch keeps from its F to its B."""
+    """What one microbatch keeps from its F to its B, or to its I."""
+    put_off: int
+    """What it keeps from its I to its W, where the backward is split."""
 
     @property
     def seconds(self) -> float:
@@ -112,7 +114,8 @@ class Score(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """A pp_rank: its stages, and how many activations of each are alive at once, for every moment that may be worst."""
+    """A pp_rank: its stages, and how many microbatches of each are alive at once, for every moment that may be worst
+    (`worst_moments`)."""
 
     stages: tuple[int, ...]
     alive: tuple[tuple[int, ...], ...]
@@ -193,23 +196,32 @@ class Scores:
         own = tuple(map(prices.__getitem__, rank.stages))
         key = (rank.stages, own)
         if key not in self._held:
-            kept = [price.activation for price in own]
+            kept = [*(price.activation for price in own), *(price.put_off for price in own)]
             worst = max(int(sum(map(mul, alive, kept))) for alive in rank.alive)
             self._held[key] = sum(price.state for price in own) + worst
         return self._held[key]
 
 
 def worst_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """How many activations of each stage are alive, for every moment that no other exceeds in all stages."""
+    """The moments of a rank that no other exceeds in all numbers: microbatches alive by stage, before their B or I.
+
+    Where backwards are split, also those that wait for their W, stage by stage behind the others.
+    """
     position = {stage: index for index, stage in enumerate(stages)}
-    alive = [0] * len(stages)
+    waiting = {stage: len(stages) + index for index, stage in enumerate(stages)}
+    alive = [0] * (2 * len(stages) if any(action.op is I for action in row) else len(stages))
     seen: set[tuple[int, ...]] = {tuple(alive)}
     for op, stage, _ in row:
         if op is F:
             alive[position[stage]] += 1
-            seen.add(tuple(alive))
-        elif op in LIFE_ENDS:
+        elif op in INPUT_GRADIENTS:
             alive[position[stage]] -= 1
+        if op is I:
+            alive[waiting[stage]] += 1
+        elif op is W:
+            alive[waiting[stage]] -= 1
+        if op is F or op is I:
+            seen.add(tuple(alive))
     kept: list[tuple[int, ...]] = []
     for moment in sorted(seen, reverse=True):
         if not any(all(a >= b for a, b in zip(other, moment, strict=True)) for other in kept):

@@ -51,7 +51,7 @@ class NeighbourExchange:
         self, sends: Sends, receives: Receives, shape: Any, *, wait: bool = True
     ) -> tuple[dict[str, torch.Tensor], dict[str, Handle]]:
         """What was received (or, without `wait`, will be) and what to wait for, both by move. Raises MessageError."""
-        if self._neighbours.fused and not wait:
+        if self._modes.batched and not wait:
             message = "overlap_p2p_comm asks for messages that nobody waits for; batch_p2p_comm waits for its batches"
             raise OverlapError(Problem("PP-E117", message, "parallel.batch_p2p_comm=false"))
         moves = self._to_send(sends)

@@ -5,8 +5,8 @@ Knows process groups, modes and ends. Must not know schedules or stages.
 In the default mode every directed edge has a channel of its own for activations and one for gradients, so that neither
 the two directions between two ranks nor a posted receive and a send can get in each other's way, also where both
 neighbours are the same rank (pp = 2). On gloo a channel is a tag; on NCCL it is a connection of its two ends, with its
-own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are fused by torch's
-batch_isend_irecv on the pipeline's own process group instead.
+own communicator and stream (`ppctl.comm.connections`). With batch_p2p_comm neighbouring messages are waited for
+together; on NCCL they are then fused by torch's batch_isend_irecv on the pipeline's own process group.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def balanced_cut(
     @cache
     def priced(layers: tuple[Layer, ...], stage: int) -> StagePrice:
         cost = pricing(stage, layers, False)
-        state, activation = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
-        return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation)
+        state, activation, put_off = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
+        return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, put_off)
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)

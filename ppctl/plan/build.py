@@ -17,7 +17,7 @@ from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_patte
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import computed_again, device_of, gathered, put_off, rank_costs
+from ppctl.plan.memory import device_of, gathered, put_off, rank_costs, stages_held
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs, stage_costs, step_timing
@@ -28,6 +28,7 @@ from ppctl.plan.schedule_choice import (
     Choice,
     Proof,
     check_compiled,
+    check_filled,
     check_length,
     check_overlap,
     choose_schedule,
@@ -130,7 +131,7 @@ class Derivation:
         def way(placement: Placement) -> Way:
             stages = stage_specs(config, self.cut.layout, size, placement.kind)
             priced = partial(_rank_costs, config, stages, self.sizes, size)
-            return Way(placement, stages, self.costs, priced, computed_again(config, stages, self.sizes, size))
+            return Way(placement, stages, self.costs, priced, stages_held(config, stages, self.sizes, size))
 
         return list(map(way, placements(self.sizes.pp, self.cut.vpp)))
 
@@ -203,6 +204,8 @@ def _choice(
     if batch is not None:
         check_length(values, num_stages, batch.num_microbatches, violations)
     if choice is not None:
+        if batch is not None:
+            check_filled(values, choice, cut.vpp, batch, violations)
         check_warmup(values, choice, violations)
         check_compiled(values, choice, cut.vpp, violations)
         check_overlap(values, choice, cut.vpp, violations)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from ppctl.accelerators import Device, preset
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms, stage_activations
 from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
@@ -147,23 +148,48 @@ def put_off(
 
 def held_bytes(
     config: RunConfig, stage: int, layers: tuple[Layer, ...], sizes: ParallelSizes, micro_batch_size: int
-) -> tuple[int, int]:
-    """What a stage of these layers holds on one device: its state, and one microbatch from its F to its B.
+) -> tuple[int, int, int]:
+    """What a stage of these layers holds on one device: state, one microbatch from its F on, and from its I to its W.
 
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
     state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
     held = state.total + untrained_bytes(config.model, layers, precision_of(config).gradient)
-    return held, stage_activations(config.model, layers, setting, stage).kept
+    kept = stage_activations(config.model, layers, setting, stage).kept
+    return held, kept, _put_off(config.model, layers, setting, kept)
 
 
-def computed_again(
+class Held(NamedTuple):
+    """Bytes of one microbatch on a stage."""
+
+    kept: int
+    """From its F to its B or I."""
+    put_off: int
+    """From its I to its W."""
+    passing: int
+    """More while its F, B, I or W runs, at most."""
+
+
+def stages_held(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
-) -> list[int]:
-    """Bytes of one microbatch that every stage holds only while its backward runs."""
-    setting = setting_of(config, sizes, micro_batch_size)
-    return [stage_activations(config.model, each.layers, setting, each.stage).in_backward for each in stages]
+) -> list[Held]:
+    """What one microbatch holds on every stage, and when."""
+    setting, model = setting_of(config, sizes, micro_batch_size), config.model
+
+    def held(stage: StageSpec) -> Held:
+        alive = stage_activations(model, stage.layers, setting, stage.stage)
+        passing = max(alive.in_forward - alive.kept, alive.in_backward)
+        if setting.allocator.backward:
+            passing = max(passing, stage_operands(model, stage.layers, setting).in_weights)
+        return Held(alive.kept, _put_off(model, stage.layers, setting, alive.kept), passing)
+
+    return list(map(held, stages))
+
+
+def _put_off(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, kept: int) -> int:
+    """Bytes of a microbatch from I to W: all that it kept, where nothing is known of what lives in backwards."""
+    return stage_operands(model, layers, setting).kept if setting.allocator.backward else kept
 
 
 def _tied_sum(

@@ -16,10 +16,12 @@ from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.memory_reserve import AUTO, RESERVE, reserve_bytes
 from ppctl.plan.types import DeviceLimit, RankCost
 from ppctl.plan.violations import Violation
+from ppctl.schedule.policies import POLICIES, schedule_policy
 from ppctl.topology import ParallelSizes
 
 LIMIT = "launch.device_memory"
 SHARING = "launch.share_gpu"
+PUT_OFF = "pipeline.put_off_limit"
 SHARDING = "parallel.data_parallel_sharding"
 _SHARDINGS = ("none", "optimizer_gradients", "full")
 """Each holds less between steps than the one before."""
@@ -139,6 +141,7 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
     if mbs > 1:
         yield {"mbs": mbs // 2}
         yield {"mbs": 1}
+    yield from ({PUT_OFF: limit} for limit in _put_off_limits(values))
     recompute = {"train.recompute_granularity": "full"} if values["train.recompute_granularity"] is None else {}
     weaker = _SHARDINGS[_SHARDINGS.index(values[SHARDING]) + 1 :]
     if recompute:
@@ -152,3 +155,12 @@ def _smaller(values: ConfigValues) -> Iterator[Overrides]:
         yield {**recompute, SHARDING: sharding}
     yield {"pp": 2 * pp, "layout": None}
     yield {"pp": 4 * pp, "layout": None}
+
+
+def _put_off_limits(values: ConfigValues) -> list[int]:
+    """Fewer weight gradients that wait than now: of a V in 1F1B's memory a rank puts up to pp off."""
+    policy = POLICIES.get(schedule_policy(values["pipeline.pp_schedule"]) or "")
+    if policy is None or not policy.splits or values["pipeline.pp_schedule_csv"] is not None:
+        return []
+    now, pp = values[PUT_OFF], values["pp"]
+    return [limit for limit in dict.fromkeys((pp // 2, pp // 4, 1, 0)) if now is None or limit < now]

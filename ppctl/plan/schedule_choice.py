@@ -13,12 +13,12 @@ from ppctl.config.checks import in_batches
 from ppctl.config.limits import MOST_STAGES
 from ppctl.errors import Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, Overrides
-from ppctl.plan.sizes import CALL, TOO_MUCH, nearest_divisors
+from ppctl.plan.sizes import CALL, TOO_MUCH, Batch, nearest_divisors
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.pairs import pair_up, put_off_weights
-from ppctl.schedule.passes import lower
+from ppctl.schedule.passes import lower, run_weights_sooner
 from ppctl.schedule.policies import (
     AUTO,
     POLICIES,
@@ -27,6 +27,7 @@ from ppctl.schedule.policies import (
     forwards_alone,
     make_schedule,
     schedule_policy,
+    too_few_microbatches,
 )
 from ppctl.schedule.verify import verify
 
@@ -42,6 +43,7 @@ OVERLAP = "parallel.overlap_moe_expert_parallel_comm"
 DELAY = "parallel.delay_wgrad_compute"
 CAPACITY = "pipeline.p2p_capacity"
 MEMORY = "pipeline.schedule_memory"
+PUT_OFF = "pipeline.put_off_limit"
 CSV = "pipeline.pp_schedule_csv"
 FROM_FILE = "csv"
 """The name of a schedule from a file."""
@@ -110,7 +112,8 @@ def check_overlap(values: ConfigValues, choice: Choice, vpp: int, violations: Vi
 
     def refuse(message: str, *ways: Overrides) -> None:
         off: Overrides = dict.fromkeys(asked, False)
-        violations.append(Violation("PP-E219", asked[0], message, values.cite(*asked, SCHEDULE, CSV), *ways, off))
+        changes = [{key: value for key, value in way.items() if values[key] != value} for way in (*ways, off)]
+        violations.append(Violation("PP-E219", asked[0], message, values.cite(*asked, SCHEDULE, CSV), *changes))
 
     if not values[OVERLAP]:
         refuse(f"{DELAY} puts weight gradients behind the pairs that {OVERLAP} makes", {OVERLAP: True})
@@ -170,6 +173,23 @@ def check_length(values: ConfigValues, num_stages: int, num_microbatches: int, v
     )
 
 
+def check_filled(values: ConfigValues, choice: Choice, vpp: int, batch: Batch, violations: Violations) -> None:
+    """Refuse fewer microbatches in a schedule call than the policy has lists for."""
+    policy, pp, count, mbs = choice.policy, values["pp"], batch.num_microbatches, batch.micro_batch_size
+    if policy is None or choice.searched or count >= (least := policy.needs_microbatches(pp)):
+        return
+    share = mbs * count * batch.accumulation  # samples of a step on a dp rank
+    enough: Overrides = {"gbs": values["gbs"] // share * least * mbs}
+    ways: list[Overrides] = [enough]
+    if values.is_set(CALL):
+        ways = [{CALL: least * mbs, **({} if share % (least * mbs) == 0 else enough)}]
+    elif smaller := [size for size in range(1, share // least + 1) if share % size == 0]:
+        ways = [{"mbs": smaller[-1]}, enough]
+    place = values.cite(SCHEDULE, "gbs", "mbs", *[CALL] * values.is_set(CALL), "dp", "pp")
+    message = too_few_microbatches(policy, pp, count)
+    violations.append(Violation("PP-E304", "gbs", message, place, *ways, {SCHEDULE: fitting_policy(vpp)}))
+
+
 def _chosen(vpp: int, why: str) -> Derived:
     chunks = "one chunk" if vpp == 1 else f"{vpp} chunks"
     return Derived("schedule", fitting_policy(vpp), f"schedule {fitting_policy(vpp)}: {chunks} per rank, and {why}")
@@ -178,7 +198,10 @@ def _chosen(vpp: int, why: str) -> Derived:
 def compute_only(
     values: ConfigValues, choice: Choice, vpp: int, num_microbatches: int, extra_warmup: int = 0
 ) -> Schedule:
-    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp."""
+    """The chosen policy's schedule, or the file's. A group size counts only where the user set it: else it is pp.
+
+    A policy's pairs hide the exchange of experts. Without one they would only wait for two messages in place of one.
+    """
     if choice.schedule is not None:
         return choice.schedule
     schedule = make_schedule(
@@ -189,9 +212,13 @@ def compute_only(
         microbatch_group_size=values[GROUP] if values.is_set(GROUP) else None,
         extra_warmup=extra_warmup,
     )
-    if values[OVERLAP] and not schedule.pairs:
+    if values["ep"] == 1:
+        schedule = replace(schedule, pairs=frozenset())
+    elif values[OVERLAP] and not schedule.pairs:
         schedule = pair_up(schedule)
-    return put_off_weights(schedule) if values[DELAY] else schedule
+    if values[DELAY]:
+        schedule = put_off_weights(schedule)
+    return schedule if values[PUT_OFF] is None else run_weights_sooner(schedule, values[PUT_OFF])
 
 
 class Proof(NamedTuple):
@@ -206,7 +233,9 @@ def proved(values: ConfigValues, plain: Schedule) -> Proof:
     """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity is set."""
     capacity, batched = values[CAPACITY], in_batches(values.config.parallel)
     if plain.name == FROM_FILE and (wrong := verify(plain)):
-        return Proof(plain, plain, [replace(each, place=f"{each.place}\n{values.cite(CSV)}".strip()) for each in wrong])
+        unset, place = f"{CSV}=null", values.cite(CSV)
+        of_file = [replace(each, remedy=each.remedy or unset, place=f"{each.place}\n{place}".strip()) for each in wrong]
+        return Proof(plain, plain, of_file)
     try:
         free = lower(plain, batched=batched)
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity

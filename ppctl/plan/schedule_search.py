@@ -12,10 +12,11 @@ from math import ceil
 from typing import NamedTuple
 
 from ppctl.plan.config_values import ConfigValues
+from ppctl.plan.memory import Held
 from ppctl.plan.memory_limit import LIMIT, device_limit
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs
-from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, proved
+from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, Proof, proved
 from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import COMPUTE, Placement, Schedule
@@ -28,18 +29,18 @@ from ppctl.topology import ParallelSizes
 LESS_THAN_ANY = "PP-E321"
 
 _AGAIN = 3
-"""How often a search is made again with less memory, where the receives of what it found did not fit."""
+"""How many searches there are at most, each with less memory and a smaller part of the allowance than the one before,
+where what was found does not fit: its receives and its sums of gradients are known only then."""
 
 
 class Way(NamedTuple):
-    """One placement of the stages, what they cost there, and what ranks hold and compute again under a schedule."""
+    """One placement of the stages, what they cost and hold there, and what ranks hold under a schedule."""
 
     placement: Placement
     stages: tuple[StageSpec, ...]
     costs: tuple[StageCost, ...]
     rank_costs: Callable[[Schedule], Sequence[RankCost]]
-    again: Sequence[int]
-    """Bytes that a stage computes again while its backward runs."""
+    held: Sequence[Held]
 
 
 class Searched(NamedTuple):
@@ -95,7 +96,8 @@ def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microb
 def timed(values: ConfigValues, ways: Sequence[Way], choice: Choice) -> float:
     """Seconds of a call under a choice that holds a schedule."""
     assert choice.schedule is not None
-    return next(_seconds(values, way, choice.schedule) for way in ways if way.placement == choice.schedule.placement)
+    proof = proved(values, choice.schedule)
+    return next(_seconds(way, proof) for way in ways if way.placement == choice.schedule.placement)
 
 
 def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice:
@@ -104,56 +106,81 @@ def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice
     return choice._replace(derived=(*choice.derived, Derived("named schedule", name, equation)))
 
 
-def _searched(values: ConfigValues, sizes: ParallelSizes, way: Way, num_microbatches: int, allowance: int) -> Searched:
-    """What is found on one placement, timed as the plan times it: with messages, capacities and gradient sums.
+class _Timed(NamedTuple):
+    """A candidate as the plan judges it: lowered, with capacities, messages and gradient sums."""
 
-    Named schedules that fit are timed so, too: in batches the order that was best without them need not be.
+    excess: float
+    """Bytes over the device, of all ranks."""
+    seconds: float
+    number: int
+    """Of equal candidates the first is taken."""
+    schedule: Schedule
+
+
+def _searched(values: ConfigValues, sizes: ParallelSizes, way: Way, num_microbatches: int, allowance: int) -> Searched:
+    """The best of what is found on one placement and of the named schedules, by the plan's own bytes and seconds.
+
+    In a device's memory what waits for W counts as what it is; under `pipeline.schedule_memory` activations are whole
+    until W. Where nothing fits, it is what exceeds the device least.
     """
-    device = device_limit(values.config.launch, sizes)
-    kept = [float(cost.activation_bytes) for cost in way.costs]
+    device, whole = device_limit(values.config.launch, sizes), values[MEMORY] is not None
     prices, group = simulation_costs(way.costs, way.stages), values[GROUP] if values.is_set(GROUP) else None
-    least = least_limits(way.placement, kept)
-    task = Task(way.placement, num_microbatches, prices, kept, least, group)
+    kept = [float(each.kept) for each in way.held]
+    put_off = None if whole or device is None else [float(each.put_off) for each in way.held]
+    least = least_limits(way.placement, kept, put_off)
+    task = Task(way.placement, num_microbatches, prices, kept, least, group, put_off)
     limits = _limits(values, way, task, device)
-    for _ in range(_AGAIN):
-        found = find_schedule(replace(task, limits=[max(pair) for pair in zip(limits, least, strict=True)]), allowance)
-        peaks = [cost.peak_bytes for cost in way.rank_costs(proved(values, found.schedule).schedule)]
-        over = [max(0, peak - device.available_bytes) if device else 0 for peak in peaks]
+    results: list[Found] = []
+    for search in range(1, 1 + _AGAIN):
+        within = [max(pair) for pair in zip(limits, least, strict=True)]
+        results.append(find_schedule(replace(task, limits=within), allowance // search))
+        over = _over(way, device, proved(values, results[-1].schedule).schedule)
         if not any(over):
             break
-        limits = [limit - more for limit, more in zip(limits, over, strict=True)]
-    timed = [(_seconds(values, way, schedule), schedule) for schedule in _candidates(found)]
-    seconds, schedule = min(timed, key=lambda each: float(f"{each[0]:.9g}"))  # of equal ones the first
-    named = min((each for each in timed if each[1].name != AUTO), key=lambda each: each[0], default=None)
-    equation = _equation(schedule, seconds, named, found, _within(values, device is not None))
-    return Searched(Choice(schedule.name, (Derived("schedule", schedule.name, equation),), schedule), seconds)
+        spent = zip(limits, results[-1].held, over, strict=True)
+        limits = [(min(limit, held) if more else limit) - max(over) for limit, held, more in spent]
+    named = named_schedules(task) if put_off is not None else (each.schedule for each in results[0].named)
+    candidates: list[Schedule] = []
+    for schedule in (*(each.schedule for each in results), *named):
+        if schedule not in candidates:
+            candidates.append(schedule)
+    ranked = sorted(_timed(values, way, device, number, each) for number, each in enumerate(candidates))
+    best = ranked[0]
+    rival = next((each for each in ranked if each.schedule.name != AUTO and each.excess <= best.excess), None)
+    equation = _equation(best, rival, results, _within(values, device is not None))
+    choice = Choice(best.schedule.name, (Derived("schedule", best.schedule.name, equation),), best.schedule)
+    return Searched(choice, best.seconds)
 
 
-def _candidates(found: Found) -> list[Schedule]:
-    others = [each.schedule for each in found.named if each.schedule != found.schedule]
-    return [found.schedule, *others]
-
-
-def _seconds(values: ConfigValues, way: Way, plain: Schedule) -> float:
-    """Of one call, as the plan predicts it."""
+def _timed(values: ConfigValues, way: Way, device: DeviceLimit | None, number: int, plain: Schedule) -> _Timed:
     proof = proved(values, plain)
-    trace = predicted(plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
+    seconds = float(f"{_seconds(way, proof):.9g}")  # equal but for rounding
+    return _Timed(sum(_over(way, device, proof.schedule)), seconds, number, plain)
+
+
+def _over(way: Way, device: DeviceLimit | None, schedule: Schedule) -> list[int]:
+    """Bytes that every rank holds over its device."""
+    if device is None:
+        return [0] * way.placement.pp
+    return [max(0, cost.peak_bytes - device.available_bytes) for cost in way.rank_costs(schedule)]
+
+
+def _seconds(way: Way, proof: Proof) -> float:
+    """Of one call, as the plan predicts it."""
+    trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
     return step_time(trace)
 
 
 def _limits(values: ConfigValues, way: Way, task: Task, device: DeviceLimit | None) -> list[float]:
-    """Bytes of activations that each rank may hold."""
+    """Bytes of activations that each rank may hold: what is asked for, else what its device leaves for them."""
     pp, asked = task.placement.pp, values[MEMORY]
-    limits = [float("inf")] * pp
     if asked is not None or device is None:
-        unit = unit_of_memory(task.sizes, pp, task.num_microbatches)
-        limits = [(1.0 if asked is None else asked) * unit] * pp
-    if device is not None:
-        plain = next(named_schedules(task))
-        for r, cost in enumerate(way.rank_costs(proved(values, plain).schedule)):
-            again = max(way.again[stage] for stage in task.placement.stages_of(r))
-            rest = device.available_bytes - (cost.peak_bytes - cost.activation_bytes) - again
-            limits[r] = min(limits[r], float(rest))
+        return [(1.0 if asked is None else asked) * unit_of_memory(task.sizes, pp, task.num_microbatches)] * pp
+    plain = next(named_schedules(task))
+    limits = []
+    for r, cost in enumerate(way.rank_costs(proved(values, plain).schedule)):
+        passing = max(way.held[stage].passing for stage in task.placement.stages_of(r))
+        limits.append(float(device.available_bytes - (cost.peak_bytes - cost.activation_bytes) - passing))
     return limits
 
 
@@ -164,13 +191,12 @@ def _within(values: ConfigValues, on_device: bool) -> str:
     return " and ".join(parts) or "the activations that 1F1B keeps on its first rank"
 
 
-def _equation(
-    schedule: Schedule, seconds: float, named: tuple[float, Schedule] | None, found: Found, within: str
-) -> str:
-    beside = "no named schedule fits" if named is None else f"best named {named[1].name} {named[0]:.4g} s"
-    kind = "V" if schedule.placement.kind == "v" else "loop"
-    what = "found" if schedule.name == AUTO else "as good as any that was found"
+def _equation(best: _Timed, rival: _Timed | None, results: Sequence[Found], within: str) -> str:
+    beside = "no named schedule fits" if rival is None else f"best named {rival.schedule.name} {rival.seconds:.4g} s"
+    kind = "V" if best.schedule.placement.kind == "v" else "loop"
+    what = "found" if best.schedule.name == AUTO else "as good as any that was found"
     return (
-        f"schedule {schedule.name} {seconds:.4g} s a call, stages placed as a {kind}: {what} among {found.tried:,} "
-        f"orders within {within}; {beside}; no order takes less than {found.bound:.4g} s"
+        f"schedule {best.schedule.name} {best.seconds:.4g} s a call, stages placed as a {kind}: {what} among "
+        f"{sum(each.tried for each in results):,} orders within {within}; {beside}; no order takes less than "
+        f"{results[0].bound:.4g} s"
     )

@@ -46,7 +46,9 @@ class Lanes:
     stages_of: list[tuple[int, ...]]
     """The stages of every pp_rank."""
     sizes: Sequence[float]
-    """What one microbatch holds on a stage from its F to its W."""
+    """What one microbatch holds on a stage from its F to its I."""
+    grows: list[float]
+    """By lane, what its rank holds more behind an entry."""
     limits: Sequence[float]
     """What a pp_rank may hold, in the same unit, and a billionth more: sums of sizes are rounded."""
     sums: list[float]
@@ -60,8 +62,9 @@ class Lanes:
         costs: Costs,
         sizes: Sequence[float],
         limits: Sequence[float],
+        put_off: Sequence[float] | None = None,
     ) -> Lanes:
-        """The lanes of these stages at these costs."""
+        """The lanes of these stages at these costs. Without `put_off` a microbatch holds as much until its W."""
         stages = range(placement.num_stages)
         rank_of = [placement.rank_of(stage) for stage in stages]
         of_op = costs.seconds()
@@ -77,7 +80,22 @@ class Lanes:
         room = [limit * (1 + ROUNDING) for limit in limits]
         sums = [sum(of_op[Op.REDUCE_GRAD][stage] for stage in stages) for stages in stages_of]
         return cls(
-            placement, num_microbatches, seconds, goes_to, line, line_seconds, rank_of, stages_of, sizes, room, sums
+            placement,
+            num_microbatches,
+            seconds,
+            goes_to,
+            line,
+            line_seconds,
+            rank_of,
+            stages_of,
+            sizes,
+            [
+                more
+                for pair in zip(sizes, sizes if put_off is None else put_off, strict=True)
+                for more in _growths(*pair)
+            ],
+            room,
+            sums,
         )
 
     def altered(self, message: float, even: float, stretch: Sequence[float] | None) -> Lanes:
@@ -125,6 +143,10 @@ class Lanes:
         """The most that every pp_rank holds."""
         return [max(self._held(row), default=0.0) for row in rows]
 
+    def reserve(self, pp_rank: int) -> float:
+        """The most that an I of a rank adds to what it holds."""
+        return max(0.0, *(self.grows[KINDS * stage + 1] for stage in self.stages_of[pp_rank]))
+
     def fit(self, rows: Rows) -> bool:
         """Whether every pp_rank holds at most its limit."""
         return all(peak <= limit for peak, limit in zip(self.peaks(rows), self.limits, strict=True))
@@ -132,28 +154,24 @@ class Lanes:
     def _held(self, row: Sequence[int]) -> Iterator[float]:
         held = 0.0
         for lane in row:
-            if lane % KINDS == 0:
-                held += self.sizes[lane // KINDS]
-                yield held
-            elif lane % KINDS == 2:
-                held -= self.sizes[lane // KINDS]
+            held += self.grows[lane]
+            yield held
 
     def sound(self, pp_rank: int, row: Sequence[int]) -> bool:
         """Whether a row's backwards follow their forwards, its Ws their Is, and it holds at most its limit."""
         count = [0] * len(self.seconds)
-        held, limit, sizes = 0.0, self.limits[pp_rank], self.sizes
+        held, limit, grows = 0.0, self.limits[pp_rank], self.grows
         for lane in row:
-            kind = lane % KINDS
-            if kind == 0:
-                held += sizes[lane // KINDS]
-                if held > limit:
-                    return False
-            elif count[lane] >= count[lane - 1]:
+            held += grows[lane]
+            if held > limit or (lane % KINDS and count[lane] >= count[lane - 1]):
                 return False
-            elif kind == 2:
-                held -= sizes[lane // KINDS]
             count[lane] += 1
         return True
+
+
+def _growths(size: float, put_off: float) -> tuple[float, float, float]:
+    """Of an F, an I and a W."""
+    return size, put_off - size, -put_off
 
 
 def _edges(num_stages: int) -> Iterator[tuple[int, int, str]]:

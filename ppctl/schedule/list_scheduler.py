@@ -88,11 +88,7 @@ class _Run:
         lanes = self.lanes
         self.rows[pp_rank].append(lane)
         self.count[lane] += 1
-        kind = lane % KINDS
-        if kind == 0:
-            self.held[pp_rank] += lanes.sizes[lane // KINDS]
-        elif kind == 2:
-            self.held[pp_rank] -= lanes.sizes[lane // KINDS]
+        self.held[pp_rank] += lanes.grows[lane]
         end = now + lanes.seconds[lane]
         self._busy_until[pp_rank] = end
         self._wake(pp_rank, end)
@@ -120,6 +116,7 @@ class _ByRule(_Run):
         self.stride, self.offset = _ranking(lanes, rule.first)
         self.room = _rooms(lanes, limits)
         """By stage, what its rank may hold before a forward of it starts."""
+        self.limits = limits
         self.after_gradient = [False] * lanes.placement.pp
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
@@ -129,7 +126,8 @@ class _ByRule(_Run):
         weights = self._weights(pp_rank)
         rule, seconds = self.rule, self.lanes.seconds
         lane = -1
-        if held_up and rule.make_room and weights >= 0 and forward < 0:
+        full = gradient >= 0 and self.held[pp_rank] + self.lanes.grows[gradient] > self.limits[pp_rank]
+        if weights >= 0 and (full or (held_up and rule.make_room and forward < 0)):
             lane = weights
         elif gradient >= 0:
             turn = forward >= 0 and rule.alternate and self.after_gradient[pp_rank]
@@ -206,9 +204,10 @@ def _ranking(lanes: Lanes, first: First) -> tuple[float, list[float]]:
 
 
 def _rooms(lanes: Lanes, limits: Sequence[float]) -> list[float]:
-    """By stage, its rank's limit less one microbatch of the stage and of every later one of the rank."""
+    """By stage, its rank's limit less one microbatch of the stage and of every later one, and less what an I adds."""
     room = [0.0] * lanes.placement.num_stages
-    for stages, limit in zip(lanes.stages_of, limits, strict=True):
+    for pp_rank, (stages, limit) in enumerate(zip(lanes.stages_of, limits, strict=True)):
+        limit -= lanes.reserve(pp_rank)
         for stage in reversed(stages):
             limit -= lanes.sizes[stage]
             room[stage] = limit
@@ -230,9 +229,13 @@ class _InOrder(_Run):
         self.at = [0] * len(rows)
         self.owed: list[deque[int]] = [deque() for _ in rows]
         self.late_weights = late_weights
+        self.reserve = [lanes.reserve(pp_rank) for pp_rank in range(len(rows))]
 
     def choose(self, pp_rank: int, now: float) -> tuple[int, float]:
-        """The next lane of the order where it can start; else a W that memory or a pause asks for."""
+        """The next lane of the order where it can start; else a W that memory or a pause asks for.
+
+        A forward leaves room for what an I adds for its W.
+        """
         order, at, owed, lanes = self.order[pp_rank], self.at[pp_rank], self.owed[pp_rank], self.lanes
         arrival = _NEVER
         full = False
@@ -240,7 +243,8 @@ class _InOrder(_Run):
             lane = order[at]
             if (mb := self.count[lane]) < len(self.ready[lane]):
                 arrival = self.ready[lane][mb]
-            full = lane % KINDS == 0 and self.held[pp_rank] + lanes.sizes[lane // KINDS] > lanes.limits[pp_rank]
+            needed = lanes.grows[lane] + (self.reserve[pp_rank] if lane % KINDS == 0 else 0.0)
+            full = needed > 0 and self.held[pp_rank] + needed > lanes.limits[pp_rank]
             if arrival <= now and not full:
                 self.at[pp_rank] = at + 1
                 if lane % KINDS == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -59,6 +59,34 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     return add_messages(
         place_gradient_sync(schedule), dict.fromkeys((line.channel for line in _sent(schedule).lines), capacity)
     )
+
+
+def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
+    """The compute-only schedule with at most `most` weight gradients put off on a rank: of more, the oldest runs.
+
+    It runs behind the I that would be one too many, and behind that I's pair: while an I runs, `most` others wait. All
+    else keeps its order, and each stage's Ws keep that of its Is.
+    """
+    return replace(
+        schedule, actions=tuple(_weights_sooner(grouped(row, schedule.pairs), most) for row in schedule.actions)
+    )
+
+
+def _weights_sooner(row: Sequence[Action | Pair], most: int) -> tuple[Action, ...]:
+    owed: deque[Action] = deque()
+    ordered: list[Action] = []
+    for each in row:
+        for action in each if isinstance(each, Pair) else (each,):
+            if action.op is not Op.W:
+                ordered.append(action)
+            elif action in owed:
+                owed.remove(action)
+                ordered.append(action)
+            if action.op is Op.I:
+                owed.append(action._replace(op=Op.W))
+        while len(owed) > most:
+            ordered.append(owed.popleft())
+    return tuple(ordered)
 
 
 def place_gradient_sync(schedule: Schedule) -> Schedule:

@@ -16,7 +16,15 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule, lane
 from ppctl.schedule.schedule_table import get_schedule_table, in_turn, warmup_counts
 from ppctl.schedule.v_blocks import v_half, v_min
-from ppctl.schedule.zero_bubble import dualpipev, fills_zbv, interleaved_zero_bubble, zb_h1, zb_h2, zbv_zero_bubble
+from ppctl.schedule.zero_bubble import (
+    dualpipev,
+    fills_dualpipev,
+    fills_zbv,
+    interleaved_zero_bubble,
+    zb_h1,
+    zb_h2,
+    zbv_zero_bubble,
+)
 
 
 def extra_of(pp: int, pp_rank: int, extra_warmup: int) -> int:
@@ -119,6 +127,8 @@ class Policy:
     """The policy to take where a rank has more chunks."""
     least_microbatches: Callable[[int], int] = lambda pp: 1
     """By pp, the fewest microbatches that it makes lists for: of fewer it takes those of such a list that exist."""
+    needs_microbatches: Callable[[int], int] = lambda pp: 1
+    """By pp, the fewest microbatches that it runs."""
     use: str = ""
     """When to take it: what `ppctl explain pp_schedule` says of it."""
 
@@ -225,6 +235,7 @@ _ROWS = (
         placement="v",
         splits=True,
         pairs=True,
+        needs_microbatches=fills_dualpipev,
         use="experts on several ranks: forwards stand beside backwards, to hide exchanges; at least 2 pp microbatches",
     ),
     Policy("forward_only", forward_only, trains=False),
@@ -274,7 +285,9 @@ def make_schedule(
     every size that makes no sense.
     """
     group = pp if microbatch_group_size is None else microbatch_group_size
-    sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches, "microbatch_group_size": group}
+    sizes = {"pp": pp, "vpp": vpp, "num_microbatches": num_microbatches}
+    if microbatch_group_size is not None:
+        sizes["microbatch_group_size"] = microbatch_group_size
     problems = [Problem("PP-E304", f"{key} is {value}: at least 1") for key, value in sizes.items() if value < 1]
     policy = POLICIES.get(name)
     if policy is None:
@@ -291,8 +304,17 @@ def make_schedule(
         message = f"{name} runs {policy.chunks_in_words}, and vpp is {vpp}"
         remedy = f"pipeline.pp_schedule={policy.for_more_chunks}" if policy.for_more_chunks else f"vpp={policy.chunks}"
         raise ScheduleError(Problem("PP-E305", message, remedy))
+    if num_microbatches < policy.needs_microbatches(pp):
+        message = too_few_microbatches(policy, pp, num_microbatches)
+        raise ScheduleError(Problem("PP-E304", message, f"num_microbatches={policy.needs_microbatches(pp)}"))
     more = (extra_warmup,) if extra_warmup else ()
     return policy.make(pp, vpp, num_microbatches, min(group, num_microbatches), *more)
+
+
+def too_few_microbatches(policy: Policy, pp: int, num_microbatches: int) -> str:
+    """What is wrong with a number of microbatches below `policy.needs_microbatches`."""
+    least = policy.needs_microbatches(pp)
+    return f"{policy.name} fills a V of {2 * pp} stages: at least {least} microbatches, not {num_microbatches}"
 
 
 def _by_table(

@@ -83,6 +83,8 @@ class Found:
     """The named schedules of this placement that fit the same memory, the fastest first."""
     tried: int
     """Orders that were put on the clock."""
+    held: tuple[float, ...]
+    """What every pp_rank holds at most, as the task counts."""
 
     @property
     def best_named(self) -> Named | None:
@@ -145,8 +147,8 @@ def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
 class _Search:
     def __init__(self, task: Task, allowance: int) -> None:
         self.task = task
-        self.lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits)
-        self.least = least_limits(task.placement, task.sizes)
+        self.lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits, task.put_off)
+        self.least = least_limits(task.placement, task.sizes, task.put_off)
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
         self.unit = self.bound or 1.0
@@ -332,7 +334,8 @@ class _Search:
             slower = best.seconds < seconds * (1 - ROUNDING)
             if slower or best.span <= span * (1 + ROUNDING):
                 schedule, seconds = best.schedule, best.seconds
-        return Found(schedule, seconds, self.bound, ranked, self.tried)
+        held = self.lanes.peaks(rows_of(schedule) or self.rows)
+        return Found(schedule, seconds, self.bound, ranked, self.tried, tuple(held))
 
 
 def _other_rules(rule: Rule) -> list[Rule]:

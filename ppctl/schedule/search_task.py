@@ -24,11 +24,13 @@ class Task:
     num_microbatches: int
     costs: Costs
     sizes: Sequence[float]
-    """What one microbatch holds on each stage, in any unit."""
+    """What one microbatch holds on each stage from its F to its I, in any unit."""
     limits: Sequence[float]
     """What each pp_rank may hold of that at once."""
     group: int | None = None
     """`microbatch_group_size` of the named schedules."""
+    put_off: Sequence[float] | None = None
+    """What it holds from its I to its W. None: as much as before, activations count whole until their W."""
 
 
 def placements(pp: int, vpp: int) -> list[Placement]:
@@ -41,9 +43,14 @@ def unit_of_memory(sizes: Sequence[float], pp: int, num_microbatches: int) -> fl
     return min(pp, num_microbatches) * sum(sizes[: len(sizes) // pp])
 
 
-def least_limits(placement: Placement, sizes: Sequence[float]) -> list[float]:
-    """What every pp_rank holds under any schedule: one microbatch on all of its stages, while the last one computes."""
-    return [sum(sizes[stage] for stage in placement.stages_of(r)) for r in range(placement.pp)]
+def least_limits(placement: Placement, sizes: Sequence[float], put_off: Sequence[float] | None = None) -> list[float]:
+    """What is enough for every pp_rank: one microbatch on all of its stages, and what an I adds for its W.
+
+    Where that is nothing, every schedule needs as much: while a rank's last stage computes, the microbatch is on all.
+    """
+    later = sizes if put_off is None else put_off
+    stages_of = [placement.stages_of(r) for r in range(placement.pp)]
+    return [sum(sizes[s] for s in own) + max(0.0, *(later[s] - sizes[s] for s in own)) for own in stages_of]
 
 
 def named_schedules(task: Task) -> Iterator[Schedule]:
@@ -67,7 +74,7 @@ def named_schedules(task: Task) -> Iterator[Schedule]:
 
 def check_limits(task: Task) -> None:
     """Raise ScheduleError (PP-E321) where a limit has no room for one microbatch on all stages of its rank."""
-    least = least_limits(task.placement, task.sizes)
+    least = least_limits(task.placement, task.sizes, task.put_off)
     short = [r for r, (need, limit) in enumerate(zip(least, task.limits, strict=True)) if need > limit * (1 + ROUNDING)]
     if short:
         rank = max(short, key=lambda r: least[r] / task.limits[r] if task.limits[r] > 0 else least[r] + 1e300)

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from itertools import islice
 
-from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Action, Op, Pair, Placement, Schedule
 from ppctl.schedule.schedule_table import get_schedule_table
 
@@ -80,14 +79,17 @@ def zbv_zero_bubble(pp: int, vpp: int, num_microbatches: int, group: int) -> Sch
     return _on_a_v("zbv_zero_bubble", pp, num_microbatches, row)
 
 
+def fills_dualpipev(pp: int) -> int:
+    """The fewest microbatches for which DualPipeV has lists."""
+    return 2 * pp
+
+
 def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
     """DualPipeV: in its main phase a rank's two stages take turns, one's forward paired with the other's backward.
 
-    At most 2 pp + 1 activations of half a rank each are in flight.
+    At most 2 pp + 1 activations of half a rank each are in flight. At its end rank r puts r + 1 weight gradients off:
+    `passes.run_weights_sooner` leaves it fewer.
     """
-    if num_microbatches < 2 * pp:
-        message = f"dualpipev fills a V of {2 * pp} stages: at least {2 * pp} microbatches, not {num_microbatches}"
-        raise ScheduleError(Problem("PP-E304", message, "pipeline.pp_schedule=interleaved1f1b"))
 
     def row(pp_rank: int, words: _Words) -> None:
         behind = pp - 1 - pp_rank
@@ -95,7 +97,7 @@ def dualpipev(pp: int, vpp: int, num_microbatches: int, group: int) -> Schedule:
         words.add("F0 F1", pp_rank + 1)
         words.add("I1 W F1", behind)
         words.add("F0 B1 F1+B0", 1 - min(behind, 1))  # the last rank's first: all others wait for it
-        words.add("F0+B1 F1+B0", num_microbatches - 2 * pp + pp_rank + min(behind, 1))
+        words.add("F0+B1 F1+B0", num_microbatches - fills_dualpipev(pp) + pp_rank + min(behind, 1))
         words.add("B1 F1+B0", behind)
         whole = (pp_rank + 1) // 2  # of the last pairs; the others leave their weight gradients for the end
         words.add("B1 B0", whole)

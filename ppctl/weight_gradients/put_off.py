@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from ppctl.errors import Problem, TrainingError
 
 AT_ONCE = 16 * 2**20
 """Bytes of weights for which autograd is called once in W: a call takes longer than a small product."""
+
+TOGETHER = 2**19
+"""Bytes of weights whose gradients are made together in such a call: the next ones are made when these are stored. More
+would have left the processor's cache by then; for less, going on to the next takes longer than what it saves."""
 
 Make = Callable[[], Tensor]
 """Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
@@ -58,7 +62,6 @@ class PutOff:
         self._taken: dict[int, nn.Parameter] = {}
         self._uses: dict[int, list[_Use]] = {}
         self._functions: list[Callable[[], object]] = []
-        self._ends: dict[int, Node] = {}
         self._cast: dict[int, Tensor] = {}
 
     @property
@@ -115,7 +118,7 @@ class PutOff:
         base = parameter_of(weight)
         assert base is not None  # it was taken
         if self.intercepted:
-            self._look_for(base)
+            _look_for(weight, base)
         self._uses.setdefault(id(base), []).append(_Use(weight, make, _version(weight, make)))
 
     def put_function(self, function: Callable[[], object]) -> None:
@@ -123,9 +126,12 @@ class PutOff:
         self._functions.append(function)
 
     def keeps(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether something that is kept for W lies in the memory of one of these."""
-        if not tensors or not self._uses:
-            return False
+        """Whether something that is kept for W lies, or may lie, in the memory of one of these.
+
+        What a function has kept that was put off, nobody sees: it may be any of them.
+        """
+        if not tensors or self._functions:
+            return bool(tensors)
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return any(tensor.untyped_storage()._cdata in own for tensor in self._kept())
 
@@ -147,28 +153,29 @@ class PutOff:
         Autograd is called once for weights of about `AT_ONCE` bytes, whose gradients are there at the same time.
         """
         while self._uses:
-            group: list[_Use] = []
+            groups: list[list[_Use]] = []
             size = 0
-            while self._uses and (not group or size < AT_ONCE):
-                group += (uses := self._uses.pop(next(iter(self._uses))))
-                size += uses[0].weight.nbytes
-            _deliver(group)
+            while self._uses and size < AT_ONCE:
+                size += self._move_to(groups)
+            _deliver(groups)
         functions, self._functions = self._functions, []
         for function in functions:
             function()
+
+    def _move_to(self, groups: list[list[_Use]]) -> int:
+        """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; these bytes."""
+        groups.append([])
+        size = 0
+        while self._uses and size < TOGETHER:
+            uses = self._uses.pop(next(iter(self._uses)))
+            groups[-1] += uses
+            size += uses[0].weight.nbytes
+        return size
 
     def _kept(self) -> Iterator[Tensor]:
         for uses in self._uses.values():
             for weight, make, _ in uses:
                 yield from _operands(weight, make)
-
-    def _look_for(self, base: nn.Parameter) -> None:
-        """Raise TrainingError where this backward will also give the parameter a gradient past W."""
-        end = self._ends.get(id(base))
-        if end is None:
-            end = self._ends[id(base)] = get_gradient_edge(base).node
-        if torch._C._will_engine_execute_node(end):
-            raise _used_unseen(base, "in a function of which torch shows nothing (an autograd.Function, mostly)")
 
 
 def _used_unseen(weight: Tensor, where: str) -> TrainingError:
@@ -203,6 +210,17 @@ def _version(weight: Tensor, make: Make) -> int:
 
 def _base_of(weight: Tensor) -> Tensor:
     return weight if weight._base is None else weight._base
+
+
+def _look_for(weight: Tensor, base: nn.Parameter) -> None:
+    """Raise TrainingError where this backward will also give the parameter of a view a gradient past W."""
+    end = weight.grad_fn
+    while end is not None and end.next_functions:
+        end = end.next_functions[0][0]
+    if end is None or getattr(end, "variable", None) is not base:  # a view of another kind than torch's own
+        end = get_gradient_edge(base).node
+    if torch._C._will_engine_execute_node(end):
+        raise _used_unseen(base, "in a function of which torch shows nothing (an autograd.Function, mostly)")
 
 
 _collecting: PutOff | None = None
@@ -357,8 +375,17 @@ class _Elsewhere(torch.autograd.Function):
         return None, None, None, None
 
 
-def _deliver(uses: list[_Use]) -> None:
-    """Hand parameters the sums of their uses' parts, through autograd."""
+def _deliver(groups: list[list[_Use]]) -> None:
+    """Hand parameters the sums of their uses' parts, through autograd: each group when the one before is stored."""
+    # Autograd runs what was made last first, and stores a gradient before it goes on.
+    roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
+    seeds = tuple(root.detach() for root in roots)
+    # What torch.autograd.backward comes down to, which imports sympy.
+    _engine_run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _sums(uses: list[_Use]) -> Tensor:
+    """The root of a graph whose backward makes the weights' gradients."""
     weights: dict[int, Tensor] = {}
     makes: dict[int, list[Make]] = {}
     for weight, make, version in uses:
@@ -370,10 +397,7 @@ def _deliver(uses: list[_Use]) -> None:
             raise TrainingError(Problem("PP-E718", message, _LEAVE_WHOLE))
         weights[id(weight)] = weight
         makes.setdefault(id(weight), []).append(make)
-    uses.clear()
-    root = _apply_sums(list(makes.values()), *weights.values())
-    # What torch.autograd.backward comes down to, which imports sympy.
-    _engine_run_backward((root,), (root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return _apply_sums(list(makes.values()), *weights.values())
 
 
 class _Sums(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pipeline
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from pairwise import pairwise
 from ranks import RanksFailed, run_ranks
 
+from ppctl.comm.message_batches import FusedBatch, LooseBatch
 from ppctl.engine.interpreter import Engine
 from ppctl.errors import ScheduleError
 from ppctl.megatron.p2p_communication import P2PCommunicator
@@ -173,6 +175,7 @@ def fused_calls():
     schedule = schedule_of("batched", "interleaved_1f1b", 2, 2, 4)
     sizes, fuse = [], dist.batch_isend_irecv
     communicator = communicator_of("batched")
+    communicator.batch = partial(FusedBatch, communicator.pp_group)  # as where a device's backend moves tensors
 
     def counting(ops):
         sizes.append(len(ops))
@@ -192,6 +195,16 @@ def fused_calls():
             expected.append(tensors)
             tensors = 0
     return sizes, expected
+
+
+def started_one_by_one():
+    communicator = communicator_of("batched")
+    return type(communicator.batch()), communicator.fused, len(communicator.ends)
+
+
+def test_a_host_starts_the_messages_of_a_batch_on_their_channels():
+    """Its backend would start one after the other anyway, on one connection for both directions."""
+    assert run_ranks(started_one_by_one, 2) == [(LooseBatch, False, 4)] * 2
 
 
 def test_neighbouring_messages_go_out_in_one_call():

@@ -19,6 +19,7 @@ from ppctl.errors import ScheduleError
 from ppctl.schedule.action import Action, Op, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.weight_gradients.put_off import WeightGradStore
 
 SPLIT = [name for name, policy in POLICIES.items() if policy.splits]
 
@@ -86,6 +87,47 @@ def test_gradients_are_reduced_once_per_stage_after_its_last_w(name):
     schedule = lower(make_schedule(name, pp=2, vpp=2, num_microbatches=5))
     found = [each for done in run_ranks(reduced, 2, schedule) for each in done]
     assert sorted(found) == [(stage, 5) for stage in range(4)]
+
+
+class _TimesWeight(torch.autograd.Function):
+    """x * w of a user who puts w's gradient off, and keeps for it the very tensor that came as the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        WeightGradStore.put(lambda: w.grad.add_((gradient * x).sum(0)))
+        return gradient * w, None
+
+
+def gradients_by_hook(schedule):
+    """The weights' gradients, of which microbatch mb adds mb, by stage."""
+    own, last = schedule.placement.stages_of(dist.get_rank()), schedule.placement.num_stages - 1
+    weights = {stage: torch.ones(3, requires_grad=True) for stage in own}
+    for weight in weights.values():
+        weight.grad = torch.zeros(3)
+
+    def forward(stage, mb, inputs):
+        out = _TimesWeight.apply(inputs[0] if stage else torch.full((1, 3), 1.0, requires_grad=True), weights[stage])
+        return ((mb * out).sum(),) if stage == last else (out,)
+
+    edge = (pipeline.TensorSpec((1, 3), "float32"),)
+    programs = [
+        StageProgram(s, partial(forward, s), edge if s else (), edge if s < last else (), intercept=False) for s in own
+    ]
+    config = pipeline.SimpleNamespace(batch_p2p_comm=False, pipeline_dtype=torch.float32)
+    communicator = pipeline.P2PCommunicator(dist.group.WORLD, config, channels=schedule.capacities)
+    pipeline.run_schedule(schedule, programs, communicator)
+    return {stage: weight.grad.tolist() for stage, weight in weights.items()}
+
+
+def test_what_a_user_keeps_for_w_is_not_received_into():
+    schedule = lower(make_schedule("interleaved_zero_bubble", pp=2, vpp=2, num_microbatches=8))
+    assert run_ranks(gradients_by_hook, 2, schedule) == [{0: [28.0] * 3, 2: [28.0] * 3}, {1: [28.0] * 3, 3: [28.0] * 3}]
 
 
 class Residual(torch.nn.Module):

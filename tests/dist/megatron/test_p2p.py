@@ -18,12 +18,17 @@ from ppctl.megatron.p2p_communication import P2PCommunicator, is_single_shape
 from ppctl.schedule.action import Channel
 
 SHAPE = (2, 3)
-in_every_mode = pytest.mark.parametrize("mode", P2P_MODES)
+FUSED = "batched, fused"
+"""Batches as NCCL's ranks start them, here on gloo."""
+in_every_mode = pytest.mark.parametrize("mode", [*P2P_MODES, FUSED])
 
 
 def communicator(mode="channels", group=None, **fields):
     config = dict(pipeline_dtype=torch.float32, virtual_pipeline_model_parallel_size=2)
-    return P2PCommunicator(group or dist.group.WORLD, SimpleNamespace(**config | P2P_MODES[mode] | fields))
+    modes = P2P_MODES["batched" if mode == FUSED else mode]
+    made = P2PCommunicator(group or dist.group.WORLD, SimpleNamespace(**config | modes | fields))
+    made._exchange._neighbours.fused = mode == FUSED
+    return made
 
 
 def filled(value, shape=SHAPE):

@@ -61,7 +61,8 @@ def random_case(seed: int) -> tuple[int, bool, Schedule, Price, float]:
         embedding, has_loss = stage == 0, stage == pp * vpp - 1
         work = sum(layers[first : first + count]) + e * embedding + loss * has_loss + mtp * has_m
         state = 100 * (count + has_m) + 80 * (embedding + has_loss)
-        return StagePrice(work, 0.9 * work, 1.1 * work, state, 10 * (count + has_m) + 5 * has_loss)
+        kept = 10 * (count + has_m) + 5 * has_loss
+        return StagePrice(work, 0.9 * work, 1.1 * work, state, kept, kept)
 
     name = "interleaved_1f1b" if vpp > 1 else "1f1b"
     schedule = make_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)

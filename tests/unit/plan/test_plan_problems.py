@@ -129,12 +129,29 @@ def test_every_remedy_mends_its_problem_and_breaks_nothing_else(values: dict[str
             assert len(before) > 1 or after == ()
 
 
-def test_too_few_microbatches_for_dualpipev_are_refused_with_a_schedule_that_takes_them() -> None:
-    start = config_values(pp=2, vpp=2, gbs=2, pipeline__pp_schedule="dualpipev")
+@pytest.mark.parametrize(
+    ("values", "remedies"),
+    [
+        (dict(gbs=2), ["gbs=4", "pipeline.pp_schedule=interleaved_1f1b"]),
+        (dict(gbs=4, mbs=2), ["mbs=1", "gbs=8"]),
+        (
+            dict(gbs=8, pipeline__pp_batch_size=2),
+            ["pipeline.pp_batch_size=4", "pipeline.pp_schedule=interleaved_1f1b"],
+        ),
+        (
+            dict(gbs=2, pipeline__put_off_limit=1),
+            ["gbs=4", "pipeline.pp_schedule=interleaved_1f1b pipeline.put_off_limit=null"],
+        ),
+    ],
+)
+def test_too_few_microbatches_for_dualpipev_are_refused_with_what_is_enough(values, remedies) -> None:
+    values["pipeline__pp_schedule"] = "dualpipev"
+    start = config_values(pp=2, vpp=2, **values)
     (problem,) = problems_of(start)
     assert problem.code == "PP-E304"
     assert "at least 4 microbatches, not 2" in problem.message
-    assert problems_of(start.overridden(parse_overrides(problem.remedy))) == ()
+    assert problem.remedy.splitlines() == remedies
+    assert all(problems_of(start.overridden(parse_overrides(line))) == () for line in remedies)
 
 
 def test_disagreeing_values_are_named_with_their_sources_and_two_ways_out() -> None:
@@ -283,10 +300,10 @@ def test_sharing_out_weights_is_offered_where_it_makes_room(values: dict[str, ob
 @pytest.mark.parametrize(
     ("overrides", "codes", "remedies"),
     [
-        (["ep=2"], ["PP-E801"], ["ep=8", "ep=16"]),
+        (["ep=2"], ["PP-E801"], ["ep=16", "ep=32"]),
         (["nodes=2"], ["PP-E205"], ["nodes=128", "dp=64 nodes=null gpus_per_node=null"]),
         (["nodes=3"], ["PP-E204"], ["nodes=128", "nodes=64 gpus_per_node=16"]),
-        (["train.recompute_granularity=null"], ["PP-E801"], ["train.recompute_granularity=full"]),
+        (["pipeline.put_off_limit=null"], ["PP-E801"], ["pipeline.put_off_limit=8", "pipeline.put_off_limit=4"]),
     ],
 )
 def test_deepseek_v3_on_its_own_cluster_is_never_advised_into_a_full_device(

@@ -74,6 +74,32 @@ def test_the_devices_memory_decides_where_it_is_known() -> None:
     assert "within launch.device_memory;" in equation(wide, "schedule")
 
 
+@pytest.mark.parametrize("limit", ["130MiB", "150MiB"])
+def test_what_waits_for_w_counts_where_layers_are_computed_again(limit: str) -> None:
+    """An activation is small from F to I there, and large from I to W; 1F1B, which puts nothing off, fits."""
+    sizes = dict(
+        **UNEVEN, train__recompute_granularity="full", launch__device_memory=limit, launch__memory_reserve="0MiB"
+    )
+    made, named = searched(**sizes), plan(**sizes, pipeline__pp_schedule="1f1b")
+    assert not named.problems and not made.problems
+    assert made.timing.pipeline_s <= named.timing.pipeline_s * (1 + 1e-9)
+
+
+def test_fewer_weight_gradients_that_wait_take_less_memory_and_hardly_more_time() -> None:
+    sizes = dict(pp=4, vpp=2, gbs=16, model__num_layers=8, train__recompute_granularity="full")
+    plans = [plan(**sizes, pipeline__pp_schedule="dualpipev", pipeline__put_off_limit=limit) for limit in (None, 2, 0)]
+    peaks = [max(cost.peak_bytes for cost in each.pp_ranks) for each in plans]
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert plans[1].timing.pipeline_s <= 1.02 * plans[0].timing.pipeline_s
+    assert not any(each.problems for each in plans)
+
+
+def test_a_limit_for_weights_is_refused_where_none_waits() -> None:
+    for schedule in ("1f1b", "auto"):
+        (problem,) = problems_of(**UNEVEN, pipeline__pp_schedule=schedule, pipeline__put_off_limit=2)
+        assert (problem.code, problem.remedy) == ("PP-E103", "pipeline.put_off_limit=null")
+
+
 def test_without_any_limit_it_holds_what_1f1b_does() -> None:
     assert searched(**UNEVEN).schedule == searched(**UNEVEN, pipeline__schedule_memory=1.0).schedule
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 
 from ppctl.schedule.action import Op, Schedule
-from ppctl.schedule.passes import lower
+from ppctl.schedule.passes import lower, run_weights_sooner
 from ppctl.schedule.policies import POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.trace import longest_span, step_time
@@ -103,3 +103,18 @@ def test_a_v_sends_twice_the_messages_of_a_loop_but_for_its_turning_point() -> N
 
     assert messages("zb_h2") == messages("zb_h1") == 2 * 16 * 7
     assert {messages(name) for name in ("zbv_zero_bubble", "v_half", "v_min")} == {2 * 2 * 16 * 7}
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+@pytest.mark.parametrize("name", [*SPLIT, "dualpipev"])
+def test_weight_gradients_that_run_sooner_leave_at_most_so_many_and_all_else_in_order(name: str, most: int) -> None:
+    whole = made(name, 4, 11)
+    sooner = run_weights_sooner(whole, most)
+    assert verify(lower(sooner)) == [] and sooner.pairs == whole.pairs
+    for row, before in zip(sooner.actions, whole.actions, strict=True):
+        assert [a for a in row if a.op is not Op.W] == [a for a in before if a.op is not Op.W]
+        owed = list(accumulate((a.op is Op.I) - (a.op is Op.W) for a in row))
+        assert max(owed, default=0) <= most + 1, "one more while an I ends"
+        assert all(a.op is Op.W for a, waits in zip(row[1:], owed, strict=False) if waits > most)
+    largest = max(max(accumulate((a.op is Op.I) - (a.op is Op.W) for a in row)) for row in whole.actions)
+    assert run_weights_sooner(whole, largest) == whole
