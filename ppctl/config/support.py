@@ -175,8 +175,8 @@ def not_trained(config: RunConfig) -> list[Problem]:
         what = "attention dropout in fused kernels, whose draws depend on the cut"
         missing.setdefault(what, []).append(f"model.attention_backend={model.attention_backend}")
     if model.add_bias_linear:
-        for what, key in (("experts", "num_moe_experts"), ("latent attention", "multi_latent_attention")):
-            if getattr(model, key):
+        for what, held in (("experts", model.num_moe_experts), ("latent attention", model.multi_latent_attention)):
+            if held:
                 missing.setdefault(f"biases of {what}", []).append("model.add_bias_linear=true")
     if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
         missing.setdefault("products of experts in 8 bits on a GPU", []).append(f"model.fp8={model.fp8}")

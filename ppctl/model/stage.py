@@ -97,7 +97,8 @@ class StageModule(nn.Module):
         if self.position_embeddings is None:
             return x
         counted = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return x + self.position_embeddings(counted if packing.positions is None else packing.positions)
+        x = x + self.position_embeddings(counted if packing.positions is None else packing.positions)
+        return x
 
     def name_dropouts(self, device: torch.device | str) -> None:
         """Let every dropout draw by its canonical name."""
