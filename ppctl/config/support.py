@@ -186,8 +186,8 @@ def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection
         what = "attention dropout in fused kernels, whose draws depend on the cut"
         yield what, [f"model.attention_backend={model.attention_backend}"]
     if model.add_bias_linear:
-        for what, key in (("experts", "num_moe_experts"), ("latent attention", "multi_latent_attention")):
-            if getattr(model, key):
+        for what, held in (("experts", model.num_moe_experts), ("latent attention", model.multi_latent_attention)):
+            if held:
                 yield f"biases of {what}", ["model.add_bias_linear=true"]
     if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
         yield "products of experts in 8 bits on a GPU", [f"model.fp8={model.fp8}"]

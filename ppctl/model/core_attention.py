@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from ppctl.model.dropped_attention import Dropped, attention_with_dropout
+from ppctl.model.dropout import Dropped
+from ppctl.model.dropped_attention import attention_with_dropout
 from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
 

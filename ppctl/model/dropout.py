@@ -130,7 +130,8 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _dropped(gradients[0], *ctx.saved_tensors, ctx.p), None, None, None
+        keys, positions = ctx.saved_tensors
+        return _dropped(gradients[0], keys, positions, ctx.p), None, None, None
 
 
 def _dropped(x: Tensor, keys: Tensor, positions: Tensor, p: float) -> Tensor:

@@ -31,10 +31,11 @@ def attention_with_dropout(
         return _attend(q, k, v, dropped, scale, 0)
     rows = []
     for row, lengths in enumerate(documents.lengths):
-        first, parts = 0, []
-        for heads in zip(*(each[row : row + 1].split(lengths, dim=2) for each in (q, k, v)), strict=True):
-            parts.append(_attend(*heads, dropped._replace(keys=dropped.keys[row : row + 1]), scale, first))
-            first += heads[0].shape[2]
+        first, parts, of_row = 0, [], dropped._replace(keys=dropped.keys[row : row + 1])
+        documents_of = (each[row : row + 1].split(lengths, dim=2) for each in (q, k, v))
+        for own_q, own_k, own_v in zip(*documents_of, strict=True):
+            parts.append(_attend(own_q, own_k, own_v, of_row, scale, first))
+            first += own_q.shape[2]
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows)
 
@@ -121,12 +122,14 @@ def _shares(rows: Tensor, seen: Tensor, scale: float, heads: int, future: Tensor
     wide = torch.promote_types(rows.dtype, torch.float32)
     scores = (rows @ seen.transpose(2, 3)).to(wide).mul_(scale)
     _by_head(scores, heads).masked_fill_(future, -torch.inf)
-    return scores.softmax(-1)
+    shares: Tensor = scores.softmax(-1)
+    return shares
 
 
 def _by_group(heads: Tensor, groups: int) -> Tensor:
     """[b, heads, n, width] -> [b, groups, heads of a group x n, width]."""
-    return heads.unflatten(1, (groups, -1)).flatten(2, 3)
+    by_group: Tensor = heads.unflatten(1, (groups, -1)).flatten(2, 3)
+    return by_group
 
 
 def _by_head(rows: Tensor, heads: int) -> Tensor:
