@@ -252,11 +252,15 @@ def reference(kind: str, dtype: str = "float64") -> Any:
     return found
 
 
-def far(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest difference, relative to the larger of the tensor's largest entry and norm / sqrt(n)."""
+def far(ours: np.ndarray, theirs: np.ndarray, beside: np.ndarray | None = None) -> float:
+    """The largest difference, relative to the larger of the tensor's largest entry and norm / sqrt(n).
+
+    Of a key's bias, whose gradient is zero where positions are learned, relative to those of the query's, `beside` it.
+    """
     if not theirs.size:
         return 0.0
-    scale = max(np.abs(theirs).max(), np.linalg.norm(theirs.ravel()) / math.sqrt(theirs.size))
+    found = theirs if beside is None else np.concatenate((theirs.ravel(), beside.ravel()))
+    scale = max(np.abs(found).max(), np.linalg.norm(found.ravel()) / math.sqrt(found.size))
     return float(np.abs(ours - theirs).max() / scale) if scale else float(np.abs(ours).max())
 
 
@@ -265,8 +269,8 @@ def differences(kind: str, ranks: list[dict[str, Any]], dtype: str = "float64") 
     expected = reference(kind, dtype)
     found: dict[str, float] = {}
 
-    def note(what: str, ours: Any, theirs: Any) -> None:
-        found[what] = max(found.get(what, 0.0), far(np.asarray(ours), np.asarray(theirs)))
+    def note(what: str, ours: Any, theirs: Any, beside: Any = None) -> None:
+        found[what] = max(found.get(what, 0.0), far(np.asarray(ours), np.asarray(theirs), beside))
 
     for rank in ranks:
         records = rank["records"]
@@ -282,7 +286,8 @@ def differences(kind: str, ranks: list[dict[str, Any]], dtype: str = "float64") 
         seen: set[str] = set()
         for rank in ranks:
             for name, ours in rank[kind_].items():
-                note(f"{kind_} {name}", ours, theirs[name])
+                beside = theirs[name.replace(".wk.", ".wq.")] if name.endswith(".wk.bias") else None
+                note(f"{kind_} {name}", ours, theirs[name], beside)
             seen |= rank[kind_].keys()
         assert seen == theirs.keys(), seen ^ theirs.keys()
     return found
