@@ -86,7 +86,7 @@ def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
         return value if value is None or f"parallel.{name}" in typed else min(value, AXIS)
 
     names = ("pipeline_model", "virtual_pipeline_model", "tensor_model", "context", "expert_model", "expert_tensor")
-    pp, vpp, tp, cp, ep, etp = sizes = [size(axis) for axis in names]
+    pp, _, tp, cp, ep, etp = sizes = [size(axis) for axis in names]
     of_experts = ep * (tp if etp is None else etp)
     dp = parallel.data_parallel_size if "parallel.data_parallel_size" in typed else None
     dp = dp or of_experts // gcd(of_experts, tp * cp)
@@ -98,7 +98,9 @@ def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
         "parallel.data_parallel_size": dp,
         "parallel.sequence_parallel": tp > 1 and (parallel.sequence_parallel or bool(model.num_moe_experts)),
         "parallel.pipeline_model_parallel_layout": None,
-        "parallel.hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes if cp > 1 else None,
+        "parallel.hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes
+        if cp > 1
+        else None,
         "model.num_layers": layers,
         "model.moe_layer_freq": 1 if all(freq) or not model.num_moe_experts else freq,
         "train.global_batch_size": 2 * pp * dp * config.train.micro_batch_size,

@@ -321,8 +321,7 @@ def test_training_what_can_only_be_planned_is_one_sentence():
         assert problem.message.count(what) == 1
     assert "\n" not in problem.message
     assert (
-        problem.remedy
-        == "ppctl plan +recipe=deepseek_v3 model.fp8=hybrid model.attention_dropout=0.1 "
+        problem.remedy == "ppctl plan +recipe=deepseek_v3 model.fp8=hybrid model.attention_dropout=0.1 "
         "model.attention_backend=fused"
     )
 
