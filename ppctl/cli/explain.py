@@ -17,7 +17,7 @@ from typing import Any
 from ppctl.cli.table import aligned
 from ppctl.config.argv import ALIASES, full_name
 from ppctl.config.keys import Key, did_you_mean, docstring, keys, nearest, sections, text_keys, type_text, value_text
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON
 from ppctl.config.model_parallel_config import DTYPES
 from ppctl.config.support import MEANING, SHOWN_BY
 from ppctl.errors import ConfigError, Problem
@@ -116,7 +116,7 @@ def _limits(found: Sequence[Key]) -> list[str]:
     return ["", *(_filled(f"{words}: {', '.join(fields)}", "limit  ") for words, fields in alike.items())] * bool(alike)
 
 
-_SHORT = {PLANS: "plan only", LATER: "later", NEEDS: "needs", IGNORED: "no effect"}
+_SHORT = {LATER: "later", NEEDS: "needs", IGNORED: "no effect"}
 """The short form of a key's state in a list; a legend below the list explains it."""
 
 

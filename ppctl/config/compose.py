@@ -20,7 +20,7 @@ from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, t
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.quoting import quote
 from ppctl.config.resources import find_recipe, groups, is_file_name, recipes
-from ppctl.config.scale import SCALES, smoke
+from ppctl.config.scale import KEEPS, SCALES, miniature
 from ppctl.config.schema import RunConfig
 from ppctl.config.support import ignored
 from ppctl.errors import ConfigError, PpctlError, Problem
@@ -158,7 +158,7 @@ def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
 def _scale_down(draft: Draft, scale: str, typed: Collection[str]) -> None:
     """Replace what makes the run large, except values of the command line, and note the changes as a table."""
     rows = []
-    for key, value in _miniature(draft).items():
+    for key, value in _miniature(draft, scale, typed).items():
         before = draft.get(key)
         if key in draft.covered:
             draft.covered[key] = value  # a remedy goes back to the value without the command line
@@ -169,20 +169,20 @@ def _scale_down(draft: Draft, scale: str, typed: Collection[str]) -> None:
     draft.tree["scale"], draft.provenance["scale"] = scale, PLACE
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]
-    draft.notes.append("\n".join([f"scale={scale} keeps layout, layers and switches, and makes small:", *table]))
+    draft.notes.append("\n".join([f"scale={scale} keeps {KEEPS[scale]}, and makes small:", *table]))
 
 
-def _miniature(draft: Draft) -> dict[str, Any]:
+def _miniature(draft: Draft, scale: str, typed: Collection[str]) -> dict[str, Any]:
     """The values that make the run small. The model's are in proportion to those of files: values on the command line
     are meant for the miniature."""
     config, _ = convert(draft.tree, draft.place)
     sound = within_limits(config, list(beyond_limits(config)), draft.covered)
     full = Draft(deepcopy(draft.tree), draft.provenance)
-    for key in smoke(sound):
+    for key in miniature(sound, scale, typed):
         if key.startswith(("model.", "log.")) and key in draft.covered:
             full.put(key, draft.covered[key])
     config, _ = convert(full.tree, draft.place)
-    return smoke(within_limits(config, list(beyond_limits(config)), draft.covered))
+    return miniature(within_limits(config, list(beyond_limits(config)), draft.covered), scale, typed)
 
 
 def _apply_layer(draft: Draft, layer: Layer) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ppctl.config.limits import Limit
 
-WORKS, PLANS, LATER, NEEDS, IGNORED, PYTHON = "works", "plans", "later", "needs", "ignored", "python"
+WORKS, LATER, NEEDS, IGNORED, PYTHON = "works", "later", "needs", "ignored", "python"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ppctl.config.limits import (
     positive,
     sizes,
 )
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, Support, key
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E117"
@@ -175,9 +175,13 @@ class ModelParallelConfig:
     """Deprecated form of tp_comm_overlap_rs."""
     tp_comm_atomic_rs: bool = key(False, support=_DEPRECATED)
     """Deprecated atomic form of the pipelined reduce-scatter."""
-    cross_entropy_loss_fusion: bool = key(False, support=Support(PLANS, "fused cross entropy"))
-    """Use a fused cross entropy."""
-    cross_entropy_fusion_impl: str = key("native", support=Support(PLANS, "fused cross entropy"))
+    cross_entropy_loss_fusion: bool = key(
+        False, support=Support(note="ppctl's own loss is that in any case; plans of Megatron's memory differ by it")
+    )
+    """Use a fused cross entropy, in which ranks that share a vocabulary gather no logits."""
+    cross_entropy_fusion_impl: str = key(
+        "native", one_of("native", "te"), support=Support(NEEDS, "Transformer Engine", "`native` is ppctl's own loss")
+    )
     """Which fused cross entropy: `native` or `te` (Transformer Engine)."""
     tp_comm_overlap_disable_qkv: bool = key(False, support=_USERBUFFERS)
     """With tp_comm_overlap: leave the QKV projection out of it."""

@@ -1,18 +1,23 @@
-"""`+scale=smoke`: a recipe as a faithful miniature, which trains on a laptop.
+"""`+scale=smoke` and `+scale=axes`: a recipe as a faithful miniature, which trains on a laptop.
 
 Knows which values make a run large. Must not know where they came from, files or Hydra. What a recipe is about stays:
-pp, vpp, layout, schedule, kinds and numbers of layers, MTP, routing rules, precision and every other switch.
+kinds of layers, schedule, MTP, routing rules, precision and every other switch. With `smoke` pp, vpp, layout and numbers
+of layers stay as well, and no layer is shared by ranks; with `axes` every axis of the recipe stays, two ranks long.
 These values depend on each other: that is why they are computed here and are no metadata of the keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from math import gcd
 from typing import Any
 
 from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.schedule.policies import POLICIES, schedule_policy
 
-SCALES = ("smoke",)
+KEEPS = {"smoke": "layout, layers and switches", "axes": "axes, kinds of layers and switches"}
+SCALES = tuple(KEEPS)
 
 HIDDEN = 64
 HEADS = 4
@@ -22,6 +27,15 @@ SEQUENCE = 64
 VOCABULARY = 320
 """257 byte tokens and padding, as the smallest recipe has it."""
 STEPS = 20
+LAYERS = 8
+"""Of `axes`: two for each of its 4 stages at most."""
+AXIS = 2
+"""Its ranks along each axis."""
+
+
+def miniature(config: RunConfig, scale: str, typed: Collection[str]) -> dict[str, Any]:
+    """The values, by key, that make `config` small; those of `typed` keys do not count, which other ones follow."""
+    return axes(config, typed) if scale == "axes" else smoke(config)
 
 
 def smoke(config: RunConfig) -> dict[str, Any]:
@@ -63,6 +77,43 @@ def _microbatches(config: RunConfig) -> int:
     pp = config.parallel.pipeline_model_parallel_size
     policy = POLICIES.get(schedule_policy(config.pipeline.pp_schedule) or "")
     return max(pp, policy.needs_microbatches(pp) if policy is not None else 1)
+
+
+def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
+    """The values, by key, that make `config` small and leave every axis 2 long that is longer: at most 16 processes.
+
+    As `smoke`, of 8 layers in the order of the recipe's kinds. There are as many replicas as experts need ranks, and
+    twice as many microbatches as pp, so that every schedule has enough. Experts with tensor parallelism, which no plan
+    accepts without sequence parallelism, have it. A typed size counts as it is.
+    """
+    parallel, model = config.parallel, config.model
+
+    def size(axis: str) -> Any:
+        name = f"{axis}_parallel_size"
+        value = getattr(parallel, name)
+        return value if value is None or f"parallel.{name}" in typed else min(value, AXIS)
+
+    names = ("pipeline_model", "virtual_pipeline_model", "tensor_model", "context", "expert_model", "expert_tensor")
+    pp, _, tp, cp, ep, etp = sizes = [size(axis) for axis in names]
+    of_experts = ep * (tp if etp is None else etp)
+    dp = parallel.data_parallel_size if "parallel.data_parallel_size" in typed else None
+    dp = dp or of_experts // gcd(of_experts, tp * cp)
+    kinds = moe_layer_pattern(model)
+    layers = min(model.num_layers, LAYERS)
+    freq = [int(kinds[layer * model.num_layers // layers]) for layer in range(layers)]
+    values = smoke(config) | {f"parallel.{axis}_parallel_size": n for axis, n in zip(names, sizes, strict=True)}
+    return values | {
+        "parallel.data_parallel_size": dp,
+        "parallel.sequence_parallel": tp > 1 and (parallel.sequence_parallel or bool(model.num_moe_experts)),
+        "parallel.pipeline_model_parallel_layout": None,
+        "parallel.hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes
+        if cp > 1
+        else None,
+        "model.num_layers": layers,
+        "model.moe_layer_freq": 1 if all(freq) or not model.num_moe_experts else freq,
+        "train.global_batch_size": 2 * pp * dp * config.train.micro_batch_size,
+        "log.name": f"{config.log.name}_axes",
+    }
 
 
 def _model(model: ModelConfig) -> dict[str, Any]:

@@ -466,7 +466,8 @@ class RunConfig:
     recipe: str | None = None
     """The recipe that the config started from."""
     scale: str | None = None
-    """`smoke`: the recipe as a miniature of the same layout, layers and switches, for a laptop."""
+    """`smoke`: the recipe as a miniature of the same layout, layers and switches, for a laptop; `axes`: one of the same
+    axes, kinds of layers and switches, with every parallel size above 1 made 2."""
     model: ModelConfig = key(ModelConfig, mathematics=True)
     parallel: ParallelConfig = key(ParallelConfig)
     pipeline: RunPipelineConfig = key(RunPipelineConfig)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from ppctl.config.keys import Key, as_typed, place_of, text_keys, value_of, value_text
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, WORKS
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON, WORKS
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 
 MEANING = {
     WORKS: "works",
-    PLANS: "later: `ppctl plan` works with it; training comes in a later release",
     LATER: "later: comes in a later release, and is refused until then",
     NEEDS: "needs a library or build that ppctl does not use",
     IGNORED: "ignored upstream too, or nothing to act on here: accepted, with a note",
@@ -38,6 +37,13 @@ _SHOWN_BY = {
         "test_scaling_in_the_schedule_weighs_every_microbatch_alike": "pipeline.scale_grads_in_schedule",
         "test_a_longer_warmup_changes_no_bit": "pipeline.extra_warmup",
         "test_a_given_loss_is_a_sum_over_tokens_or_a_mean": "pipeline.loss_fn",
+    },
+    "tests/dist/train/test_axes.py": {
+        "test_any_axes_agree_with_one_process": (
+            "parallel.tensor_model_parallel_size parallel.sequence_parallel parallel.context_parallel_size "
+            "parallel.hierarchical_context_parallel_sizes parallel.expert_tensor_parallel_size model.cp_comm_type "
+            "parallel.cross_entropy_loss_fusion"
+        ),
     },
     "tests/unit/plan/test_plan_search.py": {
         "test_more_memory_makes_an_uneven_pipeline_faster": "pipeline.schedule_memory",
@@ -165,8 +171,6 @@ def ignored(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 def not_trained(config: RunConfig) -> list[Problem]:
     """One problem that names all features that this config needs and this release cannot train yet; none otherwise."""
     missing: dict[str, list[str]] = {}
-    for key, value in _set_to_another(config, PLANS):
-        missing.setdefault(key.facts.support.note, []).append(f"{key.name}={str(value).lower()}")
     for what, keys in (*_models_without_modules(config), *_uncombined_axes(config)):
         missing.setdefault(what, []).extend(keys)
     if not missing:

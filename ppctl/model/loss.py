@@ -82,8 +82,8 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None]:
+        found = _memory_for_gradient(ctx)
         logits, labels = ctx.saved_tensors
-        found = _memory_for_gradient(ctx, logits)
         first, second, third = _wide_blocks(logits, 3)
         each = (logits.flatten(0, 1), labels.flatten(), gradients.flatten(), found.flatten(0, 1))
         for rows, wanted, gradient, into in _blocks(*each):
@@ -126,8 +126,8 @@ class _LossesOfWords(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        found = _memory_for_gradient(ctx, logits := ctx.saved_tensors[0])
-        _, scale, own, mine = ctx.saved_tensors
+        found = _memory_for_gradient(ctx)
+        logits, scale, own, mine = ctx.saved_tensors
         gradient = gradients.flatten().masked_fill(~ctx.counted, 0.0)
         (wide,) = _wide_blocks(logits, 1)
         each = (logits.flatten(0, 1), scale, own, mine, gradient, found.flatten(0, 1))
@@ -138,10 +138,15 @@ class _LossesOfWords(torch.autograd.Function):
         return found, None, None, None
 
 
-def _memory_for_gradient(ctx: Any, logits: Tensor) -> Tensor:
-    """Where the gradient of the logits goes: into their own memory where that is wanted and nobody else needs it."""
+def _memory_for_gradient(ctx: Any) -> Tensor:
+    """Where the gradient of the logits goes, the first tensor that was saved.
+
+    Into their own memory where that is wanted and nobody else needs it. What was overwritten is not even read: autograd
+    would refuse it in words that say nothing of the loss.
+    """
     if ctx.overwritten:
         raise RuntimeError("the logits of this loss were overwritten by their gradient in its first backward")
+    logits: Tensor = ctx.saved_tensors[0]
     ctx.overwritten = ctx.overwrite and logits.is_contiguous() and not _shared(logits)
     if ctx.overwritten:
         return logits.detach()

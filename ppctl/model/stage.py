@@ -217,8 +217,10 @@ class StageModule(nn.Module):
     def _keep_own_parts(self) -> None:
         """Replace every parameter that is split here for one of the shape of the rank's part."""
         for name, parameter in self.canonical_parameters().items():
-            shape = self.parts.shape(self._rows[name]) if name in self._rows else tuple(parameter.shape)
-            if shape != tuple(parameter.shape):
+            row = self._rows.get(name)
+            if row is None or tuple(parameter.shape) != WHOLE.shape(row):
+                continue  # it has the rank's shape, or a wrong one
+            if (shape := self.parts.shape(row)) != tuple(parameter.shape):
                 owner, _, own = name.rpartition(".")
                 setattr(self.get_submodule(owner), own, make_weight(*shape))
 

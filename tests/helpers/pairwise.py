@@ -25,11 +25,12 @@ def pairwise(grid: Iterable[Row], sample: Iterable[Row] = (), seed: int = 0) -> 
     """
     rows, design = [*grid], [*sample]
     random.Random(seed).shuffle(rows)
-    missing = set().union(*map(pairs, rows)).difference(*map(pairs, design))
+    held = {row: pairs(row) for row in rows}
+    missing = set().union(*held.values()).difference(*map(pairs, design))
     while missing:
-        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        best = max(rows, key=lambda row: len(held[row] & missing))
         design.append(best)
-        missing -= pairs(best)
+        missing -= held[best]
     return design
 
 

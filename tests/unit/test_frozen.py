@@ -242,7 +242,7 @@ MORE_WORDS = {
     "model.moe_layer_freq": ["1", "2", "[0]*4+[1]*4"],
     "parallel.pipeline_model_parallel_layout": ["auto", "Et*8L"],
     "pipeline.extra_warmup": ["0", "auto"],
-    "scale": ["smoke"],
+    "scale": ["smoke", "axes"],
     "train.recompute_granularity": ["full", "selective"],
     "train.recompute_method": ["uniform", "block"],
     "train.recompute_modules": ["[core_attn]", "[mlp]", "[layernorm]"],

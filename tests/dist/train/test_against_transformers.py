@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hugging_face_models import DENSE, MOE, hugging_face_model, relative
 from oracle.data import whole_batches
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -18,9 +19,10 @@ from ppctl.launch.weights import check_weights, model_values
 from ppctl.model.loss import token_losses
 from ppctl.model.stage_model import pieces
 from ppctl.plan.build import build_plan
+from ppctl.pretrained.convert import export_checkpoint
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import build_session
-from ppctl.train.snapshot import start_from
+from ppctl.train.snapshot import save_checkpoint, start_from
 from ppctl.train.step import Trainer
 
 SEQ, MICROBATCHES = 16, 4
@@ -41,7 +43,7 @@ CASES = [
 ]
 
 
-def config_of(directory: Path, text: Path, pp: int, vpp: int, layout: str) -> RunConfig:
+def config_of(directory: Path, text: Path, pp: int, vpp: int, layout: str, **sizes: int) -> RunConfig:
     config = RunConfig(model=ModelConfig(**model_values(str(directory)), from_=str(directory)))
     config.parallel.pipeline_model_parallel_size = pp
     config.parallel.virtual_pipeline_model_parallel_size = vpp
@@ -54,23 +56,34 @@ def config_of(directory: Path, text: Path, pp: int, vpp: int, layout: str) -> Ru
     config.data.path, config.data.seq_length = str(text), SEQ
     config.train.steps, config.train.micro_batch_size, config.train.global_batch_size = 1, 2, 2 * MICROBATCHES
     config.optim.clip_grad = 0.0
-    config.launch.device, config.launch.nodes, config.launch.gpus_per_node = "cpu", 1, pp
+    for axis, size in sizes.items():
+        setattr(config.parallel, f"{axis}_parallel_size", size)
+    config.parallel.sequence_parallel = "tensor_model" in sizes
+    ranks = pp * sizes.get("tensor_model", 1) * sizes.get("context", 1)
+    config.launch.device, config.launch.nodes, config.launch.gpus_per_node = "cpu", 1, ranks
     return config
 
 
-def loss_and_gradients(mapping: dict) -> tuple[float, dict[str, torch.Tensor]]:
-    """Runs in a rank: the loss of one step and this rank's gradients, each use of a tied tensor holding their sum."""
+def loss_and_gradients(mapping: dict, save: Path | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Runs in a rank: the loss of one step and this rank's gradients, each use of a tied tensor holding their sum.
+
+    What ranks share is made whole. The weights that a run begins with are a checkpoint in `save`, where that is wanted.
+    """
     config = from_mapping(mapping)
     plan = build_plan(config, {})
     assert not plan.problems, plan.problems
     session = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
     start_from(session, Path(str(config.model.from_)))
+    if save is not None:
+        save_checkpoint(session, save, 0, 0)
     loss = Trainer(session, session.batches(), lambda: False).step(0).record["loss"]
     experts = next(stage.experts for stage in session.stages.values())
     gradients = {
         piece: part.clone()
         for name, master in session.weights.master.items()
-        for piece, part in pieces(name, master.grad, session.rows[name], experts)
+        for piece, part in pieces(
+            name, session.slices.whole(session.rows[name], master.grad), session.rows[name], experts
+        )
     }
     return loss, gradients
 
@@ -111,3 +124,30 @@ def test_loss_and_every_gradient_equal_those_of_transformers(case, text, cut):
             assert relative(gradient, gradients[name]) <= 1e-5, name
         seen |= rank_gradients.keys()
     assert seen == gradients.keys()
+
+
+AXES = dict(tensor_model=2, context=2)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [("llama", AXES), ("qwen3_moe", AXES | dict(expert_tensor=2)), ("deepseek_v3", AXES | dict(expert_tensor=2))],
+    indirect=["case"],
+    ids=["llama", "qwen3_moe", "deepseek_v3"],
+)
+def test_ranks_that_share_layers_sequences_and_experts_agree_with_transformers(case, text, sizes, tmp_path):
+    """And what they save and export is, loaded again, what they read: to the bit."""
+    directory, loss, gradients = case
+    config = config_of(directory, text, *CUTS["pp=1"], **sizes)
+    seen = set()
+    for rank_loss, rank_gradients in run_ranks(loss_and_gradients, 4, to_mapping(config), tmp_path / "checkpoints"):
+        assert rank_loss == pytest.approx(loss, rel=1e-5)
+        for name, gradient in rank_gradients.items():
+            assert relative(gradient, gradients[name]) <= 1e-5, name
+        seen |= rank_gradients.keys()
+    assert seen == gradients.keys()
+    export_checkpoint(tmp_path / "checkpoints" / "step-0", tmp_path / "exported", lambda *_: None)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(d).state_dict() for d in (tmp_path / "exported", directory))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

@@ -12,19 +12,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axis_runs import MODELS, config_of, differences, train_all, world_of
+from axis_runs import MODELS, SIZES, config_of, differences, train_all, world_of
 from pairwise import pairwise
 from ranks import run_ranks
 
 from ppctl.config.mapping import to_mapping
 
-Case = tuple[str, str, tuple[int, int], int, str, str]
-"""Model, tensor parallelism, (ep, etp; 0: tp's), dp, sharding, cut."""
+Case = tuple[str, str, str, tuple[int, int], int, str, str]
+"""Model, tensor parallelism, context parallelism, (ep, etp; 0: tp's), dp, sharding, cut."""
 
 TENSOR = {"-": {}, "tp 2": dict(tp=2), "tp 2 sp": dict(tp=2, sp=True), "tp 4 sp": dict(tp=4, sp=True)}
+CONTEXT: dict[str, dict[str, Any]] = {
+    "-": {},
+    "cp 2, p2p": dict(cp=2),
+    "cp 2, all_gather": dict(cp=2, ways="all_gather"),
+    "cp 2, a2a": dict(cp=2, ways="a2a"),
+    "cp 2, a way for each layer": dict(cp=2, ways=["a2a", "p2p", "all_gather", "p2p"]),
+    "cp 4, p2p": dict(cp=4),
+    "cp 4, a2a+p2p": dict(cp=4, ways="a2a+p2p", levels=[2, 2]),
+}
 CUTS: dict[str, dict[str, Any]] = {
     "pp 1": {},
-    "pp 2": dict(pp=2, layout="Et*2|t*2{m}L"),
+    "pp 2": dict(pp=2, layout="Et*2|t*2{m}L", cross_entropy_loss_fusion=True),
     "pp 2, full recompute": dict(pp=2, layout="Et*2|t*2{m}L", recompute_granularity="full", recompute_method="uniform"),
     "pp 2, vpp 2": dict(pp=2, layout="Et|t|t*2|{m}L", virtual_pipeline_model_parallel_size=2),
     "zb_h1": dict(pp=2, layout="Et*2|t*2{m}L", pp_schedule="zb_h1"),
@@ -41,27 +50,31 @@ CUTS: dict[str, dict[str, Any]] = {
 
 def axes_of(case: Case) -> dict[str, Any]:
     """The keywords of `config_of`."""
-    kind, tensor, (ep, etp), dp, sharding, cut = case
-    axes = TENSOR[tensor] | CUTS[cut] | dict(ep=ep, dp=dp, data_parallel_sharding=sharding)
+    kind, tensor, context, (ep, etp), dp, sharding, cut = case
+    axes = TENSOR[tensor] | CONTEXT[context] | CUTS[cut] | dict(ep=ep, dp=dp, data_parallel_sharding=sharding)
     if "layout" in axes:
         axes["layout"] = axes["layout"].format(m="m" * (MODELS[kind].get("mtp_num_layers") or 0))
     return axes | (dict(etp=etp) if etp else {})
 
 
 def is_possible(case: Case) -> bool:
-    kind, tensor, (ep, etp), dp, sharding, cut = case
+    kind, tensor, context, (ep, etp), dp, sharding, cut = case
     tp, moe = TENSOR[tensor].get("tp", 1), "num_moe_experts" in MODELS[kind]
-    ranks = tp * dp * (1 if cut == "pp 1" else 2)
+    cp, way = CONTEXT[context].get("cp", 1), CONTEXT[context].get("ways", "p2p")
+    inner = 2 if "a2a" in str(way) else 1
+    ranks = tp * cp * dp * (1 if cut == "pp 1" else 2)
     experts = moe or (ep == 1 and etp == 0)
-    divides = tp * dp % (ep * (etp or tp)) == 0
+    divides = tp * cp * dp % (ep * (etp or tp)) == 0
     modules = cut != "zb_h1, modules recomputed" or kind == "deepseek"  # the one that has all of them
     enough = cut != "dualpipev" or dp == 1
     return (
         ranks <= 8
-        and (tensor != "-" or dp == 1)
+        and tp * inner <= SIZES["num_attention_heads"]
+        and (cp == 1 or not MODELS[kind].get("attention_dropout"))
+        and (max(tp, cp) > 1 or dp == 1)
         and experts
         and divides
-        and (sharding == "none" or dp > 1)
+        and (sharding == "none" or dp * cp > 1)
         and (not moe or tp == 1 or "sp" in tensor)
         and modules
         and enough
@@ -71,18 +84,26 @@ def is_possible(case: Case) -> bool:
 GRID: list[Case] = [
     case
     for case in itertools.product(
-        MODELS, TENSOR, [(1, 0), (1, 1), (2, 0), (2, 1), (4, 1)], (1, 2), ("none", "optimizer_gradients", "full"), CUTS
+        MODELS,
+        TENSOR,
+        CONTEXT,
+        [(1, 0), (1, 1), (2, 0), (2, 1), (4, 1)],
+        (1, 2),
+        ("none", "optimizer_gradients", "full"),
+        CUTS,
     )
     if is_possible(case)
 ]
 SAMPLE: list[Case] = [
-    ("grouped", "tp 4 sp", (1, 0), 1, "none", "pp 1"),
-    ("biases", "tp 2", (1, 0), 1, "none", "pp 2"),
-    ("latent", "tp 2 sp", (1, 0), 1, "none", "pp 2, vpp 2"),
-    ("experts", "tp 2 sp", (2, 1), 1, "none", "pp 2"),
-    ("experts", "tp 2 sp", (2, 0), 2, "full", "pp 1"),
-    ("deepseek", "tp 2 sp", (2, 1), 2, "optimizer_gradients", "pp 1"),
-    ("deepseek", "tp 2 sp", (1, 0), 1, "none", "zb_h1, modules recomputed"),
+    ("grouped", "tp 4 sp", "-", (1, 0), 1, "none", "pp 1"),
+    ("biases", "tp 2", "-", (1, 0), 1, "none", "pp 2"),
+    ("latent", "tp 2 sp", "-", (1, 0), 1, "none", "pp 2, vpp 2"),
+    ("experts", "tp 2 sp", "-", (2, 0), 2, "full", "pp 1"),
+    ("deepseek", "tp 2 sp", "-", (2, 1), 2, "optimizer_gradients", "pp 1"),
+    ("deepseek", "tp 2 sp", "-", (1, 0), 1, "none", "zb_h1, modules recomputed"),
+    ("deepseek", "tp 2 sp", "cp 2, p2p", (2, 1), 1, "full", "pp 1"),
+    ("packed", "-", "cp 2, all_gather", (1, 0), 1, "none", "pp 2"),
+    ("gpt3, all scores", "-", "cp 4, a2a+p2p", (1, 0), 1, "none", "pp 1"),
 ]
 
 
@@ -103,9 +124,9 @@ PARAMETERS = [pytest.param(*case, marks=pytest.mark.whole if case in MORE else (
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("kind", "tensor", "experts", "dp", "sharding", "cut"), PARAMETERS)
-def test_any_axes_agree_with_one_process(kind, tensor, experts, dp, sharding, cut):
-    case = kind, tensor, experts, dp, sharding, cut
+@pytest.mark.parametrize(("kind", "tensor", "context", "experts", "dp", "sharding", "cut"), PARAMETERS)
+def test_any_axes_agree_with_one_process(kind, tensor, context, experts, dp, sharding, cut):
+    case = kind, tensor, context, experts, dp, sharding, cut
     world = world_of(config_of(kind, **axes_of(case)))
     far = differences(kind, results(world, case in MORE)[case])
     assert {what: value for what, value in far.items() if not value <= 1e-12} == {}
@@ -114,7 +135,7 @@ def test_any_axes_agree_with_one_process(kind, tensor, experts, dp, sharding, cu
 def test_a_cut_at_fixed_axes_changes_no_bit():
     """In float32: pp, vpp, schedules and recompute at tp 2 under sequence parallelism."""
     for kind, cuts in {"deepseek": ("pp 1", "pp 2, vpp 2", "zb_h1, modules recomputed"), "biases": CUTS}.items():
-        cases = [(kind, "tp 2 sp", (1, 0), 1, "none", cut) for cut in cuts]
+        cases = [(kind, "tp 2 sp", "-", (1, 0), 1, "none", cut) for cut in cuts]
         cases = [case for case in cases if is_possible(case)]
         configs = [config_of(kind, **axes_of(case), params_dtype="float32") for case in cases]
         alone = run_ranks(train_all, 2, [to_mapping(configs[0])])

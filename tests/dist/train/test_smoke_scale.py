@@ -71,11 +71,12 @@ def test_deepseek_v3_in_small_has_the_bits_of_one_process_and_every_expert_learn
     assert any(name.startswith("mtp.0.layer.") for name in seen)
 
 
-def test_at_full_size_deepseek_v3_refuses_nothing_but_the_machine(capsys, monkeypatch):
+@pytest.mark.parametrize(("recipe", "ranks"), [("deepseek_v3", 2048), ("llama3_405b", 16384), ("gpt3_175b", 1024)])
+def test_at_full_size_a_recipe_is_refused_for_nothing_but_the_machine(recipe, ranks, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["train", "+recipe=deepseek_v3"]) == 2
+    assert main(["train", f"+recipe={recipe}"]) == 2
     told = capsys.readouterr().err
     errors = [line for line in told.splitlines() if line.startswith("error ")]
     assert len(errors) == 1
-    assert "2048" in errors[0].replace(",", "")
+    assert str(ranks) in errors[0].replace(",", "")
     assert "GPU" in errors[0]

@@ -46,7 +46,7 @@ def test_draws_are_the_ones_of_whole_numbers_at_every_length_of_a_row(columns):
 def test_a_part_of_rows_samples_or_heads_draws_what_the_whole_does():
     x = torch.ones(3, 10, 16)
     whole = named("layers.0.after_ffn")(x, Draws(KEYS))
-    part = named("layers.0.after_ffn")(x[1:2, 4:7], Draws(KEYS[1:2]), torch.arange(4, 7))
+    part = named("layers.0.after_ffn")(x[1:2, 4:7], Draws(KEYS[1:2], torch.arange(4, 7)))
     assert torch.equal(part, whole[1:2, 4:7])
     probabilities = kept_probabilities(Dropped(KEYS, 0.5), 4, torch.arange(9), torch.arange(9))
     some = kept_probabilities(Dropped(KEYS, 0.5, first_head=2), 1, torch.tensor([1, 5]), torch.arange(3, 9))

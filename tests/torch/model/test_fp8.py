@@ -18,6 +18,7 @@ from ppctl.model.fp8 import E4M3, E5M2, LARGEST, Fp8, quantise
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
 from ppctl.model.linear import (
     Linear,
+    columns,
     for_each_group,
     multiply_in_float32,
     multiply_scaled,
@@ -118,10 +119,9 @@ def test_an_input_is_kept_once_in_a_byte_an_element_for_all_its_products():
     x = torch.randn(2, 16, 64).bfloat16().requires_grad_()
     projections = [Linear(64, 32, fp8=fp8).bfloat16() for _ in range(3)]
     weights = sum(one.weight.nbytes for one in projections)
-    shared = projections[0].operand(x)
-    assert kept_by(lambda: [one(shared) for one in projections]) == weights + 32 * 64 + 32 * 4
+    assert kept_by(lambda: columns(x, *projections)) == weights + 32 * 64 + 32 * 4
     plain = [Linear(64, 32).bfloat16() for _ in range(3)]
-    assert kept_by(lambda: [one(plain[0].operand(x)) for one in plain]) == weights + 32 * 64 * 2
+    assert kept_by(lambda: columns(x, *plain)) == weights + 32 * 64 * 2
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -249,8 +249,8 @@ def test_a_weight_gradient_in_8_bits_can_wait_and_keeps_8_bits_of_the_input(name
             torch.nn.init.normal_(projection.weight)
         x, put_off = torch.randn(2, 16, 64, dtype=torch.bfloat16).requires_grad_(), PutOff()
         with collecting(put_off) if later else nullcontext():
-            shared = projections[0].operand(x * 1)
-            out = projections[0](shared) * projections[1](shared).sigmoid()
+            first, second = columns(x * 1, *projections)
+            out = first * second.sigmoid()
         with collecting(put_off, backward=True) if later else nullcontext():
             out.backward(torch.randn_like(out))
         assert all((projection.weight.grad is None) == later for projection in projections)

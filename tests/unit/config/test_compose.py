@@ -314,15 +314,14 @@ def test_override_refuses_another_recipe():
 
 
 def test_training_what_can_only_be_planned_is_one_sentence():
-    typed = ("tp=2", "model.attention_dropout=0.1", "model.attention_backend=fused")
+    typed = ("model.fp8=hybrid", "model.attention_dropout=0.1", "model.attention_backend=fused")
     (problem,) = problems_of("+recipe=deepseek_v3", *typed, for_training=True)
     assert problem.code == "PP-E118"
-    for what in ("tensor parallelism", "attention dropout in fused kernels"):
+    for what in ("products of experts in 8 bits", "attention dropout in fused kernels"):
         assert problem.message.count(what) == 1
     assert "\n" not in problem.message
     assert (
-        problem.remedy
-        == "ppctl plan +recipe=deepseek_v3 parallel.tensor_model_parallel_size=2 model.attention_dropout=0.1 "
+        problem.remedy == "ppctl plan +recipe=deepseek_v3 model.fp8=hybrid model.attention_dropout=0.1 "
         "model.attention_backend=fused"
     )
 
@@ -341,11 +340,7 @@ def test_blocks_that_have_no_module_can_be_planned_alone(typed, missing):
     assert problem.code == "PP-E118" and missing in problem.message
 
 
-def test_gpt3_lacks_nothing_but_tensor_parallelism():
-    compose(["+recipe=gpt3_175b", "tp=1", "parallel.sequence_parallel=false"], for_training=True)
-
-
-@pytest.mark.parametrize("name", ["quickstart", "llama3_8b", "deepseek_v3"])
+@pytest.mark.parametrize("name", recipes())
 def test_the_recipes_may_train(name):
     compose([f"recipe={name}"], for_training=True)
 

@@ -26,6 +26,8 @@ def beyond(name: str) -> list[float | str]:
     if isinstance(limit, Bounds):
         most = limit.most if limit.below else limit.most + (1 if int in members(keys()[name].type) else limit.most)
         return [-1 if limit.zero else 0, most, *([] if int in members(keys()[name].type) else [float("nan")])]
+    if list[int] in members(keys()[name].type):
+        return ["[2]", "[0,2]"]
     return ["" if isinstance(limit, Form) else "none of them"]
 
 

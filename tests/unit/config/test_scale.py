@@ -1,10 +1,11 @@
-"""`+scale=smoke`: what it keeps, what it changes, and that what is typed is stronger."""
+"""`+scale=smoke` and `+scale=axes`: what they keep, what they change, and that what is typed is stronger."""
 
 import pytest
 
 from ppctl.config.compose import RefusedError, compose, override
 from ppctl.config.keys import text_keys, value_of
 from ppctl.config.resources import recipes
+from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.plan import build_plan
 
 KEPT = (
@@ -39,6 +40,42 @@ def test_deepseek_v3_routes_in_proportion():
     )  # fmt: skip
     assert routing == (8, 2, 4, 2)
     assert model.moe_shared_expert_intermediate_size == model.moe_ffn_hidden_size
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_miniature_of_axes_makes_each_axis_two_ranks_long(recipe):
+    full, small = (
+        compose([f"+recipe={recipe}"]).config,
+        compose([f"+recipe={recipe}", "+scale=axes"], for_training=True),
+    )
+    plan, original = build_plan(small.config), build_plan(full, compose([f"+recipe={recipe}"]).provenance)
+    assert not plan.problems
+    for axis in ("pp", "vpp", "tp", "cp", "ep", "etp"):
+        assert getattr(plan.sizes, axis) == min(getattr(original.sizes, axis), 2), axis
+    assert plan.sizes.world <= 16
+    assert set(moe_layer_pattern(small.config.model)) == set(moe_layer_pattern(full.model))
+    assert small.config.parallel.sequence_parallel == full.parallel.sequence_parallel
+    for key in KEPT:
+        if key.partition(".")[0] == "model" and key not in ("model.num_layers", "model.moe_layer_freq"):
+            assert value_of(small.config, key) == value_of(full, key), key
+
+
+@pytest.mark.parametrize(
+    ("typed", "sizes"),
+    [
+        (("+recipe=llama3_8b", "tp=2", "cp=2"), dict(tp=2, cp=2, pp=2, dp=1)),
+        (("+recipe=llama3_8b", "cp=4", "dp=2"), dict(cp=4, pp=2, dp=2)),
+        (("+recipe=mixtral_8x7b", "tp=2", "etp=2"), dict(tp=2, ep=2, etp=2, dp=2)),
+        (("+recipe=deepseek_v3", "tp=2", "cp=2", "etp=2"), dict(tp=2, cp=2, ep=2, etp=2, dp=1, vpp=2)),
+        (("+recipe=deepseek_v3", "pp=1", "vpp=1", "pipeline.pp_schedule=1f1b", "ep=4"), dict(pp=1, ep=4, dp=4)),
+    ],
+)
+def test_axes_that_are_typed_are_as_typed(typed, sizes):
+    composed = compose([*typed, "+scale=axes"], for_training=True)
+    plan = build_plan(composed.config, composed.provenance)
+    assert not plan.problems
+    assert {axis: getattr(plan.sizes, axis) for axis in sizes} == sizes
+    assert composed.config.parallel.sequence_parallel == (sizes.get("tp", 1) > 1 and "ep" in sizes)
 
 
 def test_every_change_is_in_the_table_with_its_source():

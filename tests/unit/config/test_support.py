@@ -7,7 +7,7 @@ import pytest
 
 from ppctl.config.compose import compose
 from ppctl.config.keys import keys, text_keys
-from ppctl.config.metadata import IGNORED, LATER, NEEDS, PLANS, PYTHON, WORKS
+from ppctl.config.metadata import IGNORED, LATER, NEEDS, PYTHON, WORKS
 from ppctl.config.support import MEANING, SHOWN_BY
 from ppctl.errors import ConfigError
 from ppctl.schedule.policies import schedule_policy
@@ -27,9 +27,8 @@ SPECIAL = {
     "parallel.autocast_dtype": "bfloat16",
     "parallel.num_microbatches_with_partial_activation_checkpoints": 1,
     "parallel.expert_tensor_parallel_size": 2,
+    "parallel.cross_entropy_fusion_impl": "te",
 }
-BESIDE = {"parallel.sequence_parallel": ["tp=2"]}
-"""What else has to be typed for a setting to make sense."""
 
 
 STATES = {name: key.facts.support.state for name, key in keys().items()}
@@ -63,20 +62,6 @@ def test_a_setting_that_is_not_honoured_is_refused_by_name_and_its_remedy_is_acc
 def test_typing_the_default_of_such_a_setting_is_fine(name):
     default = text_keys()[name].default
     compose([f"{name}={'null' if default is None else str(default).lower()}"])
-
-
-@pytest.mark.parametrize("name", with_state(PLANS))
-def test_what_can_be_planned_is_refused_for_training_only(name):
-    key = text_keys()[name]
-    other = SPECIAL[name] if name in SPECIAL else OTHER[type(key.default)](key.default)
-    typed = f"{name}={str(other).lower() if isinstance(other, bool) else other}"
-    overrides = [typed, *BESIDE.get(name, [])]
-    compose(overrides)
-    with pytest.raises(ConfigError) as error:
-        compose(overrides, for_training=True)
-    (problem,) = error.value.problems
-    assert problem.code == "PP-E118"
-    assert name in problem.message
 
 
 @pytest.mark.parametrize("name", with_state(PYTHON))

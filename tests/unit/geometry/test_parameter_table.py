@@ -63,7 +63,7 @@ TP0, TP1 = (("tp", 0),), (("tp", 1),)
         (MOE, "mtp.0.eh_proj.weight", ((24, 48), "matrix", WHOLE, "tokens", "normal", None)),
         (MOE, "mtp.0.layer.attention.wo.weight", ((24, 24), "matrix", TP1, "complete", "residual", None)),
         (MOE, "mtp.tok_embeddings.weight", ((52, 24), "embedding", TP0, "complete", "normal", None)),
-        (GPT3, "position_embeddings.weight", ((33, 24), "embedding", WHOLE, "complete", "normal", None)),
+        (GPT3, "position_embeddings.weight", ((33, 24), "embedding", WHOLE, "tokens", "normal", None)),
         (GPT3, "layers.0.attention.wo.bias", ((24,), "bias", WHOLE, "tokens", "zeros", None)),
         (GPT3, "layers.0.feed_forward.w1.bias", ((40,), "bias", TP0, "complete", "zeros", "mlp")),
         (GPT3, "layers.0.ffn_norm.bias", ((24,), "bias", WHOLE, "tokens", "zeros", "layernorm")),
