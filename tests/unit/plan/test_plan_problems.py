@@ -46,6 +46,8 @@ RULES = [
     (dict(ep=3, dp=3, gbs=9, model__num_moe_experts=4), {"PP-E206"}),
     (dict(tp=16), {"PP-E207"}),
     (dict(cp=3, seq=256), {"PP-E208"}),
+    (dict(parallel__order="tp-dp-pp"), {"PP-E103"}),
+    (dict(pp=2, dp=2, ep=2, model__num_moe_experts=4, parallel__order="tp-ep-pp-cp-dp"), {"PP-E225"}),
     (dict(model__num_moe_experts=4, model__moe_layer_freq="[0]*3+[1]*58"), {"PP-E210"}),
     (dict(gbs=7, dp=2), {"PP-E211"}),
     (dict(gbs=12, mbs=5), {"PP-E211"}),
