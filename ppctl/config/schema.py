@@ -331,6 +331,9 @@ class TrainConfig:
     """selective: `core_attn`, `mlp`, `moe`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn."""
     recompute_stages: list[int] | None = None
     """The stages (counted through the model from 0) that recompute; none means all."""
+    check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
+    """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
+    naming parameter and ranks. For debugging; 0 never compares."""
     nonfinite: str = key("stop", one_of("stop"))
     """What a non-finite loss or gradient norm does: `stop`."""
 
