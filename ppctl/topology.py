@@ -4,29 +4,52 @@ Knows the parallel sizes and Megatron's rank order. Must not know torch, configs
 arithmetic on global ranks across axes. Standard library only.
 
 One world has two views that share the pp axis: the dense one (tp, cp, dp, pp) and the expert one (etp, ep, edp, pp),
-with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis fastest, as in Megatron's default order
-`tp-cp-ep-dp-pp`.
+with tp x cp x dp = etp x ep x edp. Ranks count with the leftmost axis of an order fastest. One order makes both views,
+as in Megatron's RankGenerator: the dense one leaves ep out; the expert one leaves cp out, and has etp and edp in the
+places of tp and dp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import chain, product
 from math import prod
 
 from ppctl.errors import ConfigError, Problem
 
-VIEWS = {"dense": ("tp", "cp", "dp", "pp"), "expert": ("etp", "ep", "edp", "pp")}
-"""Axes of each view, fastest first."""
+ORDER = "tp-cp-ep-dp-pp"
+"""Megatron's default: tensor-parallel ranks are neighbours, pipelines are as far apart as they can be."""
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024
 """What the ranks of a data-parallel group send each other at once, unless one tensor is larger: bounds the copies."""
 
 
+def axes_of(order: str) -> tuple[str, ...]:
+    """The axes that an order names, fastest first. Raises ValueError unless these are tp, cp, ep, dp and pp."""
+    axes = tuple(order.split("-"))
+    if sorted(axes) != sorted(ORDER.split("-")):
+        raise ValueError(f"{order!r} is no order of the axes {ORDER}")
+    return axes
+
+
+@cache
+def views(order: str = ORDER) -> dict[str, tuple[str, ...]]:
+    """The axes of the `dense` and of the `expert` view, fastest first. Raises ValueError for what is no order."""
+    axes, names = axes_of(order), {"tp": "etp", "dp": "edp"}
+    return {
+        "dense": tuple(axis for axis in axes if axis != "ep"),
+        "expert": tuple(names.get(axis, axis) for axis in axes if axis != "cp"),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """How many ranks there are and how each axis divides them. Raises ConfigError unless they make up the world."""
+    """How many ranks there are and how each axis divides them. Raises ConfigError unless they make up the world.
+
+    Raises ValueError for what is no order.
+    """
 
     world: int
     pp: int = 1
@@ -38,14 +61,16 @@ class ParallelSizes:
     ep: int = 1
     etp: int = 1
     edp: int = 1
+    order: str = ORDER
+    """Of the axes among the ranks, fastest first."""
 
     def __post_init__(self) -> None:
         problems = [
             Problem("PP-E201", f"{name} is {size}; every parallel size is at least 1", f"{name}=1")
-            for name in (each.name for each in fields(self))
+            for name in (each.name for each in fields(self) if each.name != "order")
             if (size := getattr(self, name)) < 1
         ]
-        for axes in VIEWS.values():
+        for axes in views(self.order).values():
             if not problems and self.world != prod(getattr(self, axis) for axis in axes):
                 factors = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
                 problems.append(Problem("PP-E202", f"world {self.world} is not {factors}"))
@@ -56,6 +81,31 @@ class ParallelSizes:
     def num_stages(self) -> int:
         """Stages of the whole pipeline: pp x vpp."""
         return self.pp * self.vpp
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbours on an axis. Raises KeyError for an unknown axis."""
+        return prod(getattr(self, name) for name in self._faster(axis))
+
+    def crosses(self, axis: str, ranks_per_node: int) -> bool:
+        """Whether some group along an axis has ranks on several nodes, each of which holds neighbouring ranks."""
+        size, stride = getattr(self, axis), self.stride(axis)
+        # Groups lie in runs of stride x size neighbours. A node's end within such a run is one within a group, too.
+        return size > 1 and self.world > ranks_per_node and ranks_per_node % (stride * size) != 0
+
+    @property
+    def pipeline_strides(self) -> tuple[int, ...]:
+        """How far apart neighbours of a pipeline are in each view; equal where pp is the last axis of the order."""
+        return tuple(prod(getattr(self, name) for name in axes[: axes.index("pp")]) for axes in self._views)
+
+    @property
+    def _views(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(views(self.order).values())
+
+    def _faster(self, axis: str) -> tuple[str, ...]:
+        axes = next((axes for axes in self._views if axis in axes), None)
+        if axes is None:
+            raise KeyError(f"unknown axis {axis!r}: the grid has {', '.join(dict.fromkeys(chain(*self._views)))}")
+        return axes[: axes.index(axis)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +119,14 @@ class RankGrid:
         if not 0 <= rank < self.sizes.world:
             raise IndexError(f"rank {rank} is outside a world of {self.sizes.world}")
         position: dict[str, int] = {}
-        for axis in VIEWS[view]:
+        for axis in views(self.sizes.order)[view]:
             rank, position[axis] = divmod(rank, getattr(self.sizes, axis))
         return position
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups along an axis, or along several of one view, sorted by their first rank.
-
-        Each is in order of its axis; along several, the first one's places count fastest.
-        """
-        steps = [self._stride(axis) for axis in axes]
+        """All groups along an axis, or along several of one view, sorted by their first rank. Each is in rank order,
+        which is that of its axis."""
+        steps = [self._step(axis) for axis in axes]
         offsets = self._offsets(steps)
         return [
             tuple(first + offset for offset in offsets)
@@ -88,29 +136,26 @@ class RankGrid:
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group along an axis that holds `rank`."""
-        steps = [self._stride(axis)]
+        steps = [self._step(axis)]
         first = rank - sum(rank // stride % size * stride for stride, size in steps)
         return tuple(first + offset for offset in self._offsets(steps))
 
     def has_first_copy(self, rank: int) -> bool:
-        """Whether `rank` holds the first copy of each of its parameters.
+        """Whether `rank` is the first in one of the views: of the ranks with a parameter, one or more are so.
 
         Experts that are spread over ranks are not all on the first data-parallel rank.
         """
-        return self.coordinates(rank, "expert")["edp"] == 0
+        dense = self.coordinates(rank)
+        return self.coordinates(rank, "expert")["edp"] == 0 or dense["cp"] == dense["dp"] == 0
 
     @staticmethod
     def _offsets(steps: Sequence[tuple[int, int]]) -> list[int]:
         """Distances of a group's ranks from its first one."""
-        return [sum(place) for place in product(*(range(0, stride * size, stride) for stride, size in reversed(steps)))]
+        return sorted(sum(place) for place in product(*(range(0, stride * size, stride) for stride, size in steps)))
 
-    def _stride(self, axis: str) -> tuple[int, int]:
+    def _step(self, axis: str) -> tuple[int, int]:
         """Distance between neighbours on an axis, and the axis' size. Raises KeyError for an unknown axis."""
-        axes = next((axes for axes in VIEWS.values() if axis in axes), None)
-        if axes is None:
-            raise KeyError(f"unknown axis {axis!r}: the grid has {', '.join(dict.fromkeys(chain(*VIEWS.values())))}")
-        faster = axes[: axes.index(axis)]
-        return prod(getattr(self.sizes, name) for name in faster), getattr(self.sizes, axis)
+        return self.sizes.stride(axis), getattr(self.sizes, axis)
 
 
 def levels(ranks: Sequence[int], inner: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -28,6 +28,7 @@ FIXED = {
     "--recompute-activations": "train.recompute_granularity=selective",
     "--use-distributed-optimizer": "parallel.data_parallel_sharding=optimizer_gradients",
     "--use-torch-fsdp2": "parallel.data_parallel_sharding=full",
+    "--use-tp-pp-dp-mapping": "parallel.order=tp-cp-ep-pp-dp",
     "--disable-bias-linear": "model.add_bias_linear=false",
     "--use-rotary-position-embeddings": "model.position_embedding_type=rope",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.quantities import memory_bytes, seconds, slurm_seconds
+from ppctl.topology import axes_of
 
 LARGEST = 2**63 - 1
 """The largest number of 64 bits: the bound of what a plan does not count with (a rate, a seed, a number of steps)."""
@@ -166,3 +167,4 @@ TIME = Form("a length of time, as 11h50m", seconds)
 SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds)
 MEMORY = Form("an amount of memory, as 80GiB", memory_bytes)
 RESERVE = Form("auto or an amount of memory, as 2GiB", lambda text: text == "auto" or memory_bytes(text))
+RANK_ORDER = Form("tp, cp, ep, dp and pp, once each, with dashes between them", axes_of)

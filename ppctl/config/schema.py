@@ -29,6 +29,7 @@ from ppctl.config.limits import (
     MOST_WORKSPACE_MIB,
     NOT_EMPTY,
     ONE_LINE,
+    RANK_ORDER,
     RESERVE,
     SLURM_TIME,
     TIME,
@@ -40,6 +41,7 @@ from ppctl.config.limits import (
 from ppctl.config.metadata import LATER, Support, key
 from ppctl.config.model_parallel_config import ModelParallelConfig
 from ppctl.config.pipeline_config import PipelineConfig
+from ppctl.topology import ORDER
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
@@ -180,6 +182,9 @@ class ParallelConfig(ModelParallelConfig):
 
     data_parallel_size: int | None = key(None, positive(MOST_RANKS), names="dp")
     """None derives it: world / (tp x cp x pp)."""
+    order: str = key(ORDER, RANK_ORDER)
+    """In which order ranks count along the axes, neighbours first: tp, cp, ep, dp and pp, once each. Experts' tensors
+    have the place of tp, and their copies that of dp."""
     pipeline_model_parallel_layout: Any = key(None, names="layout --pipeline-model-parallel-layout")
     """A layout string, a list of stages, `auto`, `@file`; none is the even split."""
     num_layers_in_first_pipeline_stage: int | None = key(
@@ -329,6 +334,9 @@ class TrainConfig:
     """selective: `core_attn`, `mlp`, `moe`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn."""
     recompute_stages: list[int] | None = None
     """The stages (counted through the model from 0) that recompute; none means all."""
+    check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
+    """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
+    naming parameter and ranks. For debugging; 0 never compares."""
     nonfinite: str = key("stop", one_of("stop"))
     """What a non-finite loss or gradient norm does: `stop`."""
 

@@ -93,6 +93,8 @@ _SHOWN_BY = {
     "tests/dist/parallel/test_sharded.py": {
         "test_every_way_of_sharding_agrees_with_replicas": "parallel.data_parallel_sharding"
     },
+    "tests/dist/train/test_replica_check.py": {"test_one_bit_on_one_rank_is_found_and_named": "train.check_replicas"},
+    "tests/dist/train/test_rank_order.py": {"test_any_order_of_ranks_agrees_with_one_process": "parallel.order"},
     "tests/dist/engine/test_engine.py": {"test_capacity_changes_nothing_but_time": "pipeline.p2p_capacity"},
     "tests/torch/model/test_compile.py": {"test_a_compiled_stage_agrees_to_a_millionth": "train.compile"},
     "tests/dist/train/test_dropout_cuts.py": {

@@ -38,7 +38,7 @@ from ppctl.plan.schedule_choice import (
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
-from ppctl.plan.sizes import Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
+from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
@@ -110,6 +110,7 @@ class Derivation:
             world.ep,
             world.etp,
             world.edp,
+            values[RANK_ORDER],
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from ppctl.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
+from ppctl.topology import ORDER, ParallelSizes, axes_of
 
 AXES = ("tp", "cp", "pp")
 """What one replica of the model is made of; dp is the number of replicas."""
@@ -25,6 +26,8 @@ CALL = "pipeline.pp_batch_size"
 CONTEXT = "PP-E223"
 """The code of ways to exchange a sequence that do not fit the sizes."""
 KINDS, LEVELS = "model.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"
+
+RANK_ORDER = "parallel.order"
 
 TOO_MUCH = "PP-E214"
 """The code of a product of sizes that no plan can bear."""
@@ -94,6 +97,13 @@ def derive_world(values: ConfigValues, violations: Violations) -> World | None:
     if values["model.num_moe_experts"]:
         text = f"tp {values['tp']} x cp {values['cp']} x dp {dp} = etp {etp} x ep {ep} x edp {edp}"
         derived.append(Derived("expert_data_parallel_size", edp, text))
+    order = values[RANK_ORDER]
+    sizes = ParallelSizes(world, values["pp"], 1, values["tp"], values["cp"], dp, ep, etp, edp, order)
+    if values["model.num_moe_experts"] and values["pp"] > 1 and len({*sizes.pipeline_strides}) > 1:
+        violations.append(_pipelines_apart(values, sizes))
+        return None
+    if nodes is not None and gpus is not None and nodes > 1:
+        derived.append(_across_nodes(values, sizes, gpus))
     return World(world, dp, ep, etp, edp, tuple(derived))
 
 
@@ -183,6 +193,30 @@ def _expert_worlds(values: ConfigValues, dense: int, etp: int, ep: int) -> Itera
     if values["nodes"] and values["gpus_per_node"] and values["dp"] is None and world % values["gpus_per_node"] == 0:
         yield {"nodes": world // values["gpus_per_node"]}
     yield {"dp": dp, "nodes": None, "gpus_per_node": None}
+
+
+def _pipelines_apart(values: ConfigValues, sizes: ParallelSizes) -> Violation:
+    """The order would make other pipelines of the ranks for experts than for the rest of the model."""
+    dense, expert = sizes.pipeline_strides
+    message = (
+        f"{RANK_ORDER} {sizes.order} makes two kinds of pipelines: neighbours are {dense} ranks apart, "
+        f"and for experts {expert}"
+    )
+    last = "-".join([*(axis for axis in axes_of(sizes.order) if axis != "pp"), "pp"])
+    place = values.cite(RANK_ORDER, "tp", "cp", "dp", "etp", "ep")
+    return Violation("PP-E225", RANK_ORDER, message, place, {RANK_ORDER: last}, {RANK_ORDER: ORDER})
+
+
+def _across_nodes(values: ConfigValues, sizes: ParallelSizes, ranks: int) -> Derived:
+    """Which axes have groups on several nodes, in the order in which ranks count."""
+    experts = ("etp", "ep", "edp") if values["model.num_moe_experts"] else ()
+    axes = [axis for axis in ("tp", "cp", "dp", "pp", *experts) if getattr(sizes, axis) > 1]
+    crossing = [axis for axis in axes if sizes.crosses(axis, ranks)]
+    inside = [axis for axis in axes if axis not in crossing]
+    text = f"order {sizes.order} ({values.source(RANK_ORDER)}) on nodes of {ranks} ranks: "
+    parts = {"within a node": inside, "across nodes": crossing}
+    text += "; ".join(f"{', '.join(listed)} {where}" for where, listed in parts.items() if listed)
+    return Derived("axes_across_nodes", crossing, text)
 
 
 def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None:

@@ -311,9 +311,9 @@ def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup
 
 def _axes(plan: Plan, model: ModelConfig) -> list[str]:
     """The axes along which this run has groups, in the order in which all ranks make them; `cp-dp` is along both."""
-    sizes = plan.sizes
-    wide = [axis for axis in ("tp", "cp", "ep", "etp") if getattr(sizes, axis) > 1]
-    experts_apart = bool(model.num_moe_experts) and bool(wide)
+    sizes, experts = plan.sizes, bool(model.num_moe_experts)
+    wide = [axis for axis in ("tp", "cp", *("ep", "etp") * experts) if getattr(sizes, axis) > 1]
+    experts_apart = experts and bool(wide)
     return ["pp", "dp", *wide, *["cp-dp"] * (sizes.cp > 1), *["edp"] * experts_apart]
 
 

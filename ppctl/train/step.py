@@ -21,6 +21,7 @@ from ppctl.train.optimizer import lr_at
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
+from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.router_balance import RouterBalance
 from ppctl.train.session import Session
 
@@ -45,6 +46,7 @@ class Trainer:
         self.stages = StagePrograms(session)
         self.programs = self.stages.make()
         self.figures = StepFigures(session)
+        self.replicas = ReplicaCheck(session)
         self.balance = RouterBalance(
             [router for module in session.stages.values() for router in module.routers()],
             session.config.model,
@@ -55,7 +57,7 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
-        Raises TrainingError, on all ranks alike, where numbers are not finite.
+        Raises TrainingError, on all ranks alike, where numbers are not finite, or copies that were compared differ.
         """
         s, started = self.session, time.perf_counter()
         self._run_pipeline(step)
@@ -84,6 +86,8 @@ class Trainer:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
+        if self.replicas.is_due(step + 1):
+            record["replicas_compared"] = self.replicas.compare(step + 1)
         return StepResult(record, stop_reason(reports))
 
     def _update(self, norm: GradNorm, lr: float) -> None:

@@ -109,6 +109,7 @@ def config_of(kind: str, **axes: Any) -> RunConfig:
     config.train.steps, config.train.micro_batch_size = STEPS, SAMPLES
     config.train.global_batch_size = SAMPLES * MICROBATCHES
     config.optim.lr, config.optim.warmup_steps, config.optim.eps = 1e-3, 1, 1e-4
+    config.optim.clip_grad = 0.1  # below every norm of these models: else no run would show how it clips
     config.launch.device = "cpu"
     config.data.reset_attention_mask = config.data.reset_position_ids = kind in PACKED
     config.model.cp_comm_type = axes.pop("ways", "p2p")

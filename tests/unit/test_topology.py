@@ -1,12 +1,15 @@
 """Ranks stand on one grid with two views; groups cut it without gaps or overlaps."""
 
+from itertools import permutations, product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.errors import ConfigError
-from ppctl.topology import VIEWS, ParallelSizes, RankGrid, levels
+from ppctl.topology import ORDER, ParallelSizes, RankGrid, levels, views
 
+ORDERS = ["-".join(axes) for axes in permutations(ORDER.split("-"))]
 AXES = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 
 
@@ -17,7 +20,8 @@ def sizes(draw: st.DrawFn) -> ParallelSizes:
     dense = tp * cp * dp
     etp = draw(st.sampled_from([n for n in range(1, dense + 1) if dense % n == 0]))
     ep = draw(st.sampled_from([n for n in range(1, dense // etp + 1) if dense // etp % n == 0]))
-    return ParallelSizes(dense * pp, pp, draw(small), tp, cp, dp, ep, etp, dense // etp // ep)
+    order = draw(st.sampled_from(ORDERS))
+    return ParallelSizes(dense * pp, pp, draw(small), tp, cp, dp, ep, etp, dense // etp // ep, order)
 
 
 @given(sizes())
@@ -34,7 +38,7 @@ def test_every_rank_is_in_exactly_one_group_of_every_axis(sizes: ParallelSizes) 
 @given(sizes())
 def test_every_position_of_a_view_has_one_rank(sizes: ParallelSizes) -> None:
     grid = RankGrid(sizes)
-    for view, axes in VIEWS.items():
+    for view, axes in views(sizes.order).items():
         seen = [grid.coordinates(rank, view) for rank in range(sizes.world)]
         assert len({tuple(position.values()) for position in seen}) == sizes.world
         assert all(tuple(position) == axes for position in seen)
@@ -43,8 +47,8 @@ def test_every_position_of_a_view_has_one_rank(sizes: ParallelSizes) -> None:
 @given(sizes())
 def test_the_ranks_of_a_group_differ_on_its_axis_alone(sizes: ParallelSizes) -> None:
     grid = RankGrid(sizes)
-    for view, axes in VIEWS.items():
-        for axis in axes:
+    for view, axes in views(sizes.order).items():
+        for axis in set(axes) - ({"pp"} if view == "expert" else set()):
             for group in grid.groups(axis):
                 positions = [grid.coordinates(rank, view) for rank in group]
                 assert [position.pop(axis) for position in positions] == list(range(len(group)))
@@ -52,10 +56,64 @@ def test_the_ranks_of_a_group_differ_on_its_axis_alone(sizes: ParallelSizes) -> 
 
 
 @given(sizes())
-def test_both_views_agree_on_pp(sizes: ParallelSizes) -> None:
+def test_both_views_agree_on_pp_where_their_strides_do(sizes: ParallelSizes) -> None:
+    grid, ranks = RankGrid(sizes), range(sizes.world)
+    same = all(grid.coordinates(rank)["pp"] == grid.coordinates(rank, "expert")["pp"] for rank in ranks)
+    assert same == (sizes.pp == 1 or len({*sizes.pipeline_strides}) == 1)
+    assert same or not sizes.order.endswith("pp")
+
+
+@given(sizes())
+def test_every_parameter_has_a_first_copy(sizes: ParallelSizes) -> None:
+    """On a rank of every pipeline rank; where both views have the same pipelines, of every expert, too."""
     grid = RankGrid(sizes)
-    for rank in range(sizes.world):
-        assert grid.coordinates(rank, "dense")["pp"] == grid.coordinates(rank, "expert")["pp"]
+    first = [rank for rank in range(sizes.world) if grid.has_first_copy(rank)]
+    assert {grid.coordinates(rank)["pp"] for rank in first} == set(range(sizes.pp))
+    held = {tuple(grid.coordinates(rank, "expert")[axis] for axis in ("etp", "ep", "pp")) for rank in first}
+    assert held == set(product(range(sizes.etp), range(sizes.ep), range(sizes.pp)))
+
+
+@given(sizes(), st.integers(1, 12))
+def test_an_axis_crosses_nodes_where_a_group_has_ranks_on_several(sizes: ParallelSizes, per_node: int) -> None:
+    for axis in AXES:
+        groups = RankGrid(sizes).groups(axis)
+        assert sizes.crosses(axis, per_node) == any(len({rank // per_node for rank in group}) > 1 for group in groups)
+
+
+@given(sizes())
+def test_groups_along_two_axes_are_in_rank_order(sizes: ParallelSizes) -> None:
+    grid = RankGrid(sizes)
+    groups = grid.groups("cp", "dp")
+    assert sorted(rank for group in groups for rank in group) == list(range(sizes.world))
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert len({tuple(grid.coordinates(rank)[axis] for axis in ("tp", "pp")) for rank in group}) == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "dense", "expert"),
+    [
+        ("tp-cp-ep-dp-pp", ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")),
+        ("tp-cp-ep-pp-dp", ("tp", "cp", "pp", "dp"), ("etp", "ep", "pp", "edp")),
+        ("ep-dp-cp-tp-pp", ("dp", "cp", "tp", "pp"), ("ep", "edp", "etp", "pp")),
+    ],
+)
+def test_one_order_makes_both_views(order, dense, expert) -> None:
+    """As Megatron's RankGenerator is called: cp 1 for experts, ep 1 for the rest, etp and edp for tp and dp."""
+    assert views(order) == {"dense": dense, "expert": expert}
+
+
+def test_pipelines_before_replicas_count_as_with_megatrons_flag() -> None:
+    """--use-tp-pp-dp-mapping: tp 2, pp 2, dp 2."""
+    grid = RankGrid(ParallelSizes(8, pp=2, tp=2, dp=2, etp=2, edp=2, order="tp-cp-ep-pp-dp"))
+    assert grid.groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups("dp") == grid.groups("edp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+@pytest.mark.parametrize("order", ["", "tp-cp-ep-dp", "tp-cp-ep-dp-pp-pp", "tp-cp-ep-dp-xp", "TP-CP-EP-DP-PP"])
+def test_what_is_no_order_is_an_error(order) -> None:
+    with pytest.raises(ValueError, match="no order of the axes"):
+        ParallelSizes(1, order=order)
 
 
 def test_ranks_count_in_megatrons_order() -> None:

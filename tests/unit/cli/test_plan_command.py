@@ -29,7 +29,8 @@ def test_deepseek_v3_in_json(capsys) -> None:
     assert (data["params_total"], data["params_mtp"]) == (671_026_419_200, 11_610_068_224)
     assert (data["params_hf"], data["params_active"]) == (684_489_845_504, 37_552_297_472)
     assert data["world_size"] == 2048
-    assert data["parallel"] == {"pp": 16, "vpp": 2, "tp": 1, "cp": 1, "dp": 128, "ep": 64, "etp": 1, "edp": 2}
+    sizes = {"pp": 16, "vpp": 2, "tp": 1, "cp": 1, "dp": 128, "ep": 64, "etp": 1, "edp": 2}
+    assert data["parallel"] == sizes | {"order": "tp-cp-ep-dp-pp"}
     assert data["stages"][30]["layers"] == ["mtp.0"]
     assert data["replicated_params"][30] == 926_679_040
     assert data["schedule"]["name"] == "interleaved_1f1b"

@@ -87,6 +87,34 @@ def test_experts_have_their_own_view_of_the_same_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "printed"),
+    [
+        (
+            dict(pp=2, tp=4, nodes=2, gpus_per_node=8, gbs=16),
+            "order tp-cp-ep-dp-pp (default) on nodes of 8 ranks: tp, dp within a node; pp across nodes",
+        ),
+        (
+            dict(pp=2, tp=4, nodes=2, gpus_per_node=8, gbs=16, parallel__order="tp-cp-ep-pp-dp"),
+            "order tp-cp-ep-pp-dp (command line) on nodes of 8 ranks: tp, pp within a node; dp across nodes",
+        ),
+        (
+            dict(ep=4, model__num_moe_experts=4, nodes=4, gbs=8, gpus_per_node=2),
+            "order tp-cp-ep-dp-pp (default) on nodes of 2 ranks: dp, ep, edp across nodes",
+        ),
+    ],
+)
+def test_the_plan_says_which_axes_cross_nodes(values, printed) -> None:
+    assert equation(plan(**values), "axes_across_nodes") == printed
+
+
+def test_a_model_without_experts_can_have_any_order() -> None:
+    made = plan(pp=2, tp=2, cp=2, parallel__order="tp-cp-ep-pp-dp")
+    assert made.problems == ()
+    assert made.sizes.pipeline_strides == (4, 2)
+    assert [made.for_rank(rank).pp_rank for rank in range(8)] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize(
     ("values", "layout", "vpp"),
     [
         (dict(), "Et*8L", 1),

@@ -59,6 +59,8 @@ RULES = [
     ),
     (dict(cp=2, model__cp_comm_type="ring"), {"PP-E103"}),
     (dict(cp=4, parallel__hierarchical_context_parallel_sizes=[4, 1]), {"PP-E103"}),
+    (dict(parallel__order="tp-dp-pp"), {"PP-E103"}),
+    (dict(pp=2, dp=2, ep=2, model__num_moe_experts=4, parallel__order="tp-ep-pp-cp-dp"), {"PP-E225"}),
     (dict(model__num_moe_experts=4, model__moe_layer_freq="[0]*3+[1]*58"), {"PP-E210"}),
     (dict(gbs=7, dp=2), {"PP-E211"}),
     (dict(gbs=12, mbs=5), {"PP-E211"}),
