@@ -2,7 +2,8 @@
 
 Knows which values make a run large. Must not know where they came from, files or Hydra. What a recipe is about stays:
 kinds of layers, schedule, MTP, routing rules, precision and every other switch. With `smoke` pp, vpp, layout and the
-numbers of layers stay as well, and no layer is shared by ranks; with `axes` every axis of the recipe stays, two ranks long.
+numbers of layers stay as well, and no layer is shared by ranks; with `axes` every axis of the recipe stays, two ranks
+long.
 These values depend on each other: that is why they are computed here and are no metadata of the keys.
 """
 
