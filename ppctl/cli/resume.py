@@ -20,9 +20,9 @@ from ppctl.cli.runs import add_run_arguments, named_run
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.keys import keys_with, value_of
 from ppctl.config.mapping import to_mapping
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, go_on
 from ppctl.plan import Plan

@@ -1,9 +1,8 @@
 """`+scale=smoke` and `+scale=axes`: a recipe as a faithful miniature, which trains on a laptop.
 
 Knows which values make a run large. Must not know where they came from, files or Hydra. What a recipe is about stays:
-kinds of layers, schedule, MTP, routing rules, precision and every other switch. With `smoke` pp, vpp, layout and the
-numbers of layers stay as well, and no layer is shared by ranks; with `axes` every axis of the recipe stays, two ranks
-long.
+kinds of layers, schedule, MTP, routing rules, precision and every other switch. With `smoke` pp, vpp, layout and
+numbers of layers stay as well, and ranks share no layer; with `axes` every axis of the recipe stays, two ranks long.
 These values depend on each other: that is why they are computed here and are no metadata of the keys.
 """
 
@@ -13,8 +12,8 @@ from collections.abc import Collection
 from math import gcd
 from typing import Any
 
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.schedule.policies import POLICIES, schedule_policy
 
 KEEPS = {"smoke": "layout, layers and switches", "axes": "axes, kinds of layers and switches"}

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from functools import cache
 from math import prod
 
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_rows
 from ppctl.geometry.layers import Kind, Layer, mtp_is_moe
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter, Sizes, beside_layers, kind_parameters, mtp_embedding
 from ppctl.topology import ParallelSizes
 

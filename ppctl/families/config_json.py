@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from ppctl.config.keys import keys_with, text_keys
 from ppctl.config.mapping import converted_value
+from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.conversions import POSITIONS, Unbuilt
 from ppctl.families.table import FAMILIES, Family, Field
 from ppctl.geometry.layers import expert_width, head_dim, query_groups
-from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 
 TRAINING = frozenset(key.attribute for key in keys_with("training").values())
 """Fields about training only: weights do not depend on them."""

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import expert_width
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 Json = Mapping[str, Any]
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
 """embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.config.model_rules import turns_heads
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import KindName, Layer, cp_comm_type, holds_final_norm
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.geometry.parameters import Parameter
 from ppctl.geometry.parts import ONLY, WHOLE, Parts, Place
 from ppctl.model.attention import Attention

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
+from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.geometry.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut

@@ -4,8 +4,8 @@ import pytest
 
 from ppctl.config.compose import RefusedError, compose, override
 from ppctl.config.keys import text_keys, value_of
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.resources import recipes
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 from ppctl.plan import build_plan
 
 KEPT = (

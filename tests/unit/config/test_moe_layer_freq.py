@@ -2,9 +2,9 @@
 
 import pytest
 
+from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError
-from ppctl.geometry.moe_layer_freq import moe_layer_pattern
 
 
 @pytest.mark.parametrize(
