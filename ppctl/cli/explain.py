@@ -100,10 +100,10 @@ def _contents() -> str:
 
 def _section(name: str) -> str:
     found = [key for key in text_keys().values() if key.name.startswith(f"{name}.")]
-    rows = aligned((key.name, _value(key), _SHORT.get(key.facts.support.state, "")) for key in found)
+    rows = aligned((key.field, _value(key), _SHORT.get(key.facts.support.state, "")) for key in found)
     states = dict.fromkeys(key.facts.support.state for key in found)
     legend = [_filled(MEANING[state], f"{_SHORT[state]:<11}") for state in states if state in _SHORT]
-    head = _filled((sections()[name].__doc__ or "").splitlines()[0])
+    head = _filled(f"keys {name}.*: {(sections()[name].__doc__ or '').splitlines()[0]}")
     return "\n".join([head, "", rows, *(["", *legend] if legend else []), *_limits(found)])
 
 

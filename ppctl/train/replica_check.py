@@ -43,8 +43,6 @@ class ReplicaCheck:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.every = session.config.train.check_replicas
-        grid = RankGrid(session.plan.sizes)
-        self.pp_ranks = [grid.coordinates(rank)["pp"] for rank in range(session.plan.sizes.world)]
         self._names: list[list[tuple[int, str]]] = []
         """Of each pp_rank the stage and name of its tensors; exchanged once."""
 
@@ -65,7 +63,7 @@ class ReplicaCheck:
         return sum(len(ranks) > 1 for values in held.values() for ranks in values.values())
 
     @torch.no_grad()
-    def _gather(self) -> dict[tuple[str, int], dict[tuple[float, float], list[int]]]:
+    def _gather(self) -> dict[tuple[str, int], dict[tuple[float, float], set[int]]]:
         """(name, part) -> the sum of its bits -> the ranks that have this sum; in the model's order."""
         s, own = self.session, list(copies(self.session))
         if not self._names:
@@ -75,16 +73,24 @@ class ReplicaCheck:
         for number, (copy, total) in enumerate(zip(own, sums, strict=True)):
             row[3 * number : 3 * number + 3] = copy.part, *divmod(total, _HALF)  # float64 holds half of 64 bits
         table = gather_rows(row, s.own.rank, s.world_groups).tolist()
-        found: dict[tuple[str, int], dict[tuple[float, float], list[int]]] = {}
-        places = [(stage, i, name, pp) for pp, own_ in enumerate(self._names) for i, (stage, name) in enumerate(own_)]
-        ranks_of = {pp: [rank for rank, at in enumerate(self.pp_ranks) if at == pp] for pp in set(self.pp_ranks)}
+        found: dict[tuple[str, int], dict[tuple[float, float], set[int]]] = {}
+        places = [
+            (stage, i, name, pp) for pp, listed in enumerate(self._names) for i, (stage, name) in enumerate(listed)
+        ]
+        holders = self._holders()
         for _, i, name, pp in sorted(places):
-            for rank in ranks_of[pp]:
+            for rank in holders[pp]:
                 part, high, low = table[rank][3 * i : 3 * i + 3]
-                ranks = found.setdefault((name, int(part)), {}).setdefault((high, low), [])
-                if rank not in ranks[-1:]:  # a rank may have two uses of a tied parameter
-                    ranks.append(rank)
+                found.setdefault((name, int(part)), {}).setdefault((high, low), set()).add(rank)
         return found
+
+    def _holders(self) -> list[list[int]]:
+        """The ranks at each pp_rank."""
+        sizes = self.session.plan.sizes
+        grid, holders = RankGrid(sizes), [list[int]() for _ in range(sizes.pp)]
+        for rank in range(sizes.world):
+            holders[grid.coordinates(rank)["pp"]].append(rank)
+        return holders
 
 
 def copies(session: Session) -> Iterator[Copy]:
@@ -128,10 +134,10 @@ def _all_gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def _problem(step: int, different: Mapping[tuple[str, int], Mapping[Any, Sequence[int]]]) -> Problem:
+def _problem(step: int, different: Mapping[tuple[str, int], Mapping[Any, set[int]]]) -> Problem:
     names = list(dict.fromkeys(name for name, _ in different))
     values = next(iter(different.values()))
-    groups = sorted(values.values(), key=lambda ranks: (-len(ranks), ranks))
+    groups = sorted(map(sorted, values.values()), key=lambda ranks: (-len(ranks), ranks))
     message = f"after step {step}, copies of {names[0]} that must have the same bits differ: those of "
     message += ", of ".join(map(_named, groups))
     more = f"\nand {len(names) - 1 - _SHOWN} more" if len(names) > 1 + _SHOWN else ""

@@ -9,13 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from axis_runs import config_of
 from command import FAULTS
 from pipeline import P2P_MODES
 from ranks import run_ranks
 
+from ppctl.comm.groups import make_group
+from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.megatron.p2p_communication import P2PCommunicator
+from ppctl.plan.build import build_plan
 from ppctl.reach.first_contact import FirstContact, channel_contacts, group_contacts
 from ppctl.reach.hosts import DeadEdge
+from ppctl.reach.start import warm_up
+from ppctl.topology import ParallelSizes, RankGrid
+from ppctl.train.session import build_session
 
 CPU = torch.device("cpu")
 LIMIT = 4.0
@@ -53,14 +60,54 @@ def test_every_channel_and_every_group_is_touched(mode, size):
     assert channels == (set() if mode == "batched" else lanes)
 
 
-def with_one_in_trouble(kind, rank, peer):
+def axes_of_a_session(mapping):
+    """What rank 0 writes into edges.json, of a session with these axes."""
+    config = from_mapping(mapping)
+    session = build_session(config, build_plan(config), dist.get_rank(), CPU)
+    store = dist.distributed_c10d._get_default_store()
+    record = warm_up(store, config.launch, CPU, session.communicator, session.groups)
+    session.close()
+    return record
+
+
+def test_the_groups_of_every_axis_are_touched_and_timed():
+    """tp 2, cp 4 in two levels, ep 2, etp 2 and so edp 2, of 8 ranks."""
+    config = config_of("experts", tp=2, sp=True, cp=4, ep=2, ways="a2a+p2p", levels=[2, 2])
+    record, *_ = run_ranks(axes_of_a_session, 8, to_mapping(config), timeout=90)
+    touched = {}
+    for contact in record["contacts"]:
+        assert 0 < contact["best_s"] <= contact["first_s"]
+        if contact["name"].startswith("group "):
+            touched.setdefault(contact["name"], set()).add(contact["ranks"])
+    pairs = {(rank, rank + 1) for rank in range(0, 8, 2)}
+    fours = {(0, 2, 4, 6), (1, 3, 5, 7)}
+    assert touched == {
+        "group tp (cpu)": pairs,
+        "group etp (cpu)": pairs,
+        "group cp (cpu)": fours,
+        "group cp-dp (cpu)": fours,
+        "group cp-inner (cpu)": {(0, 2), (4, 6), (1, 3), (5, 7)},
+        "group cp-outer (cpu)": {(0, 4), (2, 6), (1, 5), (3, 7)},
+        "group ep (cpu)": {(0, 2), (1, 3), (4, 6), (5, 7)},
+        "group edp (cpu)": {(0, 4), (1, 5), (2, 6), (3, 7)},
+        "group world (cpu)": {tuple(range(8))},
+    }
+
+
+def groups_of_axes(*axes):
+    """Contacts of tp 2 x dp 2."""
+    grid = RankGrid(ParallelSizes(4, tp=2, dp=2, edp=4))
+    return [contact for axis in axes for contact in group_contacts(axis, make_group(grid.groups(axis)), CPU)]
+
+
+def with_one_in_trouble(kind, rank, peer, axes=()):
     """`kind` strikes `rank` when all have arrived, before the first touch."""
     sys.path.insert(0, str(FAULTS))
     from connections import go_deaf
 
     pids = [None] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    wanted = contacts()
+    wanted = groups_of_axes(*axes) if axes else contacts()
 
     def strike():
         if dist.get_rank() != rank:
@@ -87,6 +134,20 @@ def test_a_dead_edge_is_named_with_both_ends(rank, peer):
         assert f"rank {peer} on host{peer}" in problem.message
         assert problem.message.endswith("took longer than 4 s, and both are alive")
     assert told[rank] is not None
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("tp", "dp")])
+def test_a_dead_edge_of_a_tensor_parallel_group_is_named_with_both_hosts(axes):
+    """Also by those that wait in another axis' group for one of its ranks."""
+    found = run_ranks(with_one_in_trouble, 4, "deaf", 2, 3, axes)
+    assert any(found)
+    for problem in filter(None, found):
+        assert problem.code == "PP-E707"
+        assert problem.message in (
+            "rank 2 on host2 does not reach rank 3 on host3: edge of group tp took longer than 4 s, and both are alive",
+            "rank 3 on host3 does not reach rank 2 on host2: edge of group tp took longer than 4 s, and both are alive",
+        )
+    assert found[2] is not None
 
 
 def test_a_rank_that_answers_nobody_is_named_alone():
