@@ -16,7 +16,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Setting
 from ppctl.cost.context import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
-from ppctl.cost.parameters import ways
+from ppctl.cost.parameters import held
 from ppctl.geometry.layers import Kind
 from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
 from ppctl.topology import ParallelSizes
@@ -128,7 +128,7 @@ def _rows(sizes: Sizes, block: str, moe: bool) -> list[Parameter]:
 
 def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
     """Elements on one device."""
-    return sum(row.elements / ways(row.axes, sizes) for row in rows)
+    return sum(held(row.elements, row.axes, sizes) for row in rows)
 
 
 class Machine(NamedTuple):

@@ -183,7 +183,7 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) 
     model, precision = config.model, precision_of(config)
 
     def of(layers: tuple[Layer, ...]) -> Passing:
-        matrices = largest_matrices(model, layers, sizes.ep * sizes.etp)
+        matrices = largest_matrices(model, layers, sizes)
         return passing(trained_count(model, layers), sizes, precision, matrices)
 
     return {stage.stage: of(stage.layers) for stage in own}
