@@ -44,6 +44,10 @@ class Traffic(dict[Key, tuple[int, float]]):
             self.note(axis, kind, times * size, times * number)
         return self
 
+    def sent(self, axis: str) -> float:
+        """Bytes along an axis."""
+        return sum(size for (own, _), (_, size) in self.items() if own == axis)
+
     @property
     def shown(self) -> list[tuple[Key, tuple[int, int]]]:
         """What there is, in order of its names, in whole bytes."""
