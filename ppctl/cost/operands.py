@@ -37,7 +37,9 @@ def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting
     largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0)
     # W gathers all ranks' tokens for what reads them, which stay with the matrices that read them as well.
     again = setting.whole_bytes(model) if setting.sp > 1 else 0
-    return Operands(round(width * setting.tokens * setting.element), largest * setting.element + again)
+    arriving = setting.travelling(model) if setting.sp > 1 else 0
+    in_weights = max(largest * setting.element + again, arriving)
+    return Operands(round(width * setting.tokens * setting.element), in_weights)
 
 
 def is_put_off(row: Parameter) -> bool:
