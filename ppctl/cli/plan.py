@@ -32,7 +32,7 @@ _PATIENCE_S = 1.0
 
 _NUMBERS = ("name", "world_size", "parallel", "layout", "params_total", "params_mtp", "params_active", "params_hf")
 EMPTY: dict[str, Any] = dict.fromkeys((*_NUMBERS, *LIMIT_KEYS, "schedule", "timing"))
-EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "derived")}
+EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_groups", "traffic", "derived")}
 """The JSON's keys if there is no plan, only problems."""
 
 

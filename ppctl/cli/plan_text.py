@@ -27,7 +27,8 @@ def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     """The plan in paragraphs: header, table, schedule."""
     head = prose([title(plan), *equations(plan), memory_line(plan), *limit_line(plan)], width)
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
-    return [head, drawn, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
+    sent = [traffic(plan)] if any(plan.traffic) else []
+    return [head, drawn, *sent, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
 
 
 def prose(lines: Iterable[str], width: int) -> str:
@@ -115,6 +116,21 @@ def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:
         spread([unit.of(cost.activation_bytes) for cost in costs]),
         spread([unit.of(cost.peak_bytes) for cost in costs]),
     ]
+
+
+def traffic(plan: Plan) -> str:
+    """What a rank sends in a step, by axis and kind: of the pp_ranks the least and the most."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for rank in plan.traffic:
+        for each in rank:
+            found.setdefault((each.axis, each.kind), []).append((each.number, each.bytes))
+    unit = unit_for(max(size for sent in found.values() for _, size in sent))
+    rows = [["axis", "kind", "number", unit.name, "pp_ranks"]]
+    for (axis, kind), sent in sorted(found.items()):
+        numbers, sizes = ([min(column), max(column)] for column in zip(*sent, strict=True))
+        many = "all" if len(sent) == len(plan.traffic) else f"{len(sent)} of {len(plan.traffic)}"
+        rows.append([axis, kind, spread([f"{n:,}" for n in numbers]), spread([unit.of(n) for n in sizes]), many])
+    return f"what a rank sends in a step, in rings\n{aligned(rows)}"
 
 
 def memory_line(plan: Plan) -> str:

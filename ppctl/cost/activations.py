@@ -131,8 +131,24 @@ class Setting(NamedTuple):
         return self.sizes.tp if self.sequence_parallel else 1
 
     def hidden_bytes(self, model: ModelConfig) -> int:
-        """Bytes of a microbatch's hidden state on one device."""
-        return self.tokens * model.hidden_size * self.element // self.sp
+        """Bytes of a microbatch's hidden state on one device, between blocks."""
+        return self.whole_bytes(model) // self.sp
+
+    def whole_bytes(self, model: ModelConfig) -> int:
+        """Bytes of the same of all tokens that its tensor-parallel ranks have together: what blocks work with."""
+        return self.tokens * model.hidden_size * self.element
+
+    def travelling(self, model: ModelConfig) -> int:
+        """Of all tokens' hidden state the bytes while it is gathered or scattered: several samples are put in order."""
+        return self.whole_bytes(model) * (1 if self.micro_batch_size == 1 else 2)
+
+    def groups(self, sizes: Sizes) -> float:
+        """Groups of keys and values on one device, times tp: a rank has one at least."""
+        return sizes.heads if sizes.latent else max(sizes.groups, self.sizes.tp)
+
+    def words(self, model: ModelConfig) -> int:
+        """Of the vocabulary on one device, at most."""
+        return -(-model.vocab_size // self.sizes.tp)
 
 
 INPUT = "input"
@@ -155,13 +171,14 @@ def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p
     yield from norm_parts(h / setting.sp, setting)
     if sizes.latent:
         inside, outside = _norm_sizes(setting)
-        latent = (sizes.q_rank or 0) + sizes.kv_rank
-        yield Part("attention", latent * inside + size * (sizes.turned + heads * sizes.v_head / tp))
+        over = setting.sp if setting.allocator.backward else 1  # compressed vectors are those of a rank's own tokens
+        latent = ((sizes.q_rank or 0) + sizes.kv_rank) / over
+        yield Part("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
         queries = size * heads * sizes.query_head / tp
         yield Part("attention" if sizes.q_rank is None else "mla_up_proj", queries)  # without a latent they are input
         yield Part("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
     else:
-        groups = sizes.groups
+        groups = setting.groups(sizes)
         normed = (heads + groups) * sum(_norm_sizes(setting)) if sizes.qk_norm else 0
         plain = size * ((0 if normed else heads + groups) + heads + groups)
         statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
@@ -253,12 +270,12 @@ def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Itera
     if moe:
         chosen = model.moe_router_topk
         # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
-        copies = keeps.expert_copies * h * over.etp / over.tp
+        copies = h * (over.etp + keeps.expert_copies - 1) / over.tp
         inner = chosen * sizes.expert / over.tp
         activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
         # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
         routing = setting.wide * sizes.experts + (22 + 2 * setting.wide) * chosen
-        yield Part("moe", size * (chosen * copies + (vectors - activated) * inner) + routing)
+        yield Part("moe", size * (chosen * copies + (vectors - activated) * inner) + routing / setting.sp)
         yield Part("moe_act", size * activated * inner)
         yield Part("moe", size * vectors * sizes.shared / over.tp)
     else:
@@ -274,7 +291,9 @@ def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[Part]:
     if kind.name == "loss":
         per_logit = setting.logit_bytes
         per_logit = setting.element if per_logit is None else per_logit
-        states = _outputs(model) * (setting.element * hidden + per_logit * model.vocab_size / setting.sizes.tp)
+        # Of a vocabulary that is divided: a log-sum, the place of the label's word, and whether it is here and counts.
+        divided = setting.wide + 10 if setting.sizes.tp > 1 and setting.allocator.backward else 0
+        states = _outputs(model) * (setting.element * hidden + per_logit * setting.words(model) + divided)
         return [Part(INPUT, states + 8 + (0 if model.mtp_num_layers else _final_norm(setting) * hidden))]
     layer = [*attention_parts(model, setting, kind.cp_comm_type), *feed_forward_parts(model, kind.moe, setting)]
     return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind.name == "mtp" else layer
@@ -310,18 +329,29 @@ def _in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting,
     if not setting.allocator.backward or kind == "embedding":
         return 0.0
     if kind == "loss":  # a block of logits in float32 and its log-probabilities
-        block = 2 * setting.wide * min(LOSS_ROWS, setting.tokens) * model.vocab_size / setting.sizes.tp
-        return block if setting.logit_bytes is None else 0.0
+        blocks = 2 if setting.sizes.tp == 1 else 1
+        block = blocks * setting.wide * min(LOSS_ROWS, setting.tokens) * setting.words(model)
+        return max(block, _gathered(model, setting)) if setting.logit_bytes is None else 0.0
     hidden, sizes, over = setting.hidden_bytes(model), Sizes.of(model), setting.sizes
     held = sum(again.get(module, 0.0) for module in _HELD_IN_FORWARD)
     behind = sum(part.size for part in feed_forward_parts(model, moe, setting)) * setting.tokens
     held += max(_drawn(model, setting), _dropping(model, setting).in_forward - behind - 2 * hidden)
+    # Under sequence parallelism a block's product is one of all tokens, until it is summed and scattered.
+    leaving = setting.travelling(model) + hidden if setting.sp > 1 else 0
     if not moe:
-        return held + 2 * hidden
+        return held + max(2 * hidden, leaving)
     size = setting.element * setting.tokens
-    rows = size * model.moe_router_topk * sizes.hidden * over.etp / over.tp
+    rows = size * model.moe_router_topk * sizes.hidden / over.tp
     shared = size * sizes.shared / over.tp
-    return held + max(rows + hidden - setting.allocator.gated_vectors * shared, (3 if shared else 2) * hidden)
+    # What is exchanged is there twice: at the experts, and arranged for the way, or arrived.
+    spread = rows * (1 + over.etp) if over.etp > 1 else rows
+    behind_experts = max((3 if shared else 2) * hidden, hidden + leaving if shared else 0)
+    return held + max(spread + hidden - setting.allocator.gated_vectors * shared, behind_experts)
+
+
+def _gathered(model: ModelConfig, setting: Setting) -> float:
+    """All tokens that a divided product reads, where ranks have their own between blocks."""
+    return setting.travelling(model) if setting.sp > 1 else 0
 
 
 def _in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mapping[str, float]) -> float:
@@ -333,7 +363,8 @@ def _in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mappin
     if not setting.allocator.backward:
         return sum(again.values())
     if kind.name == "embedding":  # the table's gradient
-        return setting.element * model.vocab_size * model.hidden_size / setting.sizes.tp
+        table = setting.element * setting.words(model) * model.hidden_size
+        return table + (setting.whole_bytes(model) if setting.sizes.tp > 1 else 0)  # rows of words elsewhere are masked
     if kind.name == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
     feed_forward = _moe_backward if kind.moe else _dense_backward
@@ -343,12 +374,14 @@ def _in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mappin
     # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
     kept = sum(part.size for part in feed_forward_parts(model, kind.moe, setting)) * setting.tokens
     freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "moe_act"))
-    keys = sizes.heads if sizes.latent else sizes.groups
+    keys = setting.groups(sizes)
     heads = sizes.heads * (sizes.query_head + sizes.value_head) + keys * (sizes.query_head + sizes.value_head)
     more = live_more(model, kind.cp_comm_type, setting.sizes, setting.levels, setting.wide / setting.element)
     made = again.get("core_attn", 0.0) + again.get("mla_up_proj", 0.0)
-    attention = hidden + size * (heads / tp + more) - freed + made
+    attention = (_gathered(model, setting) or hidden) + size * (heads / tp + more) - freed + made
     attention += _dropping(model, setting).in_backward
+    if setting.sp > 1:  # queries, keys and values read all tokens, and have one gradient together
+        attention = max(attention, _reading(model, setting, 3) - freed)
     return max(feed_forward(model, setting, again, normed), attention + 2 * normed)
 
 
@@ -362,7 +395,20 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
     weight = setting.element * sizes.ffn * sizes.hidden / tp
     made = again.get("mlp", 0.0)
     dropped = setting.hidden_bytes(model) if model.hidden_dropout else 0
-    return made + max((2 if sizes.gated else 1) * inner, inner + weight + dropped) + (normed if made else 0.0)
+    factors = 2 if sizes.gated else 1
+    product = max(factors * inner, inner + weight + dropped)
+    if setting.sp > 1:  # beside the gathered gradient; then both factors' products, whose gradients took their places
+        vectors = setting.allocator.gated_vectors if sizes.gated else 2
+        weights = setting.travelling(model) + factors * weight + setting.hidden_bytes(model)
+        reading = max(_reading(model, setting, 1 + factors), weights) - (vectors - factors) * inner
+        product = max(product + _gathered(model, setting), reading)
+    return made + product + (normed if made else 0.0)
+
+
+def _reading(model: ModelConfig, setting: Setting, states: int) -> float:
+    """Of a backward of divided products with one input: that input of all tokens, its gradient and one more product;
+    several samples are put in order while the gradient is scattered."""
+    return setting.whole_bytes(model) * max(states, 2 if setting.micro_batch_size == 1 else 3)
 
 
 def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
@@ -396,12 +442,14 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     gradient for each token's loss. Then one product after the other: gradients of its hidden state and of the weight,
     after which its logits are free. From the second on the weight's are added up: the sum so far, one more, and both.
     """
-    n, h, v = setting.tokens, model.hidden_size, model.vocab_size / setting.sizes.tp
+    n, h, v = setting.tokens, model.hidden_size, setting.words(model)
     hidden, weight, logits = n * h / setting.sp, v * h, n * v
-    products = [hidden + weight]
+    gathered = _gathered(model, setting) / setting.element  # beside its gradient, and then beside the weight's
+    products = [hidden + weight + gathered, _reading(model, setting, 2) / setting.element if setting.sp > 1 else 0]
     for done in range(2, _outputs(model) + 1):
-        products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight))
-    return max(setting.wide * (3 * min(LOSS_ROWS, n) * v + n), setting.element * max(products))
+        products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + gathered)
+    blocks = 3 if setting.sizes.tp == 1 else 1
+    return max(setting.wide * (blocks * min(LOSS_ROWS, n) * v + n), setting.element * max(products))
 
 
 class StageActivations(NamedTuple):

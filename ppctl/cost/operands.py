@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Setting
+from ppctl.cost.parameters import held
 from ppctl.geometry.layers import Kind, Layer, layer_kinds
 from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
 from ppctl.topology import ParallelSizes
@@ -33,8 +34,12 @@ def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting
     """What a stage of these layers keeps for W, on one device."""
     kinds = layer_kinds(model, layers)
     width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds)
-    largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0.0)
-    return Operands(round(width * setting.tokens * setting.element), round(largest * setting.element))
+    largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0)
+    # W gathers all ranks' tokens for what reads them, which stay with the matrices that read them as well.
+    again = setting.whole_bytes(model) if setting.sp > 1 else 0
+    arriving = setting.travelling(model) if setting.sp > 1 else 0
+    in_weights = max(largest * setting.element + again, arriving)
+    return Operands(round(width * setting.tokens * setting.element), in_weights)
 
 
 def is_put_off(row: Parameter) -> bool:
@@ -58,19 +63,27 @@ def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence
             seen.add(read)
             total += uses * (inside + _on_device(row, 0, sizes, sequence_parallel))
     if kind.name == "mtp":  # the embedding's copy, of which every module reads rows
-        total += model.hidden_size / sequence_parallel
+        total += model.hidden_size
     return total
 
 
 def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel: int) -> float:
-    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results."""
-    if row.role == "embedding":
-        return row.shape[1] / sequence_parallel
+    """A vector of the input (1) or the result (0) of a product; the rows of a table are its results.
+
+    Of what it divides, a rank has its own part of all tokens; what leads out of it has gradients of whole width of all
+    tokens, and what leads in keeps those of the own tokens alone.
+    """
     splits: dict[int, int] = {at - bool(row.experts): getattr(sizes, axis) for axis, at in row.splits if axis != "ep"}
-    return row.shape[dim] / splits.get(dim, 1 if row.experts else sequence_parallel)
+    if row.role == "embedding":
+        return row.shape[1] / (1 if splits else sequence_parallel)
+    if row.experts:
+        return row.shape[dim] * sizes.etp / sizes.tp / splits.get(dim, 1)
+    if dim in splits:
+        return row.shape[dim] / min(splits[dim], row.units or splits[dim])
+    return row.shape[dim] / (1 if dim == 0 and splits else sequence_parallel)
 
 
-def _largest(model: ModelConfig, kind: Kind, sizes: ParallelSizes) -> float:
+def _largest(model: ModelConfig, kind: Kind, sizes: ParallelSizes) -> int:
     """Elements of a layer's largest weight gradient that W makes on one device; a stack of experts has one."""
     rows = [row for row in kind_parameters(Sizes.of(model), kind) if is_put_off(row)]
-    return max((row.elements / (sizes.ep * sizes.etp if row.experts else sizes.tp) for row in rows), default=0.0)
+    return max((held(row.elements, row.axes, sizes) for row in rows), default=0)

@@ -22,19 +22,25 @@ Axes = tuple[str, ...]
 
 Count = Counter[Axes]
 """Numbers of parameters by the parallel axes that split them: `()` for norms, `("tp",)` for most matrices, `("tp/8",)`
-for projections to 8 groups of keys, `("ep", "etp")` for experts'."""
+for projections to 8 groups of keys, `("tp:37",)` for tables of 37 words, `("ep", "etp")` for experts'."""
 
 
-def ways(axes: Axes, sizes: ParallelSizes) -> int:
-    """How many devices share what these axes split."""
-    return prod(_ways(axis, sizes) for axis in axes)
+_ONE_DEVICE = ParallelSizes(1)
 
 
-def _ways(axis: str, sizes: ParallelSizes) -> int:
-    """Of `tp/8`, tp where it divides 8, else 1: then every rank has the whole."""
-    name, _, units = axis.partition("/")
+def held(elements: int, axes: Axes, sizes: ParallelSizes) -> int:
+    """How many of the elements that these axes split are on one device: the largest part, if they are uneven."""
+    parts = [_part(axis, sizes) for axis in axes]
+    return -(-elements * prod(own for own, _ in parts) // prod(all_ for _, all_ in parts))
+
+
+def _part(axis: str, sizes: ParallelSizes) -> tuple[int, int]:
+    """A device's part as (so many, of so many). All where tp does not divide `tp/8`; `tp:37` has a first run."""
+    name, kind, number = axis.partition("/") if "/" in axis else axis.partition(":")
     size: int = getattr(sizes, name)
-    return size if not units or int(units) % size == 0 else 1
+    if kind == ":":
+        return -(-int(number) // size), int(number)
+    return 1, size if not kind or int(number) % size == 0 else 1
 
 
 def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
@@ -44,8 +50,8 @@ def on_device(count: Count, sizes: ParallelSizes) -> tuple[int, int]:
     """
     dense = experts = 0
     for axes, number in count.items():
-        held = -(-number // ways(axes, sizes))
-        dense, experts = (dense, experts + held) if "ep" in axes else (dense + held, experts)
+        own = held(number, axes, sizes)
+        dense, experts = (dense, experts + own) if "ep" in axes else (dense + own, experts)
     return dense, experts
 
 
@@ -99,17 +105,17 @@ def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], width: int) -> 
     return sum(width * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")
 
 
-def largest_matrices(model: ModelConfig, layers: Iterable[Layer], expert_ranks: int = 1) -> tuple[int, int]:
-    """Elements of a stage's largest (dense tensor, tensor of experts), 0 where it has none.
+def largest_matrices(
+    model: ModelConfig, layers: Iterable[Layer], sizes: ParallelSizes = _ONE_DEVICE
+) -> tuple[int, int]:
+    """Elements of a stage's largest (dense tensor, tensor of experts) on one device, 0 where it has none.
 
-    A layer's experts on one of `expert_ranks` are one tensor for each matrix.
+    A layer's experts are one tensor for each matrix.
     """
     dense = experts = 0
     for row, _ in stage_rows(model, layers):
-        if row.experts:
-            experts = max(experts, row.size * (row.experts // expert_ranks))
-        else:
-            dense = max(dense, row.size)
+        own = held(row.elements, row.axes, sizes)
+        dense, experts = (dense, max(experts, own)) if row.experts else (max(dense, own), experts)
     return dense, experts
 
 

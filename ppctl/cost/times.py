@@ -16,7 +16,8 @@ from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Setting
 from ppctl.cost.context import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
-from ppctl.cost.parameters import ways
+from ppctl.cost.parameters import held
+from ppctl.cost.traffic import layer_passes
 from ppctl.geometry.layers import Kind
 from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
 from ppctl.topology import ParallelSizes
@@ -48,7 +49,9 @@ class Work(NamedTuple):
     """Parameters that are read, and whose gradients are added up."""
     kernels: int = 0
     tensor: float = 0.0
-    """Bytes that a device sends to its tensor-parallel group."""
+    """Bytes that a device sends to its tensor-parallel group in a forward."""
+    tensor_back: float = 0.0
+    """The same in a backward, without what runs beside products: tokens that are gathered for weights' gradients."""
     context: ContextTraffic = ContextTraffic()
     """Of attention: bytes that it sends to its context-parallel group."""
     experts: float = 0.0
@@ -73,8 +76,8 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
     works = [*_attention(model, kind, setting), *_feed_forward(model, kind.moe, setting)]
     works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
     if tp > 1:
-        # Before and after each of the two blocks: a gather and a scatter of the residual stream.
-        works.append(Work("tensor", tensor=4 * tokens * h * element * (tp - 1) / tp))
+        passes = layer_passes(model, kind, setting)
+        works.append(Work("tensor", tensor=passes.forward.sent("tp"), tensor_back=passes.inputs.sent("tp")))
     if kind.name == "mtp":
         works.append(
             Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6)
@@ -128,7 +131,7 @@ def _rows(sizes: Sizes, block: str, moe: bool) -> list[Parameter]:
 
 def _held(rows: list[Parameter], sizes: ParallelSizes) -> float:
     """Elements on one device."""
-    return sum(row.elements / ways(row.axes, sizes) for row in rows)
+    return sum(held(row.elements, row.axes, sizes) for row in rows)
 
 
 class Machine(NamedTuple):
@@ -207,15 +210,17 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     ring = work.context.ring / machine.link(sizes.tp * sizes.cp)
     gathered = work.context.gathered / machine.link(sizes.tp * sizes.cp)
     again = work.scores * BACKWARD_SCORES / (device.bf16_flops * efficiency.attention_backward)
-    sent = efficiency.tensor_exposed * work.tensor / machine.link(sizes.tp)
+    sent, sent_back = (
+        efficiency.tensor_exposed * size / machine.link(sizes.tp) for size in (work.tensor, work.tensor_back)
+    )
     dispatched = expert_seconds(work.experts / (2 if machine.narrow else 1), machine)
     combined = expert_seconds(work.experts, machine)
-    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + sent + dispatched + combined
+    plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + dispatched + combined
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
     added = work.weights * ACCUMULATED / machine.memory
     return PartSeconds(
-        product + max(scores, ring) + plain,
-        product + max(again, 2 * ring) + gathered + plain + work.traffic / machine.memory,
+        product + max(scores, ring) + plain + sent,
+        product + max(again, 2 * ring) + gathered + plain + sent_back + work.traffic / machine.memory,
         work.matmul / rate + added,
     )
 

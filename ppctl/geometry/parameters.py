@@ -89,8 +89,11 @@ class Parameter(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The parallel axes that split it; `tp/8` does where it divides 8 units."""
-        return tuple(f"{axis}/{self.units}" if self.units and axis == "tp" else axis for axis, _ in self.splits)
+        """The parallel axes that split it; `tp/8` does where it divides 8 units, `tp:37` cuts 37 words into runs."""
+        if self.units:
+            return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
+        words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
+        return tuple(f"{axis}:{self.shape[dim]}" if words else axis for axis, dim in self.splits)
 
     def splits_over(self, ranks: int) -> bool:
         """Whether so many ranks can split it; where there are fewer units than ranks, each has the whole."""

@@ -303,8 +303,9 @@ def columns(x: Tensor, *projections: Linear | Projection, split: TensorSplit | N
         shared: Operand = x if fp8 is None else rounded(x, fp8)
         return tuple(_project(shared, each, each.bias) for each in projections)
     weights = [each.weight for each in projections]
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
     found = split_columns(split, _formulas(x, projections[0].fp8), x, weights)
     return tuple(out if each.bias is None else out + each.bias for out, each in zip(found, projections, strict=True))

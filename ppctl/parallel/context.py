@@ -107,8 +107,9 @@ class _Blockwise:
         self, q: Tensor, k: Tensor, v: Tensor, documents: HasLengths | None = None, scale: float | None = None
     ) -> Tensor:
         """An `Attend`. Under autocast, heads are cast as torch's own attention casts them."""
-        if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-            q, k, v = (heads.to(torch.get_autocast_dtype(q.device.type)) for heads in (q, k, v))
+        kind = q.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and q.dtype != torch.float64:
+            q, k, v = (heads.to(torch.get_autocast_dtype(kind)) for heads in (q, k, v))
         lengths = None if documents is None else documents.lengths
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         out: Tensor = _Attention.apply(q, k, v, self, lengths, scale)  # type: ignore[no-untyped-call]  # torch's own

@@ -40,6 +40,7 @@ from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_f
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
+from ppctl.plan.traffic import step_traffic
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
 from ppctl.schedule.action import Placement, Schedule
@@ -310,6 +311,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         gradient_accumulation_steps=batch.accumulation,
         tie_groups=tie_groups(model, stages),
         p2p_capacity=values[CAPACITY],
+        traffic=step_traffic(config, stages, sizes, proof.schedule, batch.micro_batch_size, batch.accumulation),
         limit=device_limit(config.launch, sizes),
         derived=(
             *derivation.derived,

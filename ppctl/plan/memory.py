@@ -75,7 +75,7 @@ def rank_costs(
     splits = schedule.split and setting.allocator.backward
     ends = ends_of(kept, in_backward, later) if splits else None
     received = [message_bytes(stage.receives) for stage in stages]
-    sharding = _sharding(config, sizes)
+    sharding = sharding_of(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
@@ -116,7 +116,7 @@ def rank_costs(
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:
     """What is whole only at times, in words; nothing where all that a rank holds is there all the time."""
-    if _sharding(config, sizes) != "full":
+    if sharding_of(config, sizes) != "full":
         return ()
     weights, gradients, rest = map(
         max, zip(*((c.weight_bytes, c.gradient_bytes, c.optimizer_bytes) for c in costs), strict=True)
@@ -154,7 +154,7 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
-    state = state_bytes(count, sizes, precision_of(config), _sharding(config, sizes))
+    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes))
     held = state.total + untrained_bytes(config.model, layers, precision_of(config).gradient)
     kept = stage_activations(config.model, layers, setting, stage).kept
     return held, kept, _put_off(config.model, layers, setting, kept)
@@ -209,13 +209,13 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) 
     model, precision = config.model, precision_of(config)
 
     def of(layers: tuple[Layer, ...]) -> Passing:
-        matrices = largest_matrices(model, layers, sizes.ep * sizes.etp)
+        matrices = largest_matrices(model, layers, sizes)
         return passing(trained_count(model, layers), sizes, precision, matrices)
 
     return {stage.stage: of(stage.layers) for stage in own}
 
 
-def _sharding(config: RunConfig, sizes: ParallelSizes) -> str:
+def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
     """What is shared out, where there is somebody to share it with."""
     return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from ppctl.errors import Problem
-from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageSpec, Timing, fields_of
+from ppctl.plan.types import Derived, DeviceLimit, Exchange, RankCost, StageSpec, Timing, fields_of
 from ppctl.schedule.action import Action, Channel, Pair, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
@@ -22,7 +22,7 @@ from ppctl.topology import ParallelSizes, RankGrid
 
 LIMIT_KEYS = ("limit_bytes", "reserve_bytes", "ranks_per_device", "tight")
 """Of plan.json: what a rank may hold, which changes nothing of what it runs."""
-_NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing", *LIMIT_KEYS)
+_NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing", "traffic", *LIMIT_KEYS)
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _CALLS = "gradient_accumulation_steps"
@@ -58,6 +58,8 @@ class Plan:
     """The capacity that the config asks for on every channel; none lets `lower` choose."""
     limit: DeviceLimit | None = None
     """What a rank may hold; none where the config does not say what the device has."""
+    traffic: tuple[tuple[Exchange, ...], ...] = ()
+    """By pp_rank, what one of its ranks sends in a step."""
     derived: tuple[Derived, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Dotted config key -> where its value came from."""
@@ -122,6 +124,7 @@ class Plan:
                 "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
             },
             "timing": self.timing.to_json(),
+            "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
             "derived": [fields_of(derived) for derived in self.derived],
             "problems": [problem.to_json() for problem in self.problems],
         }
@@ -159,6 +162,7 @@ class Plan:
             **{name: data[name] for name in _NUMBERS},
             tie_groups=tuple((group["name"], tuple(group["stages"])) for group in data["tie_groups"]),
             timing=Timing.from_json(data["timing"]),
+            traffic=tuple(tuple(Exchange(**each) for each in rank) for rank in data.get("traffic", ())),
             limit=_limit(data),
             derived=tuple(Derived(**derived) for derived in data["derived"]),
             provenance=dict(data["provenance"]),

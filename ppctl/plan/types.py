@@ -91,6 +91,17 @@ class RankCost:
         return self.state_bytes + self.buffer_bytes
 
 
+class Exchange(NamedTuple):
+    """What a rank does of one kind along one axis in a step."""
+
+    axis: str
+    kind: str
+    """A collective by torch's name, or `send`."""
+    number: int
+    bytes: int
+    """That it sends, as rings do: of a gather or scatter other ranks' parts of the whole, of an all_reduce both."""
+
+
 class DeviceLimit(NamedTuple):
     """What one rank may hold of its device, in bytes."""
 

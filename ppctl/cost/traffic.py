@@ -1,0 +1,326 @@
+"""What one rank sends in collectives and messages: their number and bytes, by axis and kind.
+
+Knows where blocks of `ppctl/model` and sums of `ppctl/train` exchange something, and what recomputation exchanges
+again. Must not know seconds or links. Bytes are those of rings: of a gather or scatter every other rank's part of the
+whole (n - 1) / n, of an all_reduce both, of an all_to_all all but the own part, of a send the message. Rows to experts
+are spread evenly. Left out are a step's few numbers (ranks' reports, norms, counts that move routers' biases), and the
+sum of a table that several stages share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.activations import Setting
+from ppctl.cost.context import context_traffic, exchanging
+from ppctl.cost.parameters import held
+from ppctl.geometry.canonical_names import stage_parameters
+from ppctl.geometry.layers import Kind, Layer, layer_kinds, recomputed_modules, recomputed_runs
+from ppctl.geometry.parameters import Parameter, Sizes
+from ppctl.geometry.parts import tp_sums
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+
+COUNT = 8
+"""Bytes of a number of rows."""
+
+Key = tuple[str, str]
+"""(axis, kind): `tp`, `cp`, `ep`, `etp`, `dp`, `cp-dp`, `edp` or `pp`, and a collective by torch's name, or `send`."""
+
+
+class Traffic(dict[Key, tuple[int, float]]):
+    """(number, bytes that a rank sends) by axis and kind."""
+
+    def note(self, axis: str, kind: str, size: float, number: int = 1) -> Traffic:
+        """Add so many exchanges of `size` bytes together."""
+        count, total = self.get((axis, kind), (0, 0.0))
+        self[axis, kind] = count + number, total + size
+        return self
+
+    def add(self, other: Traffic, times: int = 1) -> Traffic:
+        """Add another's, so many times (-1: take away what was counted too much)."""
+        for (axis, kind), (number, size) in other.items():
+            self.note(axis, kind, times * size, times * number)
+        return self
+
+    def sent(self, axis: str) -> float:
+        """Bytes along an axis."""
+        return sum(size for (own, _), (_, size) in self.items() if own == axis)
+
+    @property
+    def shown(self) -> list[tuple[Key, tuple[int, int]]]:
+        """What there is, in order of its names, in whole bytes."""
+        return [(key, (number, round(size))) for key, (number, size) in sorted(self.items()) if number]
+
+
+class Passes(NamedTuple):
+    """Of one microbatch."""
+
+    forward: Traffic
+    inputs: Traffic
+    """The backward without `weights`, recomputation included."""
+    weights: Traffic
+    """For the gradients that W makes where backwards are split."""
+
+    @property
+    def all(self) -> Traffic:
+        """Of a forward and a backward."""
+        return Traffic().add(self.forward).add(self.inputs).add(self.weights)
+
+
+def _nothing() -> Passes:
+    return Passes(Traffic(), Traffic(), Traffic())
+
+
+class _Tensor(NamedTuple):
+    """Exchanges of the ranks that divide weights, by the width of what they exchange; none where there is one rank."""
+
+    setting: Setting
+
+    def gather(self, width: float) -> Traffic:
+        """All tokens, of the own ones."""
+        if self.setting.sp == 1:
+            return Traffic()
+        return Traffic().note("tp", "all_gather", self._whole(width))
+
+    def total(self, width: float) -> Traffic:
+        """The sum over the ranks: of the own tokens, or of all."""
+        if self.setting.sizes.tp == 1:
+            return Traffic()
+        if self.setting.sp > 1:
+            return Traffic().note("tp", "reduce_scatter", self._whole(width))
+        return Traffic().note("tp", "all_reduce", 2 * self._whole(width))
+
+    def numbers(self, size: float) -> Traffic:
+        """The sum of `size` bytes of numbers."""
+        ranks = self.setting.sizes.tp
+        return Traffic().note("tp", "all_reduce", 2 * size * (ranks - 1) / ranks) if ranks > 1 else Traffic()
+
+    def _whole(self, width: float) -> float:
+        ranks = self.setting.sizes.tp
+        return self.setting.tokens * width * self.setting.element * (ranks - 1) / ranks
+
+
+def layer_passes(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
+    """Of one layer, without recomputation."""
+    tensor, h, found = _Tensor(setting), model.hidden_size, _nothing()
+    if kind.name == "loss":
+        for _ in range(1 + (model.mtp_num_layers or 0)):
+            _leads_in(found, tensor, h, waits=False)
+            found.forward.add(tensor.numbers(setting.wide * setting.tokens))  # the largest logit, and then the sums
+            found.forward.add(tensor.numbers(2 * setting.wide * setting.tokens))
+        return found
+    if kind.name in ("embedding", "mtp"):
+        _leads_out(found, tensor, h)
+    if kind.name == "embedding":
+        return found
+    for part in (_expansion(model, setting), _context(model, kind, setting)):
+        _join(found, part)
+    _leads_out(found, tensor, h)
+    _join(found, _experts(model, setting) if kind.moe else _block(tensor, h))
+    return found
+
+
+def _join(into: Passes, part: Passes) -> None:
+    for own, other in zip(into, part, strict=True):
+        own.add(other)
+
+
+def _leads_in(found: Passes, tensor: _Tensor, width: float, *, waits: bool = True) -> None:
+    """A divided product that reads all tokens; `waits`: whose weights' gradients W makes."""
+    found.forward.add(tensor.gather(width))
+    found.inputs.add(tensor.total(width))
+    (found.weights if waits else found.inputs).add(tensor.gather(width))
+
+
+def _leads_out(found: Passes, tensor: _Tensor, width: float) -> None:
+    """The sum of what ranks made of their own columns."""
+    found.forward.add(tensor.total(width))
+    found.inputs.add(tensor.gather(width))
+
+
+def _block(tensor: _Tensor, width: float) -> Passes:
+    """A feed-forward."""
+    found = _nothing()
+    _leads_in(found, tensor, width)
+    _leads_out(found, tensor, width)
+    return found
+
+
+def _expansion(model: ModelConfig, setting: Setting) -> Passes:
+    """What leads into an attention: hidden states, or compressed vectors."""
+    sizes, tensor, found = Sizes.of(model), _Tensor(setting), _nothing()
+    if not sizes.latent:
+        _leads_in(found, tensor, sizes.hidden)
+        return found
+    _leads_in(found, tensor, sizes.q_rank or sizes.hidden)
+    _leads_in(found, tensor, sizes.kv_rank)
+    found.forward.add(tensor.gather(sizes.turned))  # the keys' part that all heads share, which no product reads
+    found.inputs.add(tensor.total(sizes.turned))
+    return found
+
+
+def _context(model: ModelConfig, kind: Kind, setting: Setting) -> Passes:
+    found, size = _nothing(), setting.tokens * setting.element
+    traffic = context_traffic(model, kind.cp_comm_type, size, setting.sizes, setting.levels)
+    hops = setting.sizes.cp // traffic.exchanging - 1
+    if traffic.gathered:
+        found.forward.note("cp", "all_gather", traffic.gathered)
+        found.inputs.note("cp", "all_gather", traffic.gathered).note("cp", "reduce_scatter", traffic.gathered)
+    elif hops:
+        found.forward.note("cp", "send", traffic.ring, hops)
+        found.inputs.note("cp", "send", 2 * traffic.ring, 2 * hops)
+    if traffic.exchanging > 1:
+        for each in (found.forward, found.inputs):
+            each.note("cp", "all_to_all", traffic.heads, 2)
+    return found
+
+
+def _experts(model: ModelConfig, setting: Setting) -> Passes:
+    """Router, exchanges of rows and, beside them, shared experts."""
+    found, over, sizes = _nothing(), setting.sizes, Sizes.of(model)
+    if model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff:
+        sequences = setting.micro_batch_size if model.moe_router_load_balancing_type == "seq_aux_loss" else 1
+        counts = 2 * sequences * sizes.experts * setting.wide
+        for axis, ranks in (("tp", setting.sp), ("cp", over.cp)):
+            if ranks > 1:
+                found.forward.note(axis, "all_reduce", counts * (ranks - 1) / ranks)
+    rows = setting.tokens / setting.sp * model.moe_router_topk * sizes.hidden * setting.element
+    if over.ep > 1:
+        found.forward.note("ep", "all_to_all", COUNT * sizes.experts * (over.ep - 1) / over.ep)
+    if over.etp > 1:
+        found.forward.note("etp", "all_gather", COUNT * sizes.experts * (over.etp - 1))
+    for each in (found.forward, found.inputs):
+        if over.ep > 1:
+            each.note("ep", "all_to_all", 2 * rows * (over.ep - 1) / over.ep, 2)
+        if over.etp > 1:
+            each.note("etp", "all_to_all", 2 * rows * (over.etp - 1), 2)
+    if sizes.shared:
+        _join(found, _block(_Tensor(setting), sizes.hidden))
+    return found
+
+
+def stage_passes(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Passes:
+    """Of one microbatch on a stage, with what is recomputed, without messages of the pipeline."""
+    found, own = _nothing(), tuple(layers)
+    modules, runs = recomputed_modules(setting.train, stage), recomputed_runs(setting.train, stage, own)
+    inside = {layer for run in runs for layer in run}
+    for layer, kind in zip(own, layer_kinds(model, own), strict=True):
+        _join(found, layer_passes(model, kind, setting))
+        if kind.name in ("decoder", "mtp") and layer not in inside:
+            for again in _modules_again(model, kind, setting, modules):
+                found.inputs.add(again)
+    for run in runs:
+        for kind in layer_kinds(model, run):
+            # What an MTP module has around its layer is not recomputed.
+            found.inputs.add(layer_passes(model, kind._replace(name="decoder"), setting).forward)
+        found.inputs.add(_unneeded(model, kind, setting), -1)
+    return found
+
+
+def _modules_again(model: ModelConfig, kind: Kind, setting: Setting, modules: Sequence[str]) -> Iterator[Traffic]:
+    """What the recomputed modules of a layer exchange again."""
+    if "core_attn" in modules:
+        context = _context(model, kind, setting).forward
+        if ("cp", "all_to_all") in context:  # the result's way back is behind all that the backward needs
+            sizes, ranks = Sizes.of(model), exchanging(kind.cp_comm_type, setting.sizes, setting.levels)
+            result = sizes.heads / setting.sizes.tp * sizes.value_head * (ranks - 1) / ranks
+            context.note("cp", "all_to_all", -result * setting.tokens * setting.element, -1)
+        yield context
+    if "mla_up_proj" in modules and Sizes.of(model).latent:
+        expansion = _expansion(model, setting).forward
+        if Sizes.of(model).q_rank is None:  # the queries' product is outside
+            expansion.add(_Tensor(setting).gather(model.hidden_size), -1)
+        yield expansion
+    block = "moe" if kind.moe else "mlp"
+    if block in modules:
+        again = (_experts(model, setting) if kind.moe else _block(_Tensor(setting), model.hidden_size)).forward
+        yield again.add(_unneeded(model, kind, setting, inside=True), -1)
+
+
+def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool = False) -> Traffic:
+    """The last sum of what is recomputed, where nothing behind it is kept for the backward: torch stops before it.
+
+    Behind it may be an auxiliary loss and, unless only the block `inside` is recomputed, dropout.
+    """
+    balanced = model.moe_router_load_balancing_type != "none" and model.moe_aux_loss_coeff
+    kept = kind.moe and (balanced or model.moe_z_loss_coeff or not model.moe_shared_expert_intermediate_size)
+    if kept or (model.hidden_dropout and not inside):
+        return Traffic()
+    return _Tensor(setting).total(model.hidden_size)
+
+
+class Sums(NamedTuple):
+    """How gradients are summed, and weights shared."""
+
+    sharding: str
+    """`none` where there is nobody to share with."""
+    gradient: int
+    """Bytes of an element of a gradient, a sum or a master."""
+    weight: int
+    scatters: bool
+    """Whether the backend sums in parts; gloo sums the whole."""
+
+
+def step_sums(
+    model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
+) -> Traffic:
+    """Of the step's end on a rank with these stages: gradients over replicas and tensor-parallel ranks, and weights.
+
+    Of what is cut into uneven runs the first rank's. Buckets are those of `parallel/replicate.py`.
+    """
+    found, every, partial = Traffic(), [], []
+    apart = any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
+    for layers in stages:
+        rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
+        every += rows
+        for axis, ranks, own in _groups(rows, sizes, apart):
+            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
+                _sum_of(found, axis, ranks, bucket, sums)
+    if sums.sharding == "optimizer_gradients":
+        for axis, ranks, own in _groups(every, sizes, apart):
+            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
+                part = sum(-(-elements // ranks) for elements in bucket)
+                found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
+    for row in every:
+        if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
+            ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
+            partial.append(-(-held(row.elements, row.axes, sizes) // ranks))
+    for bucket in buckets(partial):
+        found.note("tp", "all_reduce", 2 * sum(bucket) * sums.gradient * (sizes.tp - 1) / sizes.tp)
+    return found
+
+
+def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterator[tuple[str, int, list[Parameter]]]:
+    """(axis, ranks, rows) of the groups that hold the same parameters; those of one rank have nothing to send."""
+    dense = "cp-dp" if sizes.cp > 1 else "dp"
+    for axis, ranks, spread in ((dense, sizes.dp * sizes.cp, False), ("edp", sizes.edp, True)):
+        own = [row for row in rows if (apart and bool(row.experts)) == spread]
+        if ranks > 1 and own:
+            yield axis, ranks, own
+
+
+def _sum_of(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
+    if sums.sharding == "none":
+        found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
+        return
+    sent = sum(-(-elements // ranks) for elements in bucket) * (ranks - 1)
+    if sums.scatters:
+        found.note(axis, "reduce_scatter", sent * sums.gradient)
+    else:
+        found.note(axis, "all_reduce", 2 * sent * sums.gradient)
+    if sums.sharding == "full":
+        found.note(axis, "all_gather", sent * sums.weight)
+
+
+def buckets(elements: Iterable[int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[int]]:
+    """Neighbours, as many as fit into `limit` elements; a larger one is a bucket of its own."""
+    bucket: list[int] = []
+    for size in elements:
+        if bucket and sum(bucket) + size > limit:
+            yield bucket
+            bucket = []
+        bucket.append(size)
+    if bucket:
+        yield bucket

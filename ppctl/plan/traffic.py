@@ -1,0 +1,41 @@
+"""What a rank of every pp_rank sends in a step, by axis and kind.
+
+Knows which keys of the config decide over it. Must not know what layers exchange (`ppctl.cost.traffic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ppctl.config.schema import RunConfig
+from ppctl.cost.traffic import Sums, stage_passes, step_sums
+from ppctl.plan.memory import message_bytes, setting_of, sharding_of
+from ppctl.plan.stages import precision_of
+from ppctl.plan.types import Exchange, StageSpec
+from ppctl.schedule.action import Schedule
+from ppctl.topology import ParallelSizes
+
+
+def step_traffic(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    sizes: ParallelSizes,
+    schedule: Schedule,
+    micro_batch_size: int,
+    calls: int,
+) -> tuple[tuple[Exchange, ...], ...]:
+    """By pp_rank, of a step of so many schedule calls."""
+    model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
+    microbatches = calls * schedule.num_microbatches
+    sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, config.launch.device != "cpu")
+    found = []
+    for pp_rank in range(sizes.pp):
+        own = [stage for stage in stages if stage.pp_rank == pp_rank]
+        total = step_sums(model, [stage.layers for stage in own], sizes, sums, config.parallel.sequence_parallel)
+        for stage in own:
+            total.add(stage_passes(model, stage.layers, setting, stage.stage).all, microbatches)
+            for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):
+                if edge and stages[other].pp_rank != pp_rank:
+                    total.note("pp", "send", microbatches * message_bytes(edge), microbatches * len(edge))
+        found.append(tuple(Exchange(axis, kind, *numbers) for (axis, kind), numbers in total.shown))
+    return tuple(found)
