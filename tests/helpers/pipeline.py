@@ -147,8 +147,8 @@ class Trail:
         """What it needs is there."""
 
     def count(self, op, stage):
-        """How many actions of a kind have begun."""
-        return sum(self.actions[i].op is op and self.actions[i].stage == stage for i in self.entered)
+        """How many actions of a kind have begun; a pair's two are named in turns."""
+        return sum(self.actions[i].op is op and self.actions[i].stage == stage for i in set(self.entered))
 
 
 def run_case(schedule, communicator, **options):

@@ -272,7 +272,6 @@ def test_what_is_kept_is_the_plans(runs: dict[Case, list[Run]]) -> None:
         heads, groups, width, values = SHAPES[case.shape]
         parts = attention_parts(model, setting, case.kind)
         beside = sum(part.size for part in parts if part.module == "core_attn")
-        beside += heads * (setting.element - 4)  # log-sums of float64 heads are float64
         plain = (heads + groups) * (width + values) * setting.element
         if exchanging(case.kind, setting.sizes, setting.levels) > 1:
             plain -= heads * values * setting.element  # the result that the next product reads

@@ -30,11 +30,15 @@ def assert_every_remedy_works(tally: Tally) -> None:
     assert bad == [], tally.counts
 
 
+INTERLEAVED = ("pipeline.pp_schedule=null", "pipeline.put_off_limit=null")
+"""A schedule of any number of chunks, in place of the recipe's."""
+
+
 @pytest.mark.parametrize(
     ("typed", "codes"),
     [
         (("+recipe=deepseek_v3", "model.num_moe_experts=-1"), {"PP-E103"}),
-        (("+recipe=deepseek_v3", "model.num_moe_experts=-1", "vpp=7"), {"PP-E103"}),
+        (("+recipe=deepseek_v3", "model.num_moe_experts=-1", "vpp=7", *INTERLEAVED), {"PP-E103"}),
         (("+recipe=mixtral_8x7b", "model.moe_router_topk=-1"), {"PP-E103"}),
         (("cost.cublas_workspace_mib=nan",), {"PP-E103"}),
         (("cost.cublas_workspace_mib=inf",), {"PP-E103"}),
