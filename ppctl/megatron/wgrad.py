@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.megatron.models import holder_of, misuse, setting
+from ppctl.wide_dtype import wide_dtype
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def _move(parameter: Tensor) -> None:
 def add_to_main_grad(parameter: Any, gradient: Tensor) -> None:
     """Add one microbatch's gradient to the parameter's accumulator."""
     if getattr(parameter, "main_grad", None) is None:
-        parameter.main_grad = gradient.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        parameter.main_grad = gradient.to(wide_dtype(parameter.dtype), copy=True)
     else:
         parameter.main_grad.add_(gradient)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ppctl.model.packing import bounds_of
 from ppctl.sequence_halves import Lengths
+from ppctl.wide_dtype import wide_dtype
 
 _aten = torch.ops.aten
 
@@ -82,7 +83,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
 
 
 def _wide(heads: Tensor) -> Tensor:
-    return heads.to(torch.promote_types(heads.dtype, torch.float32))
+    return heads.to(wide_dtype(heads.dtype))
 
 
 def _flash_on_cpu(

@@ -17,6 +17,7 @@ from ppctl.geometry.layers import score_rows
 from ppctl.model.dropout import Dropped, kept_probabilities
 from ppctl.model.linear import without_autocast
 from ppctl.model.packing import Documents
+from ppctl.wide_dtype import wide_dtype
 
 
 def attention_with_dropout(
@@ -86,7 +87,7 @@ class _Attention(torch.autograd.Function):
         heads, groups, call = q.shape[1], k.shape[1], ctx.call
         gradient = gradients[0].unflatten(2, (heads, -1)).transpose(1, 2)
         of_q = torch.empty_like(q)
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = wide_dtype(q.dtype)
         of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         with without_autocast(q.device.type):
             for queries, seen, of, shares, keep in _blocks(q, k, keys, call):
@@ -119,7 +120,7 @@ def _blocks(q: Tensor, k: Tensor, keys: Tensor, call: _Call) -> Iterator[_Block]
 
 def _shares(rows: Tensor, seen: Tensor, scale: float, heads: int, future: Tensor) -> Tensor:
     """Softmax over the keys that are not in the `future` [queries, keys]."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = wide_dtype(rows.dtype)
     scores = (rows @ seen.transpose(2, 3)).to(wide).mul_(scale)
     _by_head(scores, heads).masked_fill_(future, -torch.inf)
     shares: Tensor = scores.softmax(-1)

@@ -24,6 +24,7 @@ from ppctl.model.split import Formulas, TensorSplit, leave
 from ppctl.model.split import columns as split_columns
 from ppctl.weight_gradients.products import embedding, grouped_mm, linear
 from ppctl.weight_gradients.put_off import Rule, multiply, putting_off
+from ppctl.wide_dtype import wide_dtype
 
 Product = Callable[..., Tensor]
 """(activations, weights) -> activations: what `for_each_group` passes to its block, for one group or for all."""
@@ -177,7 +178,7 @@ class _ProductInFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = wide_dtype(x.dtype)
         with without_autocast(x.device.type):
             return product(x.to(wide), weight.to(wide))
 

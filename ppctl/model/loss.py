@@ -19,6 +19,7 @@ from ppctl.geometry.layers import LOSS_ROWS
 from ppctl.model.mtp import ahead
 from ppctl.model.packing import Documents
 from ppctl.model.split import TensorSplit
+from ppctl.wide_dtype import wide_dtype
 
 NO_TOKEN = -100
 """The label of a token that does not count: torch's losses ignore it."""
@@ -165,7 +166,7 @@ def _wide_blocks(logits: Tensor, count: int) -> tuple[Tensor, ...]:
         count,
         min(LOSS_ROWS, tokens),
         vocabulary,
-        dtype=torch.promote_types(logits.dtype, torch.float32),
+        dtype=wide_dtype(logits.dtype),
         device=logits.device,
     )
     return wide.unbind()

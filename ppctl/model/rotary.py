@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.layers import head_dim
+from ppctl.wide_dtype import wide_dtype
 
 
 def rotary_dim(model: ModelConfig) -> int:
@@ -53,7 +54,7 @@ class Rotary:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _compute(self, length: int, like: Tensor) -> Tensor:
-        wide = torch.promote_types(like.dtype, torch.float32)
+        wide = wide_dtype(like.dtype)
         exponents = torch.arange(0, self.dim, 2, dtype=wide, device=like.device) / self.dim
         frequencies, magnitude = self.model.rotary_base**-exponents, 1.0
         if self.model.rotary_scaling_factor is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.model.linear import make_weight, product_in_float32
+from ppctl.wide_dtype import wide_dtype
 
 
 class Routing(NamedTuple):
@@ -77,7 +78,7 @@ class Router(nn.Module):
     def reset_bias(self, device: torch.device | str) -> None:
         """Start the bias at zero, in float32 at least: a step of it is lost in bfloat16."""
         if self.model.moe_router_enable_expert_bias:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            wide = wide_dtype(self.weight.dtype)
             self.expert_bias = torch.zeros(self.num_experts, dtype=wide, device=device)
 
     def counts_of_step(self) -> Tensor:

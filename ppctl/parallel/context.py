@@ -41,6 +41,7 @@ from ppctl.sequence_halves import (
     ring_blocks,
 )
 from ppctl.turns import hand_over
+from ppctl.wide_dtype import wide_dtype
 
 
 class BlockKernel(Protocol):
@@ -267,7 +268,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, way: _Blockwise, lengths: Lengths | None, scale: float
     ) -> Tensor:
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = wide_dtype(q.dtype)
         b, heads, s, _ = q.shape
         # Strides of [b, s, heads, width], so that heads lie side by side without a copy.
         merged = q.new_empty(b, s, heads, v.shape[-1], dtype=wide).transpose(1, 2)

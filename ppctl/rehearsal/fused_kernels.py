@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ppctl.model.kernels import Capability
+from ppctl.wide_dtype import wide_dtype
 
 _aten = torch.ops.aten
 
@@ -81,9 +82,7 @@ class _FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(
-            x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        )
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x.dtype)))
         return torch.empty_like(x)
 
     @staticmethod

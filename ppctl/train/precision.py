@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ppctl.comm.buffers import Message
 from ppctl.engine.stage import StageProgram
 from ppctl.train.loss_scale import LossScale
+from ppctl.wide_dtype import wide_dtype
 
 
 class Weights:
@@ -87,9 +88,9 @@ def unscale(masters: Mapping[str, nn.Parameter], scale: LossScale | None) -> Non
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype == wide(parameter.dtype):
+    if parameter.dtype == wide_dtype(parameter.dtype):
         return parameter
-    master = nn.Parameter(parameter.detach().to(wide(parameter.dtype)))
+    master = nn.Parameter(parameter.detach().to(wide_dtype(parameter.dtype)))
     parameter.register_post_accumulate_grad_hook(partial(_accumulate, master))
     return master
 
@@ -100,11 +101,6 @@ def _accumulate(master: nn.Parameter, parameter: Tensor) -> None:
         master.grad = add_wide(master.grad, gradient)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is summed and stepped for weights of this dtype: float32, or for float64 the same."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def add_wide(total: Tensor | None, gradient: Tensor) -> Tensor:
     """`total` with one microbatch's gradient added in place: `wide`, which keeps what bfloat16 would round away."""
-    return gradient.to(wide(gradient.dtype)) if total is None else total.add_(gradient)
+    return gradient.to(wide_dtype(gradient.dtype)) if total is None else total.add_(gradient)

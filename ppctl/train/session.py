@@ -48,8 +48,9 @@ from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
 from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights, wide
+from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
+from ppctl.wide_dtype import wide_dtype
 
 
 def connect_pipeline(config: RunConfig, plan: Plan, pp_group: ProcessGroup, device: torch.device) -> Communicator:
@@ -246,7 +247,7 @@ def build_session(
         norm=GradientNorm(
             locate_parameters(plan.stages, config.model),
             device=device,
-            dtype=wide(getattr(torch, weight_dtype(config.parallel))),
+            dtype=wide_dtype(getattr(torch, weight_dtype(config.parallel))),
             group=pp_group if plan.sizes.pp > 1 else None,
             parts=_shared_norms(rows, own_parts, groups, sharded=isinstance(weights, ShardedWeights)),
         ),

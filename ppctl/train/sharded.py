@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
 from ppctl.topology import BUCKET_ELEMENTS
-from ppctl.train.precision import Weights, add_wide, wide
+from ppctl.train.precision import Weights, add_wide
+from ppctl.wide_dtype import wide_dtype
 
 GroupOf = Callable[[str], dist.ProcessGroup]
 """The ranks that share the parameter of a canonical name."""
@@ -31,12 +32,12 @@ class ShardedWeights(Weights):
         self.model = dict(model)
         self.group_of = group_of
         self.master = {
-            name: nn.Parameter(part_of(p.detach().to(wide(p.dtype)), group_of(name))) for name, p in model.items()
+            name: nn.Parameter(part_of(p.detach().to(wide_dtype(p.dtype)), group_of(name))) for name, p in model.items()
         }
         self.sums: dict[str, Tensor] = {}
         """Whole gradients of this rank's microbatches by name, of weights narrower than their masters; else `.grad`."""
         for name, parameter in model.items():
-            if parameter.dtype != wide(parameter.dtype):
+            if parameter.dtype != wide_dtype(parameter.dtype):
                 parameter.register_post_accumulate_grad_hook(self._accumulator(name))
 
     @torch.no_grad()
@@ -72,7 +73,7 @@ class ShardedWeights(Weights):
         gradient, parameter.grad = parameter.grad, None
         gradient = self.sums.pop(name, gradient)
         if gradient is None:
-            return torch.zeros(parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
+            return torch.zeros(parameter.shape, dtype=wide_dtype(parameter.dtype), device=parameter.device)
         return gradient
 
     def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:

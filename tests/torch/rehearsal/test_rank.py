@@ -39,7 +39,6 @@ FUSED = {
     "aten._scaled_dot_product_cudnn_attention_backward.default",
     "aten.empty_like.default",  # a fused norm's results, forward and backward
     "aten.new_empty.default",  # and its statistics
-    "aten.promote_types.default",  # whose dtype is float32 at least
     "aten._fused_adamw_.default",
     "aten._foreach_add_.Scalar",  # its counts of steps
     *NO_VALUES,

@@ -1,0 +1,13 @@
+"""In which numbers sums are made: float32, or float64 where a model has that. Must not know what is summed."""
+
+from __future__ import annotations
+
+import torch
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of norms, scores, losses, sums of gradients and masters, for weights or activations of this one.
+
+    As `torch.promote_types(dtype, torch.float32)`, which would be an operation to whoever watches operations.
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
