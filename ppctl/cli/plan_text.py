@@ -202,7 +202,7 @@ def published(config: RunConfig, width: int) -> str:
     header = ["what", "published", "here", "why"]
     rows = [header, *([str(row.get(key, "")) for key in header] for row in config.published)]
     natural = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(width - natural[0] - 6, 60) // 3
+    room = max(width - natural[0] - 6, 45) // 3
     limits = [natural[0], *(min(size, room) for size in natural[1:])]
     lines: list[tuple[str, ...]] = []
     for row in rows:

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms, stage_activations
+from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, StageActivations, for_norms, stage_activations
 from ppctl.cost.operands import stage_operands
 from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.state import (
+    Ends,
     Passing,
     State,
     dummy_gradient_bytes,
@@ -71,9 +72,7 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
-    later = [stage_operands(model, stage.layers, setting) for stage in stages]
-    splits = schedule.split and setting.allocator.backward
-    ends = ends_of(kept, in_backward, later) if splits else None
+    ends = halves_of(config, stages, setting, schedule, alive)
     received = [message_bytes(stage.receives) for stage in stages]
     sharding = sharding_of(config, sizes)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
@@ -112,6 +111,20 @@ def rank_costs(
             )
         )
     return tuple(costs)
+
+
+def halves_of(
+    config: RunConfig,
+    stages: Sequence[StageSpec],
+    setting: Setting,
+    schedule: Schedule,
+    alive: Sequence[StageActivations],
+) -> Ends | None:
+    """What the halves of split backwards free and need on every stage; None where nothing is known of them."""
+    if not (schedule.split and setting.allocator.backward):
+        return None
+    later = [stage_operands(config.model, stage.layers, setting) for stage in stages]
+    return ends_of([each.kept for each in alive], [each.in_backward for each in alive], later)
 
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:

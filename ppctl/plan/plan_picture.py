@@ -11,7 +11,7 @@ from itertools import groupby
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.geometry.layers import NUMBERED, Layer
-from ppctl.plan.memory import setting_of
+from ppctl.plan.memory import halves_of, setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.plan.types import StageSpec
@@ -38,7 +38,11 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
 
 def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
     setting = setting_of(config, plan.sizes, micro_batch_size)
-    alive = {each.stage: stage_activations(config.model, each.layers, setting, each.stage) for each in plan.stages}
+    alive = [stage_activations(config.model, each.layers, setting, each.stage) for each in plan.stages]
+    ends = halves_of(config, plan.stages, setting, plan.schedule, alive)
+    halves = {}
+    if ends is not None:
+        halves = {op: dict(enumerate(zip(ends.frees[op], ends.needs[op], strict=True))) for op in ends.frees}
     own = [[stage.stage for stage in plan.stages if stage.pp_rank == cost.pp_rank] for cost in plan.pp_ranks]
     return tuple(
         RankMemory(
@@ -46,6 +50,7 @@ def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankM
             {stage: alive[stage].kept for stage in stages},
             in_forward={stage: alive[stage].in_forward for stage in stages},
             in_backward={stage: alive[stage].in_backward for stage in stages},
+            halves=halves,
         )
         for cost, stages in zip(plan.pp_ranks, own, strict=True)
     )

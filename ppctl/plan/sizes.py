@@ -243,7 +243,9 @@ def divide_model(values: ConfigValues, violations: Violations, etp: int) -> None
         place = values.cite("tp", "model.vocab_size")
         violations.append(Violation("PP-E207", "model.vocab_size", message, place, {"tp": isqrt(words)}, {"tp": 1}))
     if experts and tp > 1 and not values[SEQUENCE]:
-        message = f"experts with tp {tp} need sequence parallelism: else every rank would send the same tokens to them"
+        message = (
+            "experts with tensor parallelism need sequence parallelism: else all ranks send the same tokens to them"
+        )
         place = values.cite("tp", SEQUENCE, "model.num_moe_experts")
         violations.append(Violation("PP-E224", SEQUENCE, message, place, {SEQUENCE: True}, {"tp": 1}))
     if cp > 1 and values["seq"] % (2 * cp):

@@ -6,7 +6,7 @@ about. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,6 +49,8 @@ class RankMemory:
     """At most while its backward runs, beside what was there before."""
     behind: int = 0
     """At most behind the last action, all bytes counted."""
+    halves: Mapping[Op, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+    """Of split backwards, by operation and stage: what it frees, and at most more while it runs. Else W frees all."""
 
 
 class Level(NamedTuple):
@@ -92,9 +94,10 @@ def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple
             most = max(size, held.in_forward.get(stage, 0))
             stays = size if (stage, mb) in kept else 0
             changes[pp_rank] += [(start, most), (end, stays - most)]
-        elif op in LIFE_ENDS:
-            more = held.in_backward.get(stage, 0)
-            changes[pp_rank] += [(start, more), (end, -more - size)]
+        elif op in held.halves or op in LIFE_ENDS:
+            whole = size, held.in_backward.get(stage, 0)
+            freed, more = held.halves.get(op, {}).get(stage, whole)
+            changes[pp_rank] += [(start, more), (end, -more - freed)]
     end = max((span.end for span in trace.spans), default=0.0)
     for held, rank in zip(memory, changes, strict=True):
         if held is not None and held.behind > held.fixed:

@@ -22,7 +22,7 @@ from ppctl.comm.buffers import BufferPool
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.connections import Connections, connection_name
 from ppctl.comm.modes import Modes
-from ppctl.engine import interpreter, pace, pairs
+from ppctl.engine import interpreter, pace, pair_runner
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.pace import Heartbeat

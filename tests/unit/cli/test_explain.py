@@ -92,7 +92,7 @@ def test_every_key_is_explained_with_type_default_and_state(name):
         ("parallel.gradient_accumulation_fusion", "APEX"),
         ("parallel.moe_extended_tp", "ignored upstream too"),
         ("parallel.timers", "works from Python"),
-        ("parallel.tensor_model_parallel_size", "plan"),
+        ("parallel.tensor_model_parallel_size", "works"),
         ("train.steps", "works"),
         (
             "pipeline.extra_warmup",

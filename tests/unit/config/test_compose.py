@@ -12,7 +12,7 @@ from ppctl.config.resources import RECIPES_PATH, recipes
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 
-DSV3 = "Et*3|(tt|)*29,m|L"
+DSV3 = "Et*3|(tt|)*7t|(tt|)*8t|(tt|)*13mL"
 
 
 def problems_of(*overrides, **options):
@@ -167,7 +167,7 @@ def test_two_environment_variables_are_both_kept():
         (["pp=8", "vpp=1"], False),
         (["model.num_layers=30"], False),
         (["--mtp-num-layers", "0"], False),
-        (["model=llama3_8b"], False),
+        (["model=llama3_8b", "train.recompute_modules=[mlp]"], False),
     ],
 )
 def test_a_recipes_layout_gives_way_to_other_sizes(typed, kept):

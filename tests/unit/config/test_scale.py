@@ -60,6 +60,9 @@ def test_a_miniature_of_axes_makes_each_axis_two_ranks_long(recipe):
             assert value_of(small.config, key) == value_of(full, key), key
 
 
+NO_LIMIT = "pipeline.put_off_limit=null"
+
+
 @pytest.mark.parametrize(
     ("typed", "sizes"),
     [
@@ -67,7 +70,10 @@ def test_a_miniature_of_axes_makes_each_axis_two_ranks_long(recipe):
         (("+recipe=llama3_8b", "cp=4", "dp=2"), dict(cp=4, pp=2, dp=2)),
         (("+recipe=mixtral_8x7b", "tp=2", "etp=2"), dict(tp=2, ep=2, etp=2, dp=2)),
         (("+recipe=deepseek_v3", "tp=2", "cp=2", "etp=2"), dict(tp=2, cp=2, ep=2, etp=2, dp=1, vpp=2)),
-        (("+recipe=deepseek_v3", "pp=1", "vpp=1", "pipeline.pp_schedule=1f1b", "ep=4"), dict(pp=1, ep=4, dp=4)),
+        (
+            ("+recipe=deepseek_v3", "pp=1", "vpp=1", "pipeline.pp_schedule=1f1b", NO_LIMIT, "ep=4"),
+            dict(pp=1, ep=4, dp=4),
+        ),
     ],
 )
 def test_axes_that_are_typed_are_as_typed(typed, sizes):

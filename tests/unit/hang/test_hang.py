@@ -143,16 +143,17 @@ def test_who_stands_still_in_half_a_backward_is_named_with_stage_and_microbatch(
 @pytest.mark.parametrize(("working", "half"), [(True, "forward"), (False, "forward"), (False, "backward")])
 def test_a_pair_is_named_where_both_halves_compute_and_else_the_half_that_waits(working: bool, half: str) -> None:
     ahead = dict(parallel__overlap_p2p_comm=True, parallel__batch_p2p_comm=False)
-    made = plan(pp=2, gbs=8, mbs=1, pipeline__pp_schedule="dualpipev", **ahead)
+    experts = dict(dp=2, ep=2, model__num_moe_experts=4)  # without their exchange nothing runs in pairs
+    made = plan(pp=2, gbs=16, mbs=1, pipeline__pp_schedule="dualpipev", **ahead, **experts)
     row = made.schedule.actions[0]
     pair = next(pair for pair in made.schedule.pairs if pair.backward == (B, 0, 2))
     at = row.index(getattr(pair, half))
-    other = RankState(1, "training", 3, 0, 10.0, working=True, host="host1")
+    other = RankState(2, "training", 3, 0, 10.0, working=True, host="host1")  # of the same pipeline
     told = verdict(made, [RankState(0, "training", 3, at, 9.0, working=working, host="host0"), other], 5.0, 15.0)
     where = f"in {pair.forward} beside {pair.backward}, after" if working else f"in {row[at]}, after"
     assert where in told.place
     assert told.message.endswith(f"it runs {pair.forward} beside {pair.backward}") == working
-    assert (f"waits for rank 1 (1B{pair.backward.mb}" in told.place) == (half == "backward")
+    assert (f"waits for rank 2 (1B{pair.backward.mb}" in told.place) == (half == "backward")
 
 
 def test_a_sender_that_still_computes_is_no_dead_edge() -> None:
