@@ -85,7 +85,7 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         for name, stand_in in (("Semaphore", HostSemaphore), ("SimpleQueue", HostQueue), ("Thread", HostThread)):
             patch.setattr(pace, name, stand_in)
         patch.setattr(interpreter, "make_pace", make_pace)
-        patch.setattr(pairs, "Turns", HostPair)
+        patch.setattr(pair_runner, "Turns", HostPair)
         patch.setattr(HostPair, "enter", staticmethod(lambda: world.put_on_device(current_rank())))
         patch.setattr(dispatch, "hand_over", hand_over)
         patch.setattr(message_batches, "dist", Dist)
