@@ -90,6 +90,7 @@ class Rank:
             for spec in self.own.stages
         }
         session = SimpleNamespace(
+            split=None,
             config=made,
             plan=plan,
             own=self.own,
