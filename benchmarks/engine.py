@@ -272,6 +272,7 @@ def main() -> int:
         head = "| peak memory above set-up, a middle rank, 16 MiB | m = 8 | m = 32 | growth | limit |"
         lines += ["", head, "|---|---|---|---|---|", *grown]
     path = options.out / f"results-engine-{time.strftime('%Y-%m-%d')}.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     print(f"wrote {path}")
     return int(any("MISSED" in line for line in lines))
