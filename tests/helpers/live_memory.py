@@ -1,5 +1,6 @@
 """What lives, counted from outside the engine: activations in flight, bytes, and bytes kept for a backward."""
 
+import time
 import weakref
 from dataclasses import replace
 
@@ -51,17 +52,24 @@ def _tensors(values):
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that ever were alive in storages made inside."""
+    """The most bytes that ever were alive in storages made inside.
+
+    A thread of gloo lets go of a collective's tensors a moment after the wait for it has ended: that is waited for.
+    """
 
     def __init__(self):
         super().__init__()
         self.storages = {}
+        self.lent = {}
+        """Storages that collectives were given: how many tensors had each before."""
         self.peak = 0
         self.bound = 0
         """What may be alive: only where this is above the peak, the dead are counted out."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        if func.namespace == "c10d":
+            self._lend(_tensors((args, kwargs)))
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
@@ -72,7 +80,21 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.now())
         return result
 
+    def _lend(self, tensors):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.lent.setdefault(storage._cdata, (StorageWeakRef(storage), torch._C._storage_Use_Count(storage._cdata)))
+
+    def _wait_for_gloo(self):
+        """Not for what is still under way, nor for what the program itself has more tensors of than before."""
+        until = time.monotonic() + 0.05
+        for key, (weak, holders) in self.lent.items():
+            while not weak.expired() and torch._C._storage_Use_Count(key) > holders and time.monotonic() < until:
+                time.sleep(0.0002)
+        self.lent.clear()
+
     def now(self):
+        self._wait_for_gloo()
         self.storages = {key: entry for key, entry in self.storages.items() if not entry[0].expired()}
         self.bound = sum(size for _, size in self.storages.values())
         return self.bound

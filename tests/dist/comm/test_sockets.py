@@ -28,11 +28,11 @@ _ESTABLISHED = "01"
 
 
 def connections() -> int:
-    """This process's TCP connections, as the kernel lists them."""
+    """This process's TCP connections, as the kernel lists them: a line may come twice while others come and go."""
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     own = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[9] in own and row[3] == _ESTABLISHED for row in rows)
+    return len({row[9] for row in rows if row[3] == _ESTABLISHED} & own)
 
 
 def join():
