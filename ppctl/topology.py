@@ -158,6 +158,16 @@ class RankGrid:
         return self.sizes.stride(axis), getattr(self.sizes, axis)
 
 
+def axes_with_groups(sizes: ParallelSizes, *, experts: bool) -> list[str]:
+    """The axes along which every rank of a run has a group, in the order in which all ranks make them.
+
+    `cp-dp` is along both. `experts`: whether the model has any. pp and dp are there at any size.
+    """
+    wide = [axis for axis in ("tp", "cp", *("ep", "etp") * experts) if getattr(sizes, axis) > 1]
+    experts_apart = experts and bool(wide)
+    return ["pp", "dp", *wide, *["cp-dp"] * (sizes.cp > 1), *["edp"] * experts_apart]
+
+
 def levels(ranks: Sequence[int], inner: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """A group's ranks in groups of `inner` neighbours, and across these: the levels of a hierarchical exchange."""
     neighbours = [tuple(ranks[first : first + inner]) for first in range(0, len(ranks), inner)]

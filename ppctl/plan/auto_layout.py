@@ -60,7 +60,7 @@ def balanced_cut(
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
-    device, limit = device_limit(config.launch, sizes), None
+    device, limit = device_limit(config, sizes), None
     if device is not None:
         limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
     message = pricing(0, (), False).message_s

@@ -312,7 +312,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         tie_groups=tie_groups(model, stages),
         p2p_capacity=values[CAPACITY],
         traffic=step_traffic(config, stages, sizes, proof.schedule, batch.micro_batch_size, batch.accumulation),
-        limit=device_limit(config.launch, sizes),
+        limit=device_limit(config, sizes),
         derived=(
             *derivation.derived,
             *decided,

@@ -68,7 +68,7 @@ def decide_warmup(
         return 0, (
             Derived("extra_warmup", 0, f"extra_warmup 0: schedule {choice.name} on pp {values['pp']} needs none"),
         )
-    limit = device_limit(values.config.launch, sizes)
+    limit = device_limit(values.config, sizes)
 
     def fits(schedule: Schedule) -> bool:
         return limit is None or max(cost.peak_bytes for cost in price(schedule)) <= limit.available_bytes

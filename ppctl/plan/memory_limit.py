@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.config.quantities import memory_bytes
-from ppctl.config.schema import LaunchConfig
+from ppctl.config.schema import RunConfig
 from ppctl.devices import machines
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.memory_reserve import AUTO, RESERVE, reserve_bytes
@@ -56,16 +56,17 @@ def amount(size: int) -> str:
     return f"{unit.of(size)} {unit.name}"
 
 
-def device_limit(launch: LaunchConfig, sizes: ParallelSizes) -> DeviceLimit | None:
+def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
     """What one rank may hold of its device; None where `launch.device_memory` is none, or cannot be read.
 
     Ranks that share GPUs are counted as if all ranks of a machine shared a single one: how many it has is not known.
     """
+    launch = config.launch
     if launch.device_memory is None:
         return None
     ranks = machines(launch.nodes, launch.gpus_per_node, sizes.world)[1] if launch.share_gpu else 1
     try:
-        return DeviceLimit(memory_bytes(launch.device_memory) // ranks, reserve_bytes(launch, sizes), ranks)
+        return DeviceLimit(memory_bytes(launch.device_memory) // ranks, reserve_bytes(config, sizes), ranks)
     except ValueError:
         return None  # `config.checks` reports it
 
@@ -77,7 +78,7 @@ def memory_violations(
 
     Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
     """
-    limit = device_limit(values.config.launch, sizes)
+    limit = device_limit(values.config, sizes)
     if limit is None:
         return []
     costs = ranks()

@@ -123,7 +123,7 @@ def _searched(values: ConfigValues, sizes: ParallelSizes, way: Way, num_microbat
     In a device's memory what waits for W counts as what it is; under `pipeline.schedule_memory` activations are whole
     until W. Where nothing fits, it is what exceeds the device least.
     """
-    device, whole = device_limit(values.config.launch, sizes), values[MEMORY] is not None
+    device, whole = device_limit(values.config, sizes), values[MEMORY] is not None
     prices, group = simulation_costs(way.costs, way.stages), values[GROUP] if values.is_set(GROUP) else None
     kept = [float(each.kept) for each in way.held]
     put_off = None if whole or device is None else [float(each.put_off) for each in way.held]

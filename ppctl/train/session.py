@@ -17,7 +17,7 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
-from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
+from ppctl.config.schema import DataConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, Data, DocumentEnd, load_data
@@ -43,7 +43,7 @@ from ppctl.parallel.slices import Slices
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
-from ppctl.topology import RankGrid, levels
+from ppctl.topology import RankGrid, axes_with_groups, levels
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
@@ -208,7 +208,8 @@ def build_session(
     """Build this rank's stages, groups, optimizer and data. A collective: every rank of the world calls it once."""
     own = plan.for_rank(rank)
     grid = RankGrid(plan.sizes)
-    groups = {axes: make_group(grid.groups(*axes.split("-"))) for axes in _axes(plan, config.model)}
+    named = axes_with_groups(plan.sizes, experts=bool(config.model.num_moe_experts))
+    groups = {axes: make_group(grid.groups(*axes.split("-"))) for axes in named}
     if config.parallel.hierarchical_context_parallel_sizes:
         inner, *_ = config.parallel.hierarchical_context_parallel_sizes
         both = levels(grid.group_of("cp", rank), inner)
@@ -308,14 +309,6 @@ def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup
         context_attention, group=groups["cp"], kernel=kernels.blocks, attend=partial(attend, kernels=kernels)
     )
     return {kind: make(kind, levels=levels) for kind in {"p2p", *([listed] if isinstance(listed, str) else listed)}}
-
-
-def _axes(plan: Plan, model: ModelConfig) -> list[str]:
-    """The axes along which this run has groups, in the order in which all ranks make them; `cp-dp` is along both."""
-    sizes, experts = plan.sizes, bool(model.num_moe_experts)
-    wide = [axis for axis in ("tp", "cp", *("ep", "etp") * experts) if getattr(sizes, axis) > 1]
-    experts_apart = experts and bool(wide)
-    return ["pp", "dp", *wide, *["cp-dp"] * (sizes.cp > 1), *["edp"] * experts_apart]
 
 
 def _shared_norms(

@@ -8,7 +8,6 @@ import pytest
 from unit_plan import config_values, plan
 
 from ppctl.cli.plan_text import limit_line, prose
-from ppctl.config.schema import LaunchConfig
 from ppctl.plan import Plan
 from ppctl.plan.memory_limit import GIB, MIB, memory_violations
 from ppctl.plan.memory_reserve import CONTEXT, PAIR, RING, communicators, reserve_bytes
@@ -49,21 +48,44 @@ def test_the_reserve_is_the_last_byte_that_decides() -> None:
 MESSAGES = 8 * 4 * 12 * MIB
 
 
+TO_A_PEER = 32 * 12 * MIB
+NETWORK = 512 * MIB
+EXPERTS = {"model__num_moe_experts": 16}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
+    ("sizes", "typed", "expected"),
     [
-        (ONE, 0),
-        (ParallelSizes(2, dp=2, edp=2), PAIR),
-        (ParallelSizes(8, dp=4, cp=2, edp=8), RING),
-        (ParallelSizes(2, pp=2), PAIR + MESSAGES),
-        (ParallelSizes(8, pp=4, vpp=3, dp=2, edp=2), RING + PAIR + MESSAGES),
-        (ParallelSizes(4, dp=4, ep=4), 2 * RING + 3 * 32 * 12 * MIB),
-        (ParallelSizes(8, dp=8, ep=8), 2 * RING + 7 * 32 * 12 * MIB),
-        (ParallelSizes(32, dp=32, ep=16, edp=2), 2 * RING + PAIR + 7 * 32 * 12 * MIB + 512 * MIB),
+        (ONE, {}, 0),
+        (ParallelSizes(2, dp=2, edp=2), {}, PAIR),
+        (ParallelSizes(2, pp=2), {}, PAIR + MESSAGES),
+        (ParallelSizes(8, pp=4, vpp=3, dp=2, edp=2), {}, RING + PAIR + MESSAGES),
+        # Tied weights, and those of MTP modules, have a group of the ranks that hold them.
+        (ParallelSizes(2, pp=2), {"model__share_embeddings_and_output_weights": True}, 2 * PAIR + MESSAGES),
+        (ParallelSizes(2, pp=2), {"model__mtp_num_layers": 1}, 2 * PAIR + MESSAGES),
+        # dp, ep and edp; rows to experts go to every rank of ep.
+        (ParallelSizes(4, dp=4, ep=4), EXPERTS, 2 * RING + 3 * TO_A_PEER),
+        (ParallelSizes(8, dp=8, ep=8), EXPERTS, 2 * RING + 7 * TO_A_PEER),
+        (ParallelSizes(32, dp=32, ep=16, edp=2), EXPERTS, 2 * RING + PAIR + 7 * TO_A_PEER + NETWORK),
+        # dp, cp and both together.
+        (ParallelSizes(8, dp=4, cp=2, edp=8), {}, RING + PAIR + RING + TO_A_PEER),
+        (ParallelSizes(4, cp=4, edp=4), {}, 2 * RING + 2 * TO_A_PEER),
+        (ParallelSizes(4, cp=4, edp=4), {"model__cp_comm_type": "a2a"}, 2 * RING + 3 * TO_A_PEER),
+        (ParallelSizes(4, cp=4, edp=4), {"model__cp_comm_type": "all_gather"}, 2 * RING),
+        (
+            ParallelSizes(4, cp=4, edp=4),
+            {"model__cp_comm_type": "a2a+p2p", "parallel__hierarchical_context_parallel_sizes": [2, 2]},
+            2 * RING + 2 * PAIR + 2 * TO_A_PEER,
+        ),
+        # A dense model has no groups of experts, whatever their sizes are.
+        (ParallelSizes(8, tp=8, etp=8), {}, RING),
+        # tp and etp; between ranks that divide experts, rows go to every one.
+        (ParallelSizes(4, tp=4, etp=4), EXPERTS, 2 * RING + 3 * TO_A_PEER),
+        (ParallelSizes(4, tp=4, edp=4), EXPERTS, 2 * RING),
     ],
 )
-def test_every_group_of_several_ranks_takes_its_buffers(sizes: ParallelSizes, expected: int) -> None:
-    assert communicators(sizes) == expected
+def test_every_group_of_several_ranks_takes_its_buffers(sizes: ParallelSizes, typed, expected: int) -> None:
+    assert communicators(config_values(**typed).config, sizes) == expected
 
 
 @pytest.mark.parametrize(
@@ -122,5 +144,5 @@ def test_what_is_no_amount_of_memory_is_refused_by_name() -> None:
     assert [problem.code for problem in plan(launch__memory_reserve="some", launch__device_memory="1TiB").problems] == [
         "PP-E103"
     ]
-    assert reserve_bytes(LaunchConfig(memory_reserve="1.5GiB"), ONE) == 3 * 2**29
+    assert reserve_bytes(config_values(launch__memory_reserve="1.5GiB").config, ONE) == 3 * 2**29
     assert RING > PAIR
