@@ -64,11 +64,11 @@ def _unfused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Formulas: Dao et al., arXiv 2205.14135, appendix B.2."""
     groups = k.shape[1]
-    given, result, queries = (_wide(heads).unflatten(1, (groups, -1)) for heads in (gradient, out, q))
+    of_out, result, queries = (_wide(heads).unflatten(1, (groups, -1)) for heads in (gradient, out, q))
     keys, values = _wide(k)[:, :, None], _wide(v)[:, :, None]
     shares = (_scores(q, k, scale, causal) - log_sum.unflatten(1, (groups, -1))[..., None]).exp_()
-    of_values = (shares.transpose(-1, -2) @ given).sum(2)
-    by_score = (given @ values.transpose(-1, -2) - (given * result).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
+    of_values = (shares.transpose(-1, -2) @ of_out).sum(2)
+    by_score = (of_out @ values.transpose(-1, -2) - (of_out * result).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
     of_queries, of_keys = by_score @ keys, (by_score.transpose(-1, -2) @ queries).sum(2)
     return of_queries.flatten(1, 2).to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype)
 

@@ -117,7 +117,8 @@ class Dropout(nn.Module):
         positions = draws.positions
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        out: Tensor = _Dropout.apply(x, self.keys(draws), positions, self.p)  # type: ignore[no-untyped-call]
+        keys = self.keys(draws)
+        out: Tensor = _Dropout.apply(x, keys, positions, self.p)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
 

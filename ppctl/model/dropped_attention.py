@@ -44,7 +44,7 @@ def attention_with_dropout(
 def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, first: int) -> Tensor:
     """Of one document, or rows of the same length, whose first tokens have the position `first`."""
     call = _Call(dropped.p, dropped.first_head, scale, first)
-    out: Tensor = _Attention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 

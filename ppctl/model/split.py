@@ -66,9 +66,8 @@ def columns(split: TensorSplit, formulas: Formulas, x: Tensor, weights: Sequence
     The backward gathers x again beside the products that need no x, and sums its gradient beside those that make the
     weights'. Gradients of weights that are put off gather x once more, when they are made.
     """
-    homes = [putting_off(weight) for weight in weights]
-    later = homes[0]
-    assert all(home is later for home in homes)  # a stage's `whole` names all weights of one call, or none
+    later, *others = [putting_off(weight) for weight in weights]
+    assert all(other is later for other in others)  # a stage's `whole` names all weights of one call, or none
     if later is None:
         found: tuple[Tensor, ...] = _Columns.apply(_Call(split, formulas, None, ()), x, *weights)  # type: ignore[no-untyped-call]  # torch's own
         return found

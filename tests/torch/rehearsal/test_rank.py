@@ -18,7 +18,7 @@ from ppctl.cli.plan import planned
 from ppctl.data.batches import StepBatch
 from ppctl.errors import ConfigError
 from ppctl.rehearsal import rank as rehearsal
-from ppctl.rehearsal.parts import Samples
+from ppctl.rehearsal.stand_ins import Samples
 from ppctl.train import step as training
 from ppctl.train.grad_norm import GradientNorm, Location
 from ppctl.train.optimizer import AdamW
