@@ -29,12 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ppctl.parallel.all_to_all import all_to_all
+from ppctl.parallel.halves import to_ranks, to_whole
 from ppctl.parallel.shard import all_gather, reduce_scatter
 from ppctl.sequence_halves import (
     Block,
     Halves,
     Lengths,
-    chunk_owners,
     gathered_blocks,
     own_blocks,
     own_lengths,
@@ -82,16 +83,6 @@ class Part(NamedTuple):
     """[b, groups, tokens, width + values' width]."""
     documents: Lengths | None = None
     """For a kernel that joins them: all documents of the one block."""
-
-
-class _Sums(Protocol):
-    """Gradients of keys and values, on their way to the ranks that these are of."""
-
-    def add(self, gradients: list[Gradients]) -> None:
-        """Take those of a part's blocks out of the list and add them; parts come in their order."""
-
-    def total(self) -> Tensor:
-        """The sum for this rank's own keys and values."""
 
 
 Gradients = tuple[Block, Tensor, Tensor]
@@ -201,13 +192,13 @@ class HeadExchange:
         if repeats > 1:
             k, v = (heads.repeat_interleave(repeats, 1) for heads in (k, v))
         shares = [heads.unflatten(1, (size, -1)).permute(1, 0, 3, 2, 4).flatten(3) for heads in (q, k, v)]
-        whole = to_whole(_exchanged(torch.cat(shares, -1), self.group), 1)
+        whole = to_whole(all_to_all(torch.cat(shares, -1), self.group), 1)
         del shares
         parts = whole.split([heads.shape[1] // size * heads.shape[-1] for heads in (q, k, v)], -1)
         del q, k, v
         q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(parts, widths, strict=True))
         mixed = self.attend(q, k, v, documents, scale).transpose(1, 2).flatten(2)
-        back = _exchanged(to_ranks(mixed, size, 1), self.group)  # [heads' rank, b, own tokens, its heads' values]
+        back = all_to_all(to_ranks(mixed, size, 1), self.group)  # [heads' rank, b, own tokens, its heads' values]
         out: Tensor = back.permute(1, 2, 0, 3).flatten(2).unflatten(-1, (-1, widths[2])).transpose(1, 2)
         return out
 
@@ -230,35 +221,6 @@ def context_attention(
         "a2a": lambda: HeadExchange(group, attend),
     }
     return ways[kind]()
-
-
-def own_halves(whole: Tensor, halves: Halves, dim: int) -> Tensor:
-    """A rank's halves of a tensor that has the whole sequence along `dim`; a copy."""
-    return torch.cat([whole.narrow(dim, half.start, len(half)) for half in halves.positions], dim)
-
-
-def gather_halves(own: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """The whole sequence along `dim`, of every rank's halves. Without gradients."""
-    parts = own.new_empty(group.size(), *own.shape)
-    all_gather(parts.view(-1), own.reshape(-1), group=group)
-    return to_whole(parts, dim)
-
-
-def own_positions(halves: Halves, device: torch.device | None = None) -> Tensor:
-    """The position of each of a rank's tokens in the whole sequence, int64: for rotary positions."""
-    return torch.cat([torch.arange(half.start, half.stop, device=device) for half in halves.positions])
-
-
-def to_whole(parts: Tensor, dim: int) -> Tensor:
-    """All ranks' halves `parts` [ranks, ...] as whole sequences; `dim` is counted without the ranks'."""
-    chunks = [part.chunk(2, dim) for part in parts]
-    return torch.cat([chunks[rank][half] for rank, half in chunk_owners(len(parts))], dim)
-
-
-def to_ranks(whole: Tensor, ranks: int, dim: int) -> Tensor:
-    """The inverse of `to_whole`: [ranks, ...]; `dim` from 0 on."""
-    chunks = whole.unflatten(dim, (2 * ranks, -1)).movedim(dim, 0)
-    return torch.cat([chunks[:ranks], chunks[ranks:].flip(0)], dim + 1)
 
 
 class _Attention(torch.autograd.Function):
@@ -343,24 +305,36 @@ class _Hop(NamedTuple):
         return self.arriving
 
 
-class _RingSums:
-    """Gradients follow the keys and values that they are of, one hop behind, and get every rank's share on the way."""
+class _Sums:
+    """Gradients of keys and values on their way to the ranks that these are of; subclasses say which way."""
 
     def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = _zeros(k, v)
+        self._own = k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
+        """Of the rank's own keys and values, side by side, as they travel."""
         self._group = group
-        self._hop: _Hop | None = None
         self._is_own = True
 
     def add(self, gradients: list[Gradients]) -> None:
+        """Take those of a part's blocks out of the list and add them; parts come in their order, the own one first."""
         if self._is_own:
             self._is_own = False
             _add(self._own, gradients)
-            return
-        sums = torch.zeros_like(self._own) if self._hop is None else self._hop.wait()
-        self._hop = None
-        _add(sums, gradients)
-        self._hop = _Hop.start(sums, self._group)
+        else:
+            self._add_others(gradients)
+
+    def total(self) -> Tensor:
+        """The sum for this rank's own keys and values."""
+        raise NotImplementedError
+
+    def _add_others(self, gradients: list[Gradients]) -> None:
+        """Those of other ranks' keys and values."""
+        raise NotImplementedError
+
+
+class _RingSums(_Sums):
+    """Gradients follow the keys and values that they are of, one hop behind, and get every rank's share on the way."""
+
+    _hop: _Hop | None = None
 
     def total(self) -> Tensor:
         if self._hop is not None:
@@ -368,25 +342,17 @@ class _RingSums:
             self._own += self._hop.wait()
         return self._own
 
+    def _add_others(self, gradients: list[Gradients]) -> None:
+        sums = torch.zeros_like(self._own) if self._hop is None else self._hop.wait()
+        self._hop = None
+        _add(sums, gradients)
+        self._hop = _Hop.start(sums, self._group)
 
-class _ScatteredSums:
-    """Gradients of the rank's own keys and values, and then of all; each rank gets the sum of its own."""
 
-    def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = _zeros(k, v)
-        self._sent = self._own.new_empty(0)
-        self._group = group
-        self._is_own = True
+class _ScatteredSums(_Sums):
+    """Gradients of all ranks' keys and values at once; each rank gets the sum of its own."""
 
-    def add(self, gradients: list[Gradients]) -> None:
-        if self._is_own:
-            self._is_own = False
-            _add(self._own, gradients)
-            return
-        b, groups, s, width = self._own.shape
-        whole = self._own.new_zeros(b, groups, s * self._group.size(), width)
-        _add(whole, gradients)
-        self._sent = to_ranks(whole, self._group.size(), 2)
+    _sent: Tensor
 
     def total(self) -> Tensor:
         scattered = torch.empty_like(self._own)
@@ -396,10 +362,11 @@ class _ScatteredSums:
         self._own += scattered
         return self._own
 
-
-def _zeros(k: Tensor, v: Tensor) -> Tensor:
-    """For the gradients of keys and values side by side, as they travel."""
-    return k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
+    def _add_others(self, gradients: list[Gradients]) -> None:
+        b, groups, s, width = self._own.shape
+        whole = self._own.new_zeros(b, groups, s * self._group.size(), width)
+        _add(whole, gradients)
+        self._sent = to_ranks(whole, self._group.size(), 2)
 
 
 def _add(sums: Tensor, gradients: list[Gradients]) -> None:
@@ -408,30 +375,3 @@ def _add(sums: Tensor, gradients: list[Gradients]) -> None:
         of_both = sums[block.rows, :, block.keys]
         of_both[..., : of_keys.shape[-1]] += of_keys
         of_both[..., of_keys.shape[-1] :] += of_values
-
-
-def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    arrived: Tensor = _AllToAll.apply(parts, group)  # type: ignore[no-untyped-call]  # torch's own
-    return arrived
-
-
-class _AllToAll(torch.autograd.Function):
-    """Parts [ranks, ...] to their ranks: what arrives is [sender, ...]; gradients take the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradients[0], ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
-    arrived = torch.empty_like(parts)
-    work = dist.all_to_all_single(arrived, parts, group=group, async_op=True)
-    hand_over()
-    work.wait()
-    return arrived

@@ -2,8 +2,8 @@
 
 Knows a process group and rows sorted by expert. Must not know routers, experts or the pipeline. Deadlock-free because
 all ranks of the group run the same schedule on the same stages: each reaches its k-th exchange after the same actions.
-A group of its own keeps exchanges apart from reductions that run beside the pipeline. While rows are under way the
-other half of a pair may compute (`turns`); counts are under way while the rows are sorted.
+A group of its own keeps exchanges apart from reductions that run beside the pipeline. Counts are under way while the
+rows are sorted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.parallel.all_to_all import all_to_all, exchange, start_exchange
 from ppctl.parallel.shard import all_gather
 from ppctl.row_order import reorder
-from ppctl.turns import hand_over
+
+_Exchange = Callable[[Tensor, list[int], dist.ProcessGroup], Tensor]
 
 
 class ExpertExchange:
@@ -42,7 +44,7 @@ class ExpertExchange:
         size = 1 if self.group is None else self.group.size()
         sent = counts.view(size, -1)
         received = torch.empty_like(sent)  # [sender, expert here]
-        under_way = None if self.group is None else _start(received, sent, self.group)
+        under_way = None if self.group is None else start_exchange(received, sent, self.group)
         rows = make_rows()
         if under_way is None:
             received = sent
@@ -51,12 +53,10 @@ class ExpertExchange:
         # [etp rank, sender, expert here]: what this rank's experts get, with those that have other parts of them.
         all_received = received[None] if self.etp_group is None else _gathered(received, self.etp_group)
         sends, receives, shared = self.sizes(sent, received, all_received)
-        arrived = rows
-        if self.group is not None:
-            arrived = _Exchange.apply(rows, receives, sends, self.group)  # type: ignore[no-untyped-call]  # torch's own
+        arrived = rows if self.group is None else all_to_all(rows, self.group, sends, receives)
         del rows  # no gradient needs what was sent, nor what came before it is sorted
         if self.etp_group is not None:
-            arrived = _Gather.apply(arrived, shared, self.etp_group)  # type: ignore[no-untyped-call]  # torch's own
+            arrived = _gathered_rows(arrived, shared, self.etp_group)
         here = torch.arange(received.shape[1], device=arrived.device).repeat(len(all_received) * size)
         expert = here.repeat_interleave(all_received.flatten(), output_size=sum(shared))
         order = expert.argsort(stable=True)
@@ -65,11 +65,8 @@ class ExpertExchange:
         del arrived
         done = reorder(experts(by_expert, all_received.sum((0, 1))), back, order)
         if self.etp_group is not None:
-            done = _Scatter.apply(done, shared, self.etp_group)  # type: ignore[no-untyped-call]  # torch's own
-        if self.group is None:
-            return done
-        results: Tensor = _Exchange.apply(done, sends, receives, self.group)  # type: ignore[no-untyped-call]  # torch's own
-        return results
+            done = _summed_rows(done, shared, self.etp_group)
+        return done if self.group is None else all_to_all(done, self.group, receives, sends)
 
     def sizes(self, sent: Tensor, received: Tensor, all_received: Tensor) -> tuple[list[int], list[int], list[int]]:
         """How many rows go to each rank and come from it, of counts [rank, expert], and arrive at each etp rank.
@@ -81,55 +78,43 @@ class ExpertExchange:
         return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks :]
 
 
-class _Exchange(torch.autograd.Function):
-    """`all_to_all_single` of rows; gradients take the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.receives, ctx.sends, ctx.group = receives, sends, group
-        return _exchange(rows, receives, sends, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradients[0], ctx.sends, ctx.receives, ctx.group), None, None, None
-
-
-class _Gather(torch.autograd.Function):
+def _gathered_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks of the group, in their order; `shared` says how many each has. Gradients are summed."""
+    found: Tensor = _Share.apply(rows, shared, group, _gather_rows, _scatter_rows)  # type: ignore[no-untyped-call]  # torch's own
+    return found
+
+
+def _summed_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Of all ranks' rows the sum over the ranks, for the own ones; gradients are gathered."""
+    found: Tensor = _Share.apply(rows, shared, group, _scatter_rows, _gather_rows)  # type: ignore[no-untyped-call]  # torch's own
+    return found
+
+
+class _Share(torch.autograd.Function):
+    """One exchange of rows among ranks that divide experts, and its reverse for gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.shared, ctx.group = shared, group
-        return _gather_rows(rows, shared, group)
+    def forward(
+        ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup, there: _Exchange, back: _Exchange
+    ) -> Tensor:
+        ctx.back, ctx.shared, ctx.group = back, shared, group
+        return there(rows, shared, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _scatter_rows(gradients[0], ctx.shared, ctx.group), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Of all ranks' rows the sum over the ranks, for the own ones; the reverse of `_Gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.shared, ctx.group = shared, group
-        return _scatter_rows(rows, shared, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_rows(gradients[0], ctx.shared, ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(gradients[0], ctx.shared, ctx.group), None, None, None, None
 
 
 def _gather_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """By an exchange in which everybody gets the same rows: gathers need as many rows on every rank."""
     own = [len(rows)] * len(shared)
-    return _exchange(rows.repeat(len(shared), 1), shared, own, group)
+    return exchange(rows.repeat(len(shared), 1), group, own, shared)
 
 
 def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> Tensor:
     """Summed in order of the ranks, in the dtype of the rows."""
     own = shared[group.rank()]
-    parts = _exchange(rows, [own] * len(shared), shared, group)
+    parts = exchange(rows, group, shared, [own] * len(shared))
     total, *others = parts.split(own) if own else [parts]
     for part in others:
         total.add_(part)
@@ -141,22 +126,3 @@ def _gathered(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     found = counts.new_empty(group.size(), *counts.shape)
     all_gather(found.view(-1), counts.contiguous().view(-1), group=group)
     return found
-
-
-def _exchange(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(receives), *rows.shape[1:])
-    under_way = _start(arrived, rows.contiguous(), group, receives, sends)
-    hand_over()
-    under_way.wait()
-    return arrived
-
-
-def _start(
-    received: Tensor,
-    sent: Tensor,
-    group: dist.ProcessGroup,
-    receives: list[int] | None = None,
-    sends: list[int] | None = None,
-) -> dist.Work:
-    work: dist.Work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=True)
-    return work

@@ -173,9 +173,9 @@ MUTANTS: dict[str, tuple[Mutant, str, dict[str, Any]]] = {
     "outputs of blocks": (partial(_without_sum_in, "from_columns"), "grouped", dict(tp=2)),
     "gradients of blocks' inputs": (partial(_without_sum_in, "_Columns.backward"), "grouped", dict(tp=2, sp=True)),
     "gradients of shared keys": (partial(_without_sum_in, "_Enter.backward"), "latent", dict(tp=2)),
-    "outputs of experts over etp": (partial(_without_rows_in, "_Scatter.forward"), "experts", dict(tp=2, sp=True)),
+    "outputs of experts over etp": (partial(_without_rows_in, "_Share.forward"), "experts", dict(tp=2, sp=True)),
     "gradients of experts' rows over etp": (
-        partial(_without_rows_in, "_Gather.backward"),
+        partial(_without_rows_in, "_Share.backward"),
         "experts",
         dict(tp=2, sp=True),
     ),

@@ -27,7 +27,7 @@ from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.pace import Heartbeat
 from ppctl.engine.stage import StageProgram
-from ppctl.parallel import dispatch
+from ppctl.parallel import all_to_all
 from ppctl.schedule.action import Schedule
 
 CPU = torch.device("cpu")
@@ -87,9 +87,9 @@ def emulation(world: World, *, paced: bool = True) -> Iterator[None]:
         patch.setattr(interpreter, "make_pace", make_pace)
         patch.setattr(pair_runner, "Turns", HostPair)
         patch.setattr(HostPair, "enter", staticmethod(lambda: None))  # the runner brings the modes of the device
-        patch.setattr(dispatch, "hand_over", hand_over)
+        patch.setattr(all_to_all, "hand_over", hand_over)
         patch.setattr(message_batches, "dist", Dist)
-        patch.setattr(dispatch, "dist", Dist)
+        patch.setattr(all_to_all, "dist", Dist)
         patch.setattr(torch.cuda, "synchronize", lambda *_: world.gpus[current_rank()].drain("torch.cuda.synchronize"))
         yield
 

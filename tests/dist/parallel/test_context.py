@@ -24,15 +24,8 @@ from ppctl.model.block_attention import FLASH_ON_CPU, UNFUSED, BlockAttention
 from ppctl.model.core_attention import attend
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
-from ppctl.parallel.context import (
-    RingAttention,
-    context_attention,
-    gather_halves,
-    own_halves,
-    own_positions,
-    to_ranks,
-    to_whole,
-)
+from ppctl.parallel.context import RingAttention, context_attention
+from ppctl.parallel.halves import own_halves, own_positions, to_ranks, to_whole
 from ppctl.sequence_halves import Halves, Lengths
 from ppctl.topology import ParallelSizes, levels
 
@@ -292,20 +285,17 @@ def test_what_lives_in_a_backward_is_the_plans(runs: dict[Case, list[Run]]) -> N
     assert not off, "\n".join(map(str, off.items()))
 
 
-def use_helpers() -> tuple[torch.Tensor, ...]:
-    halves, group = Halves(dist.get_rank(), 4, 16), dist.group.WORLD
-    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
-    own = own_halves(whole, halves, 1)
-    return own, own_positions(halves), gather_halves(own, group, 1), gather_halves(own.mT, group, -1)
-
-
-def test_tokens_are_taken_and_gathered_in_order() -> None:
-    whole = torch.arange(3 * 16 * 2).view(3, 16, 2)
-    for rank, (own, positions, gathered, along_last) in enumerate(run_ranks(use_helpers, 4)):
+def test_tokens_are_taken_and_put_together_in_order() -> None:
+    whole, ranks = torch.arange(3 * 16 * 2).view(3, 16, 2), []
+    for rank in range(4):
+        halves = Halves(rank, 4, 16)
+        positions = own_positions(halves)
         assert positions.tolist() == [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
-        assert torch.equal(own, whole[:, positions])
-        assert torch.equal(gathered, whole) and torch.equal(along_last, whole.mT)
-    assert torch.equal(to_whole(to_ranks(whole, 4, 1), 1), whole)
+        ranks.append(own_halves(whole, halves, 1))
+        assert torch.equal(ranks[-1], whole[:, positions])
+    assert torch.equal(to_whole(torch.stack(ranks), 1), whole)
+    assert torch.equal(to_ranks(whole, 4, 1), torch.stack(ranks))
+    assert torch.equal(to_whole(torch.stack([own.mT for own in ranks]), -1), whole.mT)
 
 
 def rounded() -> tuple[torch.Tensor, torch.Tensor]:
