@@ -77,6 +77,8 @@ class GatheredWholes(NamedTuple):
     """Whole tensors that are being gathered."""
 
     work: dist.Work | None
+    own: Tensor
+    """What this rank sends; it is held until the wholes are there, whatever the backend holds."""
     flat: Tensor
     widths: list[int]
 
@@ -93,7 +95,7 @@ def start_gather(parts: Sequence[Tensor], dtype: torch.dtype, group: dist.Proces
     own = torch.cat([part.to(dtype) for part in parts])
     flat = own.new_empty(group.size(), own.numel())
     work = all_gather(flat.view(-1), own, group=group, async_op=True)
-    return GatheredWholes(work, flat, [part.numel() for part in parts])
+    return GatheredWholes(work, own, flat, [part.numel() for part in parts])
 
 
 def gather_into(wholes: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:

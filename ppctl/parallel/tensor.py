@@ -29,10 +29,10 @@ class TensorParallel:
         """All tokens [b, s, ...] of the own [b, s / size, ...]; x itself where every rank has all of them."""
         if not self.sequence:
             return lambda: x
-        rows = x.new_empty(self.size, *x.shape)
-        work = all_gather(rows.view(-1), x.contiguous().view(-1), group=self.group, async_op=True)
+        own, rows = x.contiguous(), x.new_empty(self.size, *x.shape)
+        work = all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
 
-        def gathered() -> Tensor:
+        def gathered(_: Tensor = own) -> Tensor:  # held until then, whatever the backend holds
             work.wait()
             return rows.transpose(0, 1).flatten(1, 2)  # a copy, unless there is one sample
 
@@ -41,16 +41,16 @@ class TensorParallel:
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """The sum over ranks of x [b, s, ...]: of the own tokens [b, s / size, ...], or of all, in the memory of x."""
         if not self.sequence:
-            x = x.contiguous()
-            work = dist.all_reduce(x, group=self.group, async_op=True)
+            found = rows = x.contiguous()
+            work = dist.all_reduce(found, group=self.group, async_op=True)
         else:
             rows = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-            x = rows.new_empty(rows.shape[1:])
-            work = reduce_scatter(x.view(-1), rows.view(-1), group=self.group, async_op=True)
+            found = rows.new_empty(rows.shape[1:])
+            work = reduce_scatter(found.view(-1), rows.view(-1), group=self.group, async_op=True)
 
-        def summed() -> Tensor:
+        def summed(_: Tensor = rows) -> Tensor:
             work.wait()
-            return x
+            return found
 
         return summed
 

@@ -165,6 +165,9 @@ class Backend:
         self.position = list(members).index(rank)
         self.stream = self.gpu.make_stream()
 
+    def rank(self) -> int:
+        return self.position
+
     def size(self) -> int:
         return len(self.connection.members)
 
@@ -184,14 +187,17 @@ class Backend:
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
         return self.start([(tensors[0], src, False)])
 
-    def start(self, moves: Sequence[tuple[torch.Tensor, int, bool]]) -> Work:
-        """Enqueue (tensor, peer, whether it is sent) as one group, behind what the current stream holds."""
+    def start(self, moves: Sequence[tuple[torch.Tensor, int, bool]], then: Callable[[], object] | None = None) -> Work:
+        """Enqueue (tensor, peer, whether it is sent) as one group, behind what the current stream holds; and behind it
+        what the device computes `then`."""
         _refuse_aborted(self.connection, self.gpu.rank)
         self._meet()
         before, done = Mark(self.gpu), Mark(self.gpu)
         before.record()
         before.hold(self.stream)
         self.gpu.put(self.stream, Entry("messages", transfers=[self._transfer(*move) for move in moves]))
+        if then is not None:
+            self.gpu.put(self.stream, Entry("a sum", then))
         done.record(self.stream)
         for tensor, _, _ in moves:
             self.gpu.memory.record(tensor, self.stream)
@@ -209,6 +215,29 @@ class Backend:
         if not self.world.connected and self.gpu.rank not in joined:
             joined.add(self.gpu.rank)
             current_actor().wait(lambda: joined == members, f"for all of {self.connection.name}")
+
+
+def _sum(own: torch.Tensor, shares: Sequence[torch.Tensor], group: Backend, async_op: bool) -> Work | None:
+    """Each rank gets into `own` the sum of what all have in its share, in memory of NCCL's."""
+    with beneath():
+        parts = torch.empty(group.size(), own.numel(), dtype=own.dtype)
+    into = group.gpu.memory.seen_by_device(own)
+
+    def add() -> None:
+        with beneath():
+            into.copy_(parts.sum(0).view(into.shape))
+
+    moves = [(share, peer, True) for peer, share in enumerate(shares)]
+    with beneath():
+        moves += [(part, peer, False) for peer, part in enumerate(parts)]
+    return _waited(group.start(moves, add), async_op)
+
+
+def _waited(work: Work, async_op: bool) -> Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 class Dist:
@@ -243,3 +272,25 @@ class Dist:
         ]
         moves = [(part, peer, sends) for each, sends in parts for peer, part in enumerate(each) if part.numel()]
         return group.start(moves)
+
+    @staticmethod
+    def all_gather(
+        output: torch.Tensor, tensor: torch.Tensor, *, group: Backend, async_op: bool = False
+    ) -> Work | None:
+        """Of flat tensors, as `ppctl.parallel.shard` has it."""
+        size = group.size()
+        moves = [(tensor, peer, True) for peer in range(size)]
+        moves += [(part, peer, False) for peer, part in enumerate(output.chunk(size))]
+        return _waited(group.start(moves), async_op)
+
+    @staticmethod
+    def reduce_scatter(
+        output: torch.Tensor, tensor: torch.Tensor, *, group: Backend, async_op: bool = False
+    ) -> Work | None:
+        """Of flat tensors, as `ppctl.parallel.shard` has it."""
+        return _sum(output, tensor.chunk(group.size()), group, async_op)
+
+    @staticmethod
+    def all_reduce(tensor: torch.Tensor, *, group: Backend, async_op: bool = False) -> Work | None:
+        """A sum."""
+        return _sum(tensor, [tensor] * group.size(), group, async_op)
