@@ -27,7 +27,7 @@ from ppctl.config.keys import (
     text_keys,
     value_of,
 )
-from ppctl.config.limits import Bounds, Choice
+from ppctl.config.limits import Bounds, OneOf
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
@@ -159,7 +159,7 @@ def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
     limit = text_keys()[name].limit
     assert limit is not None
     message, remedy = f"{name} must be {limit.words}", as_typed(name, _usual(name, usual))
-    if isinstance(limit, Choice):
+    if isinstance(limit, OneOf):
         words = {word.lower(): word for word in limit.names}
         close = nearest(str(value).lower(), words)
         message += did_you_mean(str(value).lower(), words)

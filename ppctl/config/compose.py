@@ -26,7 +26,7 @@ from ppctl.config.support import ignored
 from ppctl.errors import ConfigError, PpctlError, Problem
 
 if TYPE_CHECKING:
-    from ppctl.config.hydra_source import Layer
+    from ppctl.config.hydra_source import ConfigLayer
 
 
 class RefusedError(ConfigError):
@@ -185,7 +185,7 @@ def _miniature(draft: Draft, scale: str, typed: Collection[str]) -> dict[str, An
     return miniature(within_limits(config, list(beyond_limits(config)), draft.covered), scale, typed)
 
 
-def _apply_layer(draft: Draft, layer: Layer) -> None:
+def _apply_layer(draft: Draft, layer: ConfigLayer) -> None:
     prefix = f"{layer.package}." if layer.package else ""
     values = {name: value for name, value in layer.file.values.items() if name != "defaults"}
     for name, value in flat(values, prefix):

@@ -25,11 +25,11 @@ from ppctl.config.resources import Recipe, conf_directory, find_recipe, groups, 
 from ppctl.config.yaml_file import YamlFile
 from ppctl.errors import ConfigError, Problem
 
-__all__ = ["Layer", "Override", "load", "parse"]
+__all__ = ["ConfigLayer", "Override", "load", "parse"]
 
 
 @dataclass(frozen=True)
-class Layer:
+class ConfigLayer:
     """One file of the composition and where in the tree it goes (`model`, or empty for the root)."""
 
     file: YamlFile
@@ -127,7 +127,7 @@ def parse(text: str) -> Override:
         raise ConfigError(Problem("PP-E105", message, place="command line")) from None
 
 
-def load(choices: Mapping[str, str]) -> list[Layer]:
+def load(choices: Mapping[str, str]) -> list[ConfigLayer]:
     """The files that make up a config, weakest first; `choices` are the chosen options by group.
 
     Raises ConfigError where a defaults list names something that does not exist or contradicts itself.
@@ -155,5 +155,5 @@ def load(choices: Mapping[str, str]) -> list[Layer]:
         file = source.file(path)
         if file is not None:
             recipe = path.removeprefix("recipe/") if path.startswith("recipe/") else None
-            layers.append(Layer(file, default.package or "", recipe))
+            layers.append(ConfigLayer(file, default.package or "", recipe))
     return layers

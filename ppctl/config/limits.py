@@ -69,7 +69,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     """One of some words; with `any_case`, in capital or small letters."""
 
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ class Form:
         return True
 
 
-Limit = Bounds | Choice | Form
+Limit = Bounds | OneOf | Form
 
 BELOW_ONE = Bounds(1, zero=True, below=True)
 """A share of something."""
@@ -117,9 +117,9 @@ def not_negative(most: int = LARGEST) -> Bounds:
     return Bounds(most, zero=True)
 
 
-def one_of(*names: str, any_case: bool = False) -> Choice:
+def one_of(*names: str, any_case: bool = False) -> OneOf:
     """One of `names`."""
-    return Choice(names, any_case)
+    return OneOf(names, any_case)
 
 
 def _matching(pattern: str) -> Callable[[Any], object]:

@@ -36,6 +36,7 @@ from ppctl.model.split import TensorSplit
 from ppctl.model.stage_model import Run
 from ppctl.plan import StageSpec
 from ppctl.sequence_halves import Halves
+from ppctl.tensor_halves import own_halves
 
 
 class StageModule(nn.Module):
@@ -130,8 +131,7 @@ class StageModule(nn.Module):
         """Of x [b, s] what ranks that share sequences leave to this one."""
         if self.context.size == 1:
             return x
-        halves = Halves(self.context.rank, self.context.size, x.shape[1])
-        return torch.cat([x[:, half.start : half.stop] for half in halves.positions], 1)
+        return own_halves(x, Halves(self.context.rank, self.context.size, x.shape[1]), 1)
 
     def _own_run(self, x: Tensor) -> Tensor:
         """Of that, [b, s], what belongs to the tokens that the rank has between blocks."""

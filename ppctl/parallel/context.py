@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ppctl.parallel.all_to_all import all_to_all
-from ppctl.parallel.halves import to_ranks, to_whole
 from ppctl.parallel.shard import all_gather, reduce_scatter
 from ppctl.sequence_halves import (
     Block,
@@ -41,6 +40,7 @@ from ppctl.sequence_halves import (
     own_lengths,
     ring_blocks,
 )
+from ppctl.tensor_halves import to_ranks, to_whole
 from ppctl.turns import hand_over
 from ppctl.wide_dtype import wide_dtype
 

@@ -25,11 +25,11 @@ from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.linear import own_words
 from ppctl.model.loss import Words, microbatch_loss, mtp_targets, without
 from ppctl.model.packing import ROWS, Packing, bounds_of
-from ppctl.parallel.halves import own_halves
 from ppctl.plan import StageSpec
 from ppctl.schedule.partial_recompute import checkpoint_flags, forwards_in_flight
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.sequence_halves import Halves
+from ppctl.tensor_halves import own_halves
 from ppctl.train.precision import in_precision
 from ppctl.train.session import Session
 

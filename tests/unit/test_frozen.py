@@ -260,10 +260,10 @@ def test_words_that_keys_take() -> None:
     words = {key: list(values) for key, values in frozen("words").items()}
     if IS_WRITTEN:
         from ppctl.config.keys import keys_with
-        from ppctl.config.limits import Choice
+        from ppctl.config.limits import OneOf
         from ppctl.schedule.policies import SPELLINGS
 
-        choices = {name: key.limit.names for name, key in keys_with("limit").items() if isinstance(key.limit, Choice)}
+        choices = {name: key.limit.names for name, key in keys_with("limit").items() if isinstance(key.limit, OneOf)}
         known = {**choices, **MORE_WORDS, "pipeline.pp_schedule": list(SPELLINGS)}
         words = {key: list(dict.fromkeys([*words.get(key, ()), *values])) for key, values in known.items()}
     hold("words", {key: [word for word in values if _is_accepted(key, word)] for key, values in words.items()})

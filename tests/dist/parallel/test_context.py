@@ -25,8 +25,8 @@ from ppctl.model.core_attention import attend
 from ppctl.model.kernels import ON_CPU
 from ppctl.model.packing import Documents
 from ppctl.parallel.context import RingAttention, context_attention
-from ppctl.parallel.halves import own_halves, own_positions, to_ranks, to_whole
 from ppctl.sequence_halves import Halves, Lengths
+from ppctl.tensor_halves import own_halves, own_positions, to_ranks, to_whole
 from ppctl.topology import ParallelSizes, levels
 
 S, B = 32, 2

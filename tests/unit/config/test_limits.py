@@ -8,7 +8,7 @@ from ppctl.cli.explain import explain
 from ppctl.config.checks import check
 from ppctl.config.compose import compose
 from ppctl.config.keys import keys, keys_with, members, set_value, text_keys
-from ppctl.config.limits import Bounds, Choice, Form
+from ppctl.config.limits import Bounds, Form, OneOf
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
 from ppctl.plan import build_plan
@@ -16,7 +16,7 @@ from ppctl.plan import build_plan
 LIMITED = list(keys_with("limit").values())
 NUMBERS = [key.name for key in text_keys().values() if {int, float} & set(members(key.type))]
 BOUNDED = [key.name for key in LIMITED if isinstance(key.limit, Bounds)]
-CHOSEN = [key.name for key in LIMITED if isinstance(key.limit, Choice)]
+CHOSEN = [key.name for key in LIMITED if isinstance(key.limit, OneOf)]
 FORMED = [key.name for key in LIMITED if isinstance(key.limit, Form)]
 
 

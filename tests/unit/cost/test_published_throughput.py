@@ -5,7 +5,7 @@ from published_runs import kendall_tau, throughput_rows
 
 from ppctl.accelerators import DEVICES, device_called
 from ppctl.config.keys import keys
-from ppctl.config.limits import Choice
+from ppctl.config.limits import OneOf
 from ppctl.cost.activations import ALLOCATORS
 
 
@@ -19,7 +19,7 @@ def test_published_throughput_is_planned_within_30_percent_and_in_order() -> Non
 def test_the_names_that_a_config_may_say_are_those_that_are_priced() -> None:
     for key, priced in (("cost.device", DEVICES), ("cost.allocator", ALLOCATORS)):
         limit = keys()[key].limit
-        assert isinstance(limit, Choice)
+        assert isinstance(limit, OneOf)
         assert set(limit.names) == set(priced)
 
 
