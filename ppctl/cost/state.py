@@ -131,6 +131,12 @@ def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequenc
     return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in put_off]})
 
 
+def fetched_at_once(held: Sequence[int]) -> Ends:
+    """Backwards of stages that hold `held` on the host: the first half fetches it, and nothing is left for W."""
+    none = [0] * len(held)
+    return Ends({B: held, I: held, W: none}, dict.fromkeys((B, I, W), none))
+
+
 def peaks(
     actions: Iterable[Action],
     bytes_of: Sequence[int],
