@@ -227,7 +227,7 @@ class ModelParallelConfig:
     """Move activations of the first decoder layers of every stage to host memory, from their forward to their
     backward."""
     cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES))
-    """With cpu_offloading: how many decoder layers of every stage (a chunk, with vpp); all of a stage that has fewer."""
+    """With cpu_offloading: how many decoder layers of every stage (with vpp a chunk); all, where it has fewer."""
     _cpu_offloading_context: AbstractContextManager[Any] | None = key(
         None, support=Support(IGNORED, "it is internal to cpu_offloading")
     )

@@ -469,14 +469,39 @@ class StageActivations(NamedTuple):
     """On the host from its forward to its backward, and not in `kept`."""
 
 
+class StagePieces(NamedTuple):
+    """What one microbatch keeps on a stage, layer by layer."""
+
+    by_place: Mapping[int, Piece]
+    """By the place in the stage of the piece's first layer."""
+    offloaded: int
+    """Bytes that are left to the host."""
+    passed: float
+    """Bytes beside layers."""
+
+
 def stage_activations(
     model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
 ) -> StageActivations:
     """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
-    tokens, held = setting.tokens, tuple(layers)
-    hidden = setting.hidden_bytes(model)
+    held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
+    pieces, offloaded, passed = stage_pieces(model, held, setting, stage)
+    whole = sum(piece.stays for piece in pieces.values())
+    in_forward, in_backward, behind = whole, 0.0, 0.0
+    for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
+        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
+        in_forward = max(in_forward, whole - behind + forward)
+        ahead = hidden - behind if number and setting.allocator.backward else 0.0
+        in_backward = max(in_backward, backward + ahead)
+        behind += stays
+    return StageActivations(round(passed + whole), round(passed + in_forward), round(in_backward), offloaded)
+
+
+def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int) -> StagePieces:
+    """The same layer by layer; of layers that are recomputed together as one."""
+    tokens, hidden = setting.tokens, setting.hidden_bytes(model)
     runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
 
     @cache
@@ -495,7 +520,6 @@ def stage_activations(
         return whole - sum(again.values()), whole - outside, in_forward, in_backward
 
     pieces: dict[int, Piece] = {}
-    """By the first layer's place."""
     for run in runs:
         priced = [price(kind) for kind in layer_kinds(model, run)]
         outside = sum(stays - made for stays, made, _, _ in priced)
@@ -509,17 +533,7 @@ def stage_activations(
     moved = _moved(pieces, held, setting, hidden, {run[0] for run in runs})
     decoder = sum(held[place].kind == "decoder" for place in pieces)
     pieces = on_device(pieces, moved, decoder) if moved else pieces
-    passed = _passed_on(model, held, setting)
-    whole = sum(stays for stays, *_ in pieces.values())
-    in_forward, in_backward, behind = whole, 0.0, 0.0
-    for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
-        in_forward = max(in_forward, whole - behind + forward)
-        ahead = hidden - behind if number and setting.allocator.backward else 0.0
-        in_backward = max(in_backward, backward + ahead)
-        behind += stays
-    in_forward += passed
-    return StageActivations(round(passed + whole), round(in_forward), round(in_backward), round(sum(moved.values())))
+    return StagePieces(pieces, round(sum(moved.values())), _passed_on(model, held, setting))
 
 
 def _moved(

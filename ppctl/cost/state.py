@@ -126,7 +126,10 @@ def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequenc
     An I frees what its layers kept while it puts their operands off: it needs most with the last layer or the first.
     """
     later = [each.kept for each in put_off]
-    grown = [more + max(0, wait - own) for more, wait, own in zip(while_backward, later, kept, strict=True)]
+    grown = [
+        more + max(0, each.kept - own) if each.in_inputs is None else each.in_inputs
+        for more, each, own in zip(while_backward, put_off, kept, strict=True)
+    ]
     freed = [own - wait for own, wait in zip(kept, later, strict=True)]
     return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in put_off]})
 

@@ -117,7 +117,8 @@ class LayerStorages:
         key = storage, tensor._version
         if key not in self._moved:
             self._moved[key] = Moved(tensor)
-        return _Packed(self, self._moved[key], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return _Packed(self, self._moved[key], tensor.dtype, *place)
 
     def leave(self) -> None:
         """Begin to move; the layer before is out by then."""
@@ -175,7 +176,8 @@ def _unpack(packed: Tensor | _Packed) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -127,7 +127,7 @@ def halves_of(
     """What the halves of split backwards free and need on every stage; None where nothing is known of them."""
     if not (schedule.split and setting.allocator.backward):
         return None
-    later = [stage_operands(config.model, stage.layers, setting) for stage in stages]
+    later = [stage_operands(config.model, stage.layers, setting, stage.stage) for stage in stages]
     return ends_of([each.kept for each in alive], [each.in_backward for each in alive], later)
 
 

@@ -307,9 +307,7 @@ def _recompute(
     """Let stages recompute, and their first layers leave the rest to the host."""
     chosen = {spec.stage: offloaded_layers(config.parallel, spec.layers) for spec in specs}
     offload = Offload(device) if any(chosen.values()) else None
-    return {
-        number: recompute(stage, config.train, number, offload, chosen[number]) for number, stage in stages.items()
-    }
+    return {number: recompute(stage, config.train, number, offload, chosen[number]) for number, stage in stages.items()}
 
 
 def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:

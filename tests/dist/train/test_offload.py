@@ -1,4 +1,4 @@
-"""Activations that wait in host memory: no bit changes in any cut, what is moved and what lives are the plan's bytes."""
+"""Activations that wait in host memory: no bit changes in any cut; what is moved, and what lives, are as planned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from axis_runs import train_all, world_of
 from axis_runs import config_of as axes_config
+from axis_runs import train_all, world_of
 from dense_runs import CPU, trainer_of
 from live_memory import LiveBytes
 from ranks import run_ranks
@@ -56,7 +56,7 @@ CUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         "grouped", 1, PIPELINE | dict(layout="Et|t|t|tL", pp_schedule="dualpipev", **FULL),
     ),
     "tp and sp": ("grouped", 2, dict(tp=2, sp=True)),
-    "tp, split": ("latent", 1, dict(tp=2, pp=2, layout="Et*2|t*2mL", pp_schedule="zb_h1")),
+    "tp, split": ("latent", 1, dict(tp=2, pp=2, layout="Et*2|t*2mmL", pp_schedule="zb_h1")),
     "cp": ("grouped", 2, dict(cp=2)),
     "pairs over ep": (
         "experts", 1, PIPELINE | dict(
@@ -100,7 +100,9 @@ def both_ways(mapping: dict[str, Any], layers: int) -> tuple[Any, Any, list[int]
 def test_offloading_changes_no_bit_in_any_cut(cut: str) -> None:
     kind, layers, axes = CUTS[cut]
     config = axes_config(kind, **axes)
-    for plain, offloaded, moved, fetched in run_ranks(both_ways, world_of(config), to_mapping(config), layers):
+    found = run_ranks(both_ways, world_of(config), to_mapping(config), layers, timeout=300)
+    assert sum(sum(moved) for *_, moved, _ in found) > 0
+    for plain, offloaded, moved, fetched in found:
         for one, other in zip(offloaded["records"], plain["records"], strict=True):
             for figure in ("loss", "grad_norm", "mtp_loss", "aux_loss"):
                 assert one.get(figure) == other.get(figure), figure
@@ -108,7 +110,7 @@ def test_offloading_changes_no_bit_in_any_cut(cut: str) -> None:
             assert offloaded[what].keys() == plain[what].keys()
             for name, tensor in plain[what].items():
                 np.testing.assert_array_equal(offloaded[what][name], tensor, err_msg=name)
-        assert sum(moved) == sum(fetched) > 0, "all that leaves comes back"
+        assert sum(moved) == sum(fetched), "all that leaves comes back"
 
 
 DENSE = ModelConfig(
