@@ -67,7 +67,7 @@ class _Stage:
             if first and x.is_leaf:  # the stage's input: its message lives until the backward has ended
                 alive.add(_storage(x))
             storages = LayerStorages(self.offload, None if first else self._last, alive)
-            with saved_tensors_hooks(storages.pack, _unpack):
+            with saved_tensors_hooks(storages.pack, unpack):
                 out = run(x, *places)
             storages.leave()
             self._last = storages
@@ -166,7 +166,8 @@ class _Packed(NamedTuple):
     offset: int
 
 
-def _unpack(packed: Tensor | _Packed) -> Tensor:
+def unpack(packed: Tensor | _Packed) -> Tensor:
+    """What autograd gets back for `packed`."""
     if isinstance(packed, Tensor):
         return packed
     packed.layer.arrive()

@@ -136,10 +136,7 @@ MOE = ["model.num_moe_experts=8"]
             ["parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=2", "train.compile=true"],
             ["train.compile", "parallel.cpu_offloading"],
         ),
-        (
-            ["parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=-2"],
-            ["parallel.cpu_offloading_num_layers"],
-        ),
+        (["parallel.cpu_offloading_num_layers=-2"], ["parallel.cpu_offloading_num_layers"]),
         (
             ["parallel.num_microbatches_with_partial_activation_checkpoints=1", "recompute=selective"],
             ["parallel.num_microbatches_with_partial_activation_checkpoints", "train.recompute_granularity"],
