@@ -33,6 +33,8 @@ class Device(NamedTuple):
     te_workspace_mib: float = 32.0
     """One workspace of Transformer Engine."""
     cublas_workspace_mib: float = 32.0
+    host_link: float = 63 * GIGA
+    """Bytes per second one way to the host's memory. 63 GB/s: PCIe 5.0 with 16 lanes."""
 
 
 class Efficiency(NamedTuple):
@@ -57,18 +59,37 @@ class Efficiency(NamedTuple):
 # Vendors' data sheets: A100 (2020), H100 and H200 SXM, B200/HGX, GB200 NVL72, B300/HGX, GB300 NVL72. H800: the H100
 # with NVLink at 400 GB/s both ways (DeepSeek-V3 report, section 3.1). Networks: 200 Gbit/s for A100, 400 Gbit/s for
 # Hopper, B200 and GB200, 800 Gbit/s for B300 and GB300, one card per GPU. Latencies: facts/performance.md, section 5.
+# To the host: PCIe 4.0 with 16 lanes for A100, NVLink-C2C at 900 GB/s both ways for GB200 and GB300.
 _GPUS = (
-    Device("a100", "A100", 312 * TERA, 312 * TERA, 2.039 * TERA, 300 * GIGA, 8, 25 * GIGA, 10e-6, 4.0),
+    Device(
+        "a100",
+        "A100",
+        312 * TERA,
+        312 * TERA,
+        2.039 * TERA,
+        300 * GIGA,
+        8,
+        25 * GIGA,
+        10e-6,
+        4.0,
+        host_link=31.5 * GIGA,
+    ),
     Device("h100", "H100", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("h800", "H800", 989.4 * TERA, 1978.9 * TERA, 3.35 * TERA, 200 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("h200", "H200", 989.4 * TERA, 1978.9 * TERA, 4.8 * TERA, 450 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("b200", "B200", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 50 * GIGA, 10e-6),
     Device("b300", "B300", 2250 * TERA, 4500 * TERA, 8.0 * TERA, 900 * GIGA, 8, 100 * GIGA, 10e-6),
-    Device("gb200", "GB200", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 50 * GIGA, 10e-6),
-    Device("gb300", "GB300", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 100 * GIGA, 10e-6),
+    Device(
+        "gb200", "GB200", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 50 * GIGA, 10e-6, host_link=450 * GIGA
+    ),
+    Device(
+        "gb300", "GB300", 2500 * TERA, 5000 * TERA, 8.0 * TERA, 900 * GIGA, 72, 100 * GIGA, 10e-6, host_link=450 * GIGA
+    ),
 )
 # One process with one thread on a server's core; messages over gloo's loopback (facts/performance.md, section 5).
-_CPU = Device("cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0)
+_CPU = Device(
+    "cpu", "CPU", 50 * GIGA, 50 * GIGA, 10 * GIGA, 2.1 * GIGA, 1_000_000, 2.1 * GIGA, 200e-6, 0.0, 0.0, 5 * GIGA
+)
 
 DEVICES = {device.name: device for device in (*_GPUS, _CPU)}
 

@@ -93,7 +93,10 @@ def foreign(flag: str, value: str) -> Foreign | None:
     if flag in FIXED:
         return Foreign(typed, FIXED[flag], "")
     same = _keys_of(flag)
-    return Foreign(typed, _override(same[0], _TRANSLATED.get(flag, str)(value)), "") if same else None
+    if not same:
+        return None
+    override = _override(same[0], _TRANSLATED.get(flag, str)(value))
+    return Foreign(typed, f"{_SWITCHED_ON[flag]} {override}" if flag in _SWITCHED_ON else override, "")
 
 
 def takes_several(flag: str) -> bool:
@@ -118,6 +121,10 @@ def _sharding(strategy: str) -> str:
 
 _TRANSLATED = {"--split": _validation_share, "--data-parallel-sharding-strategy": _sharding}
 """Flags whose values have other names here."""
+
+
+_SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
+"""Flags that switch something else on as well."""
 
 
 def flags_problem(flags: Sequence[Foreign], line: str) -> Problem:

@@ -35,7 +35,6 @@ DTYPES = {
 }
 """Canonical dtype name -> the spellings that mean it."""
 
-_OFFLOADING = Support(LATER, "activation offloading")
 _USERBUFFERS = Support(NEEDS, "Transformer Engine's userbuffers")
 _DEPRECATED = Support(IGNORED, "it is deprecated")
 _OBJECT = Support(PYTHON, "on the config of a model that the schedules' functions run")
@@ -224,19 +223,22 @@ class ModelParallelConfig:
         None, positive(MOST_SAMPLES), names="--microbatch-group-size-per-virtual-pipeline-stage"
     )
     """Microbatches that a chunk runs in a row under interleaving; none means the pipeline size."""
-    cpu_offloading: bool = key(False, support=_OFFLOADING)
-    """Move activations to host memory."""
-    cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES), support=_OFFLOADING)
-    """Layers whose activations are moved."""
+    cpu_offloading: bool = False
+    """Move activations of the first decoder layers of every stage to host memory, from their forward to their
+    backward."""
+    cpu_offloading_num_layers: int = key(0, not_negative(MOST_STAGES))
+    """With cpu_offloading: how many decoder layers of every stage (with vpp a chunk); all, where it has fewer."""
     _cpu_offloading_context: AbstractContextManager[Any] | None = key(
         None, support=Support(IGNORED, "it is internal to cpu_offloading")
     )
     """Internal."""
-    cpu_offloading_activations: bool = key(True, support=_OFFLOADING)
+    cpu_offloading_activations: bool = True
     """With cpu_offloading: move activations."""
-    cpu_offloading_weights: bool = key(False, support=_OFFLOADING)
+    cpu_offloading_weights: bool = key(False, support=Support(LATER, "weights that wait in host memory"))
     """With cpu_offloading: move weights."""
-    cpu_offloading_double_buffering: bool = key(False, support=_OFFLOADING)
+    cpu_offloading_double_buffering: bool = key(
+        False, support=Support(IGNORED, "a layer is always fetched while the one behind it computes")
+    )
     """With cpu_offloading: two buffers when activations are fetched back."""
     barrier_with_L1_time: bool = key(
         True, support=Support(IGNORED, "a run has no timers; those of the schedules' functions obey it")

@@ -103,6 +103,11 @@ _SHOWN_BY = {
             "model.normalization model.position_embedding_type"
         ),
     },
+    "tests/dist/train/test_offload.py": {
+        "test_offloading_changes_no_bit_in_any_cut": (
+            "parallel.cpu_offloading parallel.cpu_offloading_num_layers parallel.cpu_offloading_activations"
+        ),
+    },
     "tests/dist/train/test_evaluation.py": {
         "test_training_does_not_notice": "train.eval_interval",
         "test_there_is_one_at_the_end_and_a_sample_counts_once": "train.eval_steps",

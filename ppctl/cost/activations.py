@@ -6,12 +6,13 @@ ranks or devices. Sources: Korthikanti et al., arXiv 2205.05198, for the parts a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from ppctl.config.schema import ModelConfig, TrainConfig
+from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.cost.context import Levels, exchanging, kept_more, live_more
+from ppctl.cost.offloading import Piece, on_device
 from ppctl.geometry.layers import (
     DRAWN,
     DRAWN_ON_CPU,
@@ -25,6 +26,7 @@ from ppctl.geometry.layers import (
     recomputed_runs,
     score_rows,
 )
+from ppctl.geometry.offloading import offloaded_layers
 from ppctl.geometry.parameters import Sizes
 from ppctl.topology import ParallelSizes
 
@@ -109,6 +111,8 @@ class Setting(NamedTuple):
     """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
     levels: Levels | None = None
     """Of context parallelism."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Its `cpu_offloading_*`."""
 
     @property
     def wide(self) -> int:
@@ -461,16 +465,43 @@ class StageActivations(NamedTuple):
     """While its forward runs, at most: `kept`, or all that is there in its last layers."""
     in_backward: int
     """More while its backward runs: the largest piece that is computed again at once, with its gradients."""
+    offloaded: int = 0
+    """On the host from its forward to its backward, and not in `kept`."""
+
+
+class StagePieces(NamedTuple):
+    """What one microbatch keeps on a stage, layer by layer."""
+
+    by_place: Mapping[int, Piece]
+    """By the place in the stage of the piece's first layer."""
+    offloaded: int
+    """Bytes that are left to the host."""
+    passed: float
+    """Bytes beside layers."""
 
 
 def stage_activations(
     model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0
 ) -> StageActivations:
     """What one microbatch keeps on a stage, on one device. An empty stage, and a recomputed layer, keep their input."""
-    tokens, held = setting.tokens, tuple(layers)
-    hidden = setting.hidden_bytes(model)
+    held, hidden = tuple(layers), setting.hidden_bytes(model)
     if not held:
         return StageActivations(hidden, hidden, 0)
+    pieces, offloaded, passed = stage_pieces(model, held, setting, stage)
+    whole = sum(piece.stays for piece in pieces.values())
+    in_forward, in_backward, behind = whole, 0.0, 0.0
+    for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
+        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
+        in_forward = max(in_forward, whole - behind + forward)
+        ahead = hidden - behind if number and setting.allocator.backward else 0.0
+        in_backward = max(in_backward, backward + ahead)
+        behind += stays
+    return StageActivations(round(passed + whole), round(passed + in_forward), round(in_backward), offloaded)
+
+
+def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int) -> StagePieces:
+    """The same layer by layer; of layers that are recomputed together as one."""
+    tokens, hidden = setting.tokens, setting.hidden_bytes(model)
     runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
 
     @cache
@@ -488,28 +519,33 @@ def stage_activations(
         in_backward = _in_backward(model, kind, setting, again)
         return whole - sum(again.values()), whole - outside, in_forward, in_backward
 
-    # By the first layer's place: bytes that stay, more in the forward, more in the backward.
-    pieces: dict[int, tuple[float, float, float]] = {}
+    pieces: dict[int, Piece] = {}
     for run in runs:
         priced = [price(kind) for kind in layer_kinds(model, run)]
         outside = sum(stays - made for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
-        pieces[held.index(run[0])] = hidden + outside, 0.0, again + max(more for *_, more in priced)
+        pieces[held.index(run[0])] = Piece(hidden + outside, 0.0, again + max(more for *_, more in priced))
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
         if layer not in recomputed:
             stays, _, *more = price(kind)
-            pieces[place] = stays, more[0], more[1]
-    passed = _passed_on(model, held, setting)
-    whole = sum(stays for stays, *_ in pieces.values())
-    in_forward, in_backward, behind = whole, 0.0, 0.0
-    for number, (_, (stays, forward, backward)) in enumerate(sorted(pieces.items(), reverse=True)):
-        # What is behind has not had its forward; it had its backward before, and is free but for its gradient.
-        in_forward = max(in_forward, whole - behind + forward)
-        ahead = hidden - behind if number and setting.allocator.backward else 0.0
-        in_backward = max(in_backward, backward + ahead)
-        behind += stays
-    return StageActivations(round(passed + whole), round(passed + in_forward), round(in_backward))
+            pieces[place] = Piece(stays, *more)
+    moved = _moved(pieces, held, setting, hidden, {run[0] for run in runs})
+    decoder = sum(held[place].kind == "decoder" for place in pieces)
+    pieces = on_device(pieces, moved, decoder) if moved else pieces
+    return StagePieces(pieces, round(sum(moved.values())), _passed_on(model, held, setting))
+
+
+def _moved(
+    pieces: Mapping[int, Piece], held: tuple[Layer, ...], setting: Setting, hidden: int, runs: Collection[Layer]
+) -> dict[int, float]:
+    """Bytes that pieces leave to the host, by place: all that stays, but for the stage's input, which is a message."""
+    offloaded = offloaded_layers(setting.parallel, held)
+    moved = {place: piece.stays for place, piece in pieces.items() if held[place] in offloaded}
+    reads_input = held[0] in runs or _norm_sizes(setting)[0] == setting.element  # else a copy in float32
+    if 0 in moved and reads_input:
+        moved[0] -= hidden
+    return moved
 
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.activations import Setting
+from ppctl.cost.activations import Setting, stage_pieces
 from ppctl.cost.parameters import held
 from ppctl.geometry.layers import Kind, Layer, layer_kinds
+from ppctl.geometry.offloading import offloaded_layers
 from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
 from ppctl.topology import ParallelSizes
 
@@ -28,10 +29,13 @@ class Operands(NamedTuple):
     """From its I to its W."""
     in_weights: int
     """More while its W runs: the largest weight gradient, until it is added to the sum."""
+    in_inputs: int | None = None
+    """More than the stage keeps while its I runs; None where a whole backward needs as much."""
 
 
-def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting) -> Operands:
-    """What a stage of these layers keeps for W, on one device."""
+def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Operands:
+    """What a stage of these layers keeps for W, on one device. Operands stay there, also where activations do not."""
+    layers = tuple(layers)
     kinds = layer_kinds(model, layers)
     width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds)
     largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0)
@@ -39,7 +43,21 @@ def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting
     again = setting.whole_bytes(model) if setting.sp > 1 else 0
     arriving = setting.travelling(model) if setting.sp > 1 else 0
     in_weights = max(largest * setting.element + again, arriving)
-    return Operands(round(width * setting.tokens * setting.element), in_weights)
+    in_inputs = _in_inputs(model, layers, setting, stage) if offloaded_layers(setting.parallel, layers) else None
+    return Operands(round(width * setting.tokens * setting.element), in_weights, in_inputs)
+
+
+def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, stage: int) -> int:
+    """More than a stage keeps on the device while its I runs: layers that were fetched have left operands behind."""
+    pieces = stage_pieces(model, layers, setting, stage).by_place
+    kinds, hidden = layer_kinds(model, layers), setting.hidden_bytes(model)
+    most, behind, end = 0.0, 0.0, len(layers)
+    for place, piece in sorted(pieces.items(), reverse=True):
+        most = max(most, piece.backward + (hidden if behind else 0) - behind)
+        width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds[place:end])
+        behind += piece.stays - width * setting.tokens * setting.element
+        most, end = max(most, -behind), place
+    return round(most)
 
 
 def is_put_off(row: Parameter) -> bool:

@@ -126,9 +126,18 @@ def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequenc
     An I frees what its layers kept while it puts their operands off: it needs most with the last layer or the first.
     """
     later = [each.kept for each in put_off]
-    grown = [more + max(0, wait - own) for more, wait, own in zip(while_backward, later, kept, strict=True)]
+    grown = [
+        more + max(0, each.kept - own) if each.in_inputs is None else each.in_inputs
+        for more, each, own in zip(while_backward, put_off, kept, strict=True)
+    ]
     freed = [own - wait for own, wait in zip(kept, later, strict=True)]
     return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in put_off]})
+
+
+def fetched_at_once(held: Sequence[int]) -> Ends:
+    """Backwards of stages that hold `held` on the host: the first half fetches it, and nothing is left for W."""
+    none = [0] * len(held)
+    return Ends({B: held, I: held, W: none}, dict.fromkeys((B, I, W), none))
 
 
 def peaks(

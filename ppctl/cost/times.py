@@ -238,6 +238,17 @@ def layer_seconds(works: Iterable[Work], machine: Machine, recomputed: Collectio
     return PartSeconds(forward, backward, weights)
 
 
+def host_seconds(size: float, machine: Machine) -> float:
+    """`size` bytes one way between a device and its host."""
+    return size / (machine.device.host_link * machine.efficiency.link)
+
+
+def beside_copies(seconds: PartSeconds, copies: float) -> PartSeconds:
+    """A stage's seconds where no forward and no backward is over before `copies` seconds are."""
+    forward, inputs, weights = seconds
+    return PartSeconds(max(forward, copies), max(inputs, copies - weights), weights)
+
+
 def message_seconds(size: float, machine: Machine) -> float:
     """A message of `size` bytes to the next pp_rank, in a domain of fast links where all ranks are in one."""
     return machine.device.latency + size / machine.link(machine.sizes.world)

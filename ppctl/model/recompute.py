@@ -6,7 +6,7 @@ is the same, on the same numbers, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
-from ppctl.geometry.layers import recomputed_modules, recomputed_runs
-from ppctl.model.stage_model import StageModel
+from ppctl.geometry.layers import Layer, recomputed_modules, recomputed_runs
+from ppctl.model.offload import Offload
+from ppctl.model.stage_model import Run, StageModel
 
 Function = Callable[..., Any]
 
@@ -42,23 +43,38 @@ class Switch:
     on = True
 
 
-def recompute(stage: StageModel, train: TrainConfig, number: int) -> Switch:
-    """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`)."""
+def recompute(
+    stage: StageModel,
+    train: TrainConfig,
+    number: int,
+    offload: Offload | None = None,
+    offloaded: Collection[Layer] = (),
+) -> Switch:
+    """Let the stage with this number recompute what the config says; the switch spares single microbatches (`full`).
+
+    What its first layers, those `offloaded`, keep all the same goes to the host through `offload`.
+    """
     switch = Switch()
     layers = stage.decoder_layers()
     runs = recomputed_runs(train, number, list(layers))
     chosen = {layer for run in runs for layer in run}
-    kept = [module for layer, module in layers.items() if layer.kind == "decoder" and layer not in chosen]
-    decoder = [[layers[layer] for layer in run] for run in runs if run[0].kind == "decoder"]
-    if chosen:
-        stage.call_decoder_as([*(_checkpointed(_in_order(run), switch) for run in decoder), *kept])
+    decoder = [run for run in runs if run[0].kind == "decoder"]
+    single = [(layer,) for layer in layers if layer.kind == "decoder" and layer not in chosen]
+    calls: list[tuple[Run, list[nn.Module]]] = []
+    for run in (*decoder, *single):
+        modules = [layers[layer] for layer in run]
+        calls.append((_checkpointed(_in_order(modules), switch) if run[0] in chosen else modules[0], modules))
+    if offload is not None and offloaded:
+        stage.call_decoder_as(offload.stage(calls, sum(run[0] in offloaded for run in (*decoder, *single))))
+    elif chosen:
+        stage.call_decoder_as([call for call, _ in calls])
     for layer in chosen:
         if layer.kind == "mtp":
             layers[layer].forward = _checkpointed(layers[layer].forward, switch)
-    modules = recomputed_modules(train, number)
-    if modules:
+    names = recomputed_modules(train, number)
+    if names:
         for module in layers.values():
-            _recompute_modules(module, modules)
+            _recompute_modules(module, names)
     return switch
 
 
@@ -113,6 +129,7 @@ class _Outputs:
 
     def __init__(self) -> None:
         self._placeholders: dict[int, tuple[_Again, int, Tensor]] = {}
+        self._around = _NO_HOOKS
 
     def watching(self, forward: Function) -> Function:
         """A layer's forward, whose operations save placeholders for these outputs."""
@@ -120,11 +137,13 @@ class _Outputs:
         def call(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*inputs)
+            self._around = _hooks_around()
             try:
                 with saved_tensors_hooks(self._pack, _unpack):
                     return forward(*inputs)
             finally:
                 self._placeholders.clear()
+                self._around = _NO_HOOKS
 
         return call
 
@@ -134,7 +153,7 @@ class _Outputs:
         def call(*inputs: Tensor) -> Any:
             if not torch.is_grad_enabled():
                 return function(*inputs)
-            again = _Again(function, inputs)
+            again = _Again(function, inputs, self._around)
             outputs = again.first_time(inputs)
             for index, tensor in enumerate(_as_tuple(outputs)):
                 self._placeholders[tensor.untyped_storage()._cdata] = (again, index, tensor)
@@ -145,13 +164,38 @@ class _Outputs:
     def _pack(self, tensor: Tensor) -> Any:
         again, index, _ = self._placeholders.get(tensor.untyped_storage()._cdata, (None, 0, None))
         if again is None:
-            return tensor
+            return self._around.keep(tensor)
         return again, index, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
+class _Kept(NamedTuple):
+    """A tensor as the hooks around a layer keep it."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+
+class _Hooks(NamedTuple):
+    """The hooks around a layer: torch itself would apply the innermost ones alone."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+    def keep(self, tensor: Tensor) -> _Kept:
+        return _Kept(self.unpack, self.pack(tensor))
+
+
+_NO_HOOKS = _Hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _hooks_around() -> _Hooks:
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _NO_HOOKS if found is None else _Hooks(*found)
+
+
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
+    if isinstance(packed, _Kept):
+        return packed.unpack(packed.packed)
     again, index, shape, stride, offset = packed
     output: Tensor = again.made().outputs[index].as_strided(shape, stride, offset)
     return output
@@ -171,9 +215,9 @@ class _Again:
     tensors, which the second call makes.
     """
 
-    def __init__(self, function: Function, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, function: Function, inputs: Sequence[Tensor], around: _Hooks) -> None:
         self.function = function
-        self.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        self.inputs = [(around.keep(tensor.detach()), tensor.requires_grad) for tensor in inputs]
         self._cast = _casting(inputs)
         self._count = 0
         self._made: _Made | None = None
@@ -186,13 +230,14 @@ class _Again:
     def made(self) -> _Made:
         """The results of the second call."""
         if self._made is None:
+            inputs = [_unpack(kept).detach().requires_grad_(needed) for kept, needed in self.inputs]
             saved: list[Tensor] = []
             with (
                 self._cast,
                 torch.enable_grad(),
                 saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never),
             ):
-                outputs = _as_tuple(self.function(*self.inputs))
+                outputs = _as_tuple(self.function(*inputs))
             self._made = _Made(saved, tuple(tensor.detach() for tensor in outputs))
         return self._made
 

@@ -19,6 +19,7 @@ from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import device_of, gathered, put_off, rank_costs, stages_held
 from ppctl.plan.memory_limit import device_limit, memory_violations
+from ppctl.plan.offloading import check_offloading, offloaded
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs, stage_costs, step_timing
 from ppctl.plan.profile import Measured, origin, read_profile
@@ -198,6 +199,7 @@ def _choice(
     """The choice of schedule for these stages, with all that is wrong with them and it."""
     num_stages = values["pp"] * cut.vpp
     check_recompute(values, num_stages, violations)
+    check_offloading(values, cut.layout.stages, violations)
     choice = None
     if values[CSV] is None:
         choice = choose_schedule(values, cut.vpp, violations)
@@ -317,6 +319,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *derivation.derived,
             *decided,
             *gathered(config, sizes, ranks),
+            *offloaded(config, stages, costs, ranks),
             *put_off(config, stages, sizes, proof.schedule, batch.micro_batch_size),
             *origin(measured, cut.layout.canonical()),
         ),

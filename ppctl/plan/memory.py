@@ -22,6 +22,7 @@ from ppctl.cost.state import (
     State,
     dummy_gradient_bytes,
     ends_of,
+    fetched_at_once,
     most,
     passing,
     peaks,
@@ -62,6 +63,7 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
         config.train,
         config.data.reset_attention_mask,
         None if levels is None else (levels[0], levels[1]),
+        parallel,
     )
 
 
@@ -72,6 +74,7 @@ def rank_costs(
     model, setting = config.model, setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
+    offloaded = [each.offloaded for each in alive]
     ends = halves_of(config, stages, setting, schedule, alive)
     received = [message_bytes(stage.receives) for stage in stages]
     sharding = sharding_of(config, sizes)
@@ -108,6 +111,7 @@ def rank_costs(
                 in_flight=in_flight,
                 buffer_bytes=buffers,
                 message_bytes=messages[pp_rank],
+                host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
             )
         )
     return tuple(costs)
@@ -123,7 +127,7 @@ def halves_of(
     """What the halves of split backwards free and need on every stage; None where nothing is known of them."""
     if not (schedule.split and setting.allocator.backward):
         return None
-    later = [stage_operands(config.model, stage.layers, setting) for stage in stages]
+    later = [stage_operands(config.model, stage.layers, setting, stage.stage) for stage in stages]
     return ends_of([each.kept for each in alive], [each.in_backward for each in alive], later)
 
 

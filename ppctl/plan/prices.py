@@ -16,6 +16,8 @@ from ppctl.cost.parameters import Count, on_device, trained_count
 from ppctl.cost.times import (
     Machine,
     PartSeconds,
+    beside_copies,
+    host_seconds,
     layer_seconds,
     layer_work,
     machine_of,
@@ -78,14 +80,17 @@ def pricer(
             ahead, back = scales.get(kind, (1.0, 1.0))
             seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
         size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held))
+        alive = stage_activations(model, held, setting, stage)
+        copies = host_seconds(alive.offloaded, machine)
+        whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
         return StageCost(
-            sum(s.forward for s in seconds),
-            sum(s.input_gradient for s in seconds),
-            sum(s.weight_gradient for s in seconds),
+            *beside_copies(whole, copies),
             0.0 if last else (sent or message_seconds(size, machine)),
             size,
-            stage_activations(model, held, setting, stage).kept,
+            alive.kept,
             _reduction(config, trained_count(model, held), machine),
+            alive.offloaded,
+            copies,
         )
 
     return of_stage

@@ -93,9 +93,8 @@ def _fullest(config: RunConfig, plan: Plan) -> list[int]:
     setting = setting_of(config, plan.sizes, config.train.micro_batch_size)
     planned = {}
     for spec in plan.stages:
-        planned[spec.stage] = StageMemory(
-            spec.stage, *stage_activations(config.model, spec.layers, setting, spec.stage)
-        )
+        alive = stage_activations(config.model, spec.layers, setting, spec.stage)
+        planned[spec.stage] = StageMemory(spec.stage, alive.kept, alive.in_forward, alive.in_backward)
     return [
         max((step.most for step in replayed(row, planned) if step.index in steady(row)), default=0)
         for row in plan.schedule.actions

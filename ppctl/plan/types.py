@@ -79,6 +79,8 @@ class RankCost:
     """What lives from step to step beside state: the libraries' workspaces, buffers of the chunks."""
     message_bytes: int = 0
     """Receives that are posted ahead, at the channels' capacities."""
+    host_bytes: int = 0
+    """Most at once in host memory, of activations that were moved there."""
 
     @property
     def state_bytes(self) -> int:
@@ -136,6 +138,10 @@ class StageCost(NamedTuple):
     """Kept from its forward to its backward."""
     reduce_s: float = 0.0
     """Summing its gradients over data-parallel ranks, once a step."""
+    offloaded_bytes: int = 0
+    """Moved to the host in its forward, and back in its backward."""
+    copy_s: float = 0.0
+    """Moving them one way: no forward and no backward is shorter."""
 
     @property
     def backward_s(self) -> float:

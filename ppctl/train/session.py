@@ -24,6 +24,7 @@ from ppctl.data.load import NO_END, Data, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
 from ppctl.geometry.layers import Layer
+from ppctl.geometry.offloading import offloaded_layers
 from ppctl.geometry.parameters import Parameter
 from ppctl.geometry.parts import Parts as WhichParts
 from ppctl.geometry.parts import tp_sums
@@ -33,6 +34,7 @@ from ppctl.model.core_attention import Attend, attend
 from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.initialize import Initialize, initialize
 from ppctl.model.kernels import Capability, Kernels, choose_kernels
+from ppctl.model.offload import Offload
 from ppctl.model.recompute import Switch, recompute
 from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import StageModel
@@ -236,7 +238,7 @@ def build_session(
         communicator=communicator,
         kernels=kernels,
         stages=stages,
-        recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
+        recompute=_recompute(config, own.stages, stages, device),
         rows=rows,
         slices=Slices(own_parts, groups),
         weights=weights,
@@ -298,6 +300,15 @@ def _build_stages(
         if config.train.compile:
             compile_stage(stage, device, packed=config.data.reset_attention_mask)
     return stages
+
+
+def _recompute(
+    config: RunConfig, specs: Sequence[StageSpec], stages: Mapping[int, StageModel], device: torch.device
+) -> dict[int, Switch]:
+    """Let stages recompute, and their first layers leave the rest to the host."""
+    chosen = {spec.stage: offloaded_layers(config.parallel, spec.layers) for spec in specs}
+    offload = Offload(device) if any(chosen.values()) else None
+    return {number: recompute(stage, config.train, number, offload, chosen[number]) for number, stage in stages.items()}
 
 
 def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup]) -> dict[str, Attend]:

@@ -107,6 +107,11 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--deallocate-pipeline-outputs"], "PP-E107", "parallel.deallocate_pipeline_outputs=true"),
         (["--overlap-grad-reduce"], "PP-E108", "later release"),
         (["--fp16"], "PP-E107", "parallel.fp16=true"),
+        (
+            ["--cpu-offloading-num-layers", "3"],
+            "PP-E107",
+            "parallel.cpu_offloading=true parallel.cpu_offloading_num_layers=3",
+        ),
         (["--use-distributed-optimizer"], "PP-E107", "data_parallel_sharding=optimizer_gradients"),
         (["--use-torch-fsdp2"], "PP-E107", "data_parallel_sharding=full"),
         (["--data-parallel-sharding-strategy", "optim_grads_params"], "PP-E107", "data_parallel_sharding=full"),

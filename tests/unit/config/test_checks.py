@@ -113,6 +113,31 @@ MOE = ["model.num_moe_experts=8"]
         (["train.compile=true", "recompute=selective"], ["train.compile", "train.recompute_granularity"]),
         (["train.recompute_stages=[1]"], ["train.recompute_stages", "train.recompute_granularity"]),
         (
+            ["parallel.cpu_offloading=true"],
+            ["parallel.cpu_offloading", "parallel.cpu_offloading_num_layers"],
+        ),
+        (
+            ["parallel.cpu_offloading_num_layers=2"],
+            ["parallel.cpu_offloading_num_layers", "parallel.cpu_offloading"],
+        ),
+        (
+            ["parallel.cpu_offloading_activations=false"],
+            ["parallel.cpu_offloading_activations", "parallel.cpu_offloading"],
+        ),
+        (
+            [
+                "parallel.cpu_offloading=true",
+                "parallel.cpu_offloading_num_layers=2",
+                "parallel.cpu_offloading_activations=false",
+            ],
+            ["parallel.cpu_offloading_activations", "parallel.cpu_offloading"],
+        ),
+        (
+            ["parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=2", "train.compile=true"],
+            ["train.compile", "parallel.cpu_offloading"],
+        ),
+        (["parallel.cpu_offloading_num_layers=-2"], ["parallel.cpu_offloading_num_layers"]),
+        (
             ["parallel.num_microbatches_with_partial_activation_checkpoints=1", "recompute=selective"],
             ["parallel.num_microbatches_with_partial_activation_checkpoints", "train.recompute_granularity"],
         ),
@@ -165,5 +190,5 @@ def test_checking_changes_nothing():
 
 def test_a_config_without_provenance_is_checked_by_its_values():
     config = RunConfig()
-    config.parallel.cpu_offloading = True
+    config.parallel.cpu_offloading_weights = True
     assert [problem.code for problem in check(config, {})] == ["PP-E110"]

@@ -87,6 +87,7 @@ RULES = [
     (dict(pp=3, layout="Et*4|t*4L"), {"PP-E220"}),
     (dict(pp=2, vpp=2, layout="Et*4|t*4L"), {"PP-E220"}),
     (dict(pp=2, train__recompute_granularity="full", train__recompute_stages=[1, 2]), {"PP-E217"}),
+    (dict(pp=2, parallel__cpu_offloading=True, parallel__cpu_offloading_num_layers=9), {"PP-E226"}),
     (dict(gbs=8, mbs=2, pipeline__pp_batch_size=3), {"PP-E211"}),
     (dict(gbs=8, dp=2, pipeline__pp_batch_size=3), {"PP-E211"}),
     (dict(pipeline__pp_batch_size=0), {"PP-E103"}),

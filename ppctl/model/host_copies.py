@@ -1,0 +1,140 @@
+"""Copies of storages between a device and host memory, and the buffers there.
+
+Knows streams, events and pinned memory. Must not know autograd, or which tensors are copied (`offload`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Event = torch.cuda.Event | None
+"""A moment in the work of a GPU; None on the CPU, where everything is done at once."""
+
+
+class Moved:
+    """One storage: as bytes on the device, in a buffer on the host, or for a while on both."""
+
+    __slots__ = ("device", "host", "size")
+
+    def __init__(self, tensor: Tensor) -> None:
+        flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+        self.device: Tensor | None = flat.view(torch.uint8)
+        self.host: Tensor | None = None
+        self.size = self.device.numel()
+
+
+class _Free(NamedTuple):
+    buffer: Tensor
+    read: Event
+    """When its bytes have been copied back."""
+
+
+class HostBuffers:
+    """Buffers in host memory, which are made once and used again; pinned for a GPU.
+
+    They come in eight sizes for each power of two: how many rows an expert gets differs from step to step.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._free: dict[int, deque[_Free]] = {}
+        self.bytes = 0
+        """Of all buffers that were made."""
+
+    def take(self, size: int) -> _Free:
+        """A buffer of at least `size` bytes, the one that was given back first."""
+        rounded = rounded_size(size)
+        free = self._free.setdefault(rounded, deque())
+        if free:
+            return free.popleft()
+        self.bytes += rounded
+        return _Free(self._make(rounded), None)
+
+    def give_back(self, buffer: Tensor, read: Event) -> None:
+        """Let others have it from `read` on."""
+        self._free[buffer.numel()].append(_Free(buffer, read))
+
+    def _make(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+
+
+def rounded_size(size: int) -> int:
+    """The size of the buffer for so many bytes."""
+    step = max(512, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // step) * step
+
+
+class Copies:
+    """Copies between a device and the host. On a GPU they run on two streams, one each way, and the host never waits.
+
+    Tensors without values (`meta`) have no bytes on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_gpu = device.type == "cuda"
+        self._out = torch.cuda.Stream(device) if on_gpu else None
+        self._back = torch.cuda.Stream(device) if on_gpu else None
+        self.buffers = HostBuffers(pinned=on_gpu)
+
+    def out(self, items: Collection[Moved]) -> Event:
+        """Start to copy out, behind what the device was asked to compute so far. `wait` before the bytes there go."""
+        with self._beside(self._out):
+            for moved in items:
+                assert moved.device is not None
+                if self.device.type != "meta":
+                    moved.host, read = self.buffers.take(moved.size)
+                    if self._out is not None and read is not None:
+                        self._out.wait_event(read)
+                    moved.host[: moved.size].copy_(moved.device, non_blocking=True)
+        return _mark(self._out)
+
+    def back(self, items: Collection[Moved], out: Event) -> Event:
+        """Start to copy back what `out` brought out. `wait` before it is read.
+
+        The memory belongs to the stream that computes: that waits before it reads, and so before it frees.
+        """
+        for moved in items:
+            moved.device = torch.empty(moved.size, dtype=torch.uint8, device=self.device)
+        with self._beside(self._back):
+            if self._back is not None and out is not None:
+                self._back.wait_event(out)
+            for moved in items:
+                if moved.host is not None:
+                    assert moved.device is not None
+                    moved.device.copy_(moved.host[: moved.size], non_blocking=True)
+        read = _mark(self._back)
+        self.give_up(items, read)
+        return read
+
+    def give_up(self, items: Collection[Moved], read: Event) -> None:
+        """Give the buffers of `items` back; others may write to them from `read` on."""
+        for moved in items:
+            if moved.host is not None:
+                self.buffers.give_back(moved.host, read)
+                moved.host = None
+
+    def wait(self, event: Event) -> None:
+        """Let what is computed from now on wait for an `out` or a `back`."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    @contextmanager
+    def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Run on `stream`, behind what the device was asked to compute so far."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _mark(stream: torch.cuda.Stream | None) -> Event:
+    return None if stream is None else stream.record_event()
