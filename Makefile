@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: train test test-all soak test-slurm check bench bench-plan golden fix test-gpu clean
+.PHONY: train docs test test-all soak test-slurm check bench bench-plan golden fix test-gpu clean
 
 # Paths in a log are those of the checkout, not of the machine.
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
@@ -36,6 +36,9 @@ test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device; then a 
 	log=runs/test-gpu; tests/gpu/first_run.sh --only tests,stage --out $$log --page $$log.md \
 	  $(if $(WHEELS),--wheels $(WHEELS) --python $(PYTHON),--python $(PY)); code=$$?; \
 	  cat $$log/tests.log $$log/stage.log; exit $$code
+
+docs: .venv/ready-docs       ## the site, build/site/index.html: guides, keys, errors, names, decisions; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --strict
 
 check: .venv/ready-dev       ## format, lint, types, import contracts
 	$(PY) -m ruff format --check .
@@ -75,7 +78,7 @@ clean:
 	  { echo ".venv is broken: its Python has no pip. To set it up anew: make clean $(MAKECMDGOALS)"; exit 2; }
 	@quiet=--quiet; $(PY) -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || { \
 	  echo "Setting up .venv. pip will fetch torch and about 20 small packages: about 250 MB with torch's CPU build,"; \
-	  echo "about 3 GB with its CUDA build (pip's default on Linux; README, 'Choosing torch', says how to take the other)."; \
+	  echo "about 3 GB with its CUDA build (pip's default on Linux; docs/install.md says how to take the other)."; \
 	  if [ -t 1 ]; then quiet=; fi; }; \
 	  $(PIP) --quiet setuptools wheel && $(PIP) $$quiet --no-build-isolation -e .
 	@touch $@
@@ -88,4 +91,9 @@ clean:
 .venv/ready-dev: .venv/ready-core
 	@echo "Fetching what the checks need (ruff, mypy, import-linter): about 40 MB."
 	@$(PIP) --quiet --no-build-isolation -e ".[dev]"
+	@touch $@
+
+.venv/ready-docs: .venv/ready-core
+	@echo "Fetching what the site needs (mkdocs-material, mkdocstrings): about 20 MB."
+	@$(PIP) --quiet --no-build-isolation -e ".[docs]"
 	@touch $@

@@ -57,6 +57,7 @@ COMMANDS = {
     "requeue": Command("requeue the job of a submitted run", place="jobs.requeue"),
     "doctor": Command("check this machine, and measure messages between ranks"),
     "explain": Command("explain an error code or a configuration key"),
+    "completion": Command("print a script that completes ppctl's words in bash, zsh or fish"),
 }
 
 LATER = ("trace", "parity")
@@ -143,7 +144,7 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
     A command with overrides gets them normalised as `args.overrides`, and the problems of its words as `args.problems`,
     which it reports together with those of the config.
     """
-    parser = _parser(name, module)
+    parser = parser_of(name, module)
     if not COMMANDS[name].overrides:
         # argparse allows words on both sides of an option only in parsers without subcommands.
         mixed = getattr(module, "INTERMIXED", False)
@@ -153,7 +154,8 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
     return overrides.parse(parser, name, tokens)
 
 
-def _parser(name: str, module: Any) -> argparse.ArgumentParser:
+def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
+    """The parser of command `name`, which is `module`."""
     command = COMMANDS[name]
     first = "RUN" if name == "resume" else "+recipe=NAME"
     parser = argparse.ArgumentParser(

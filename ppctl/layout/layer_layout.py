@@ -64,7 +64,7 @@ class PipelineParallelLayerLayout:
 
     @property
     def layout(self) -> list[list[list[LayerType]]]:
-        """The layers by [pp_rank][chunk]: a fresh copy."""
+        """The layers by `[pp_rank][chunk]`: a fresh copy."""
         stages, pp = self.stages, self.pipeline_model_parallel_size
         return [[list(stage) for stage in stages[rank::pp]] for rank in range(pp)]
 

@@ -35,6 +35,7 @@ def test_a_test_lies_in_the_room_of_what_it_tests() -> None:
         "frozen_run",
         "imports",
         "packaging",
+        "site",
         "public_names",
         "without_torch",
         "pairwise",

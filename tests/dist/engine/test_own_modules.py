@@ -1,4 +1,4 @@
-"""The page on a user's own modules: its script is short, runs as it stands, and computes what one process computes."""
+"""The scripts for a user's own modules, of README and docs: short, and run as they stand, with the right results."""
 
 import re
 import subprocess
@@ -9,14 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-PAGE = Path(__file__).parents[3] / "docs" / "own-modules.md"
+ROOT = Path(__file__).parents[3]
+
+
+def code_of(page: str, lines: int) -> str:
+    """A page's only script in Python, which has at most so many lines that are not blank."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= lines, "the page promises a short script"
+    return str(code)
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert len(lines) <= 40, "the page promises a short script"
+    code = code_of("docs/own-modules.md", 40)
     path = tmp_path / "own.py"
     path.write_text(code)
     return path
@@ -47,3 +52,29 @@ def test_the_script_of_the_page_trains_as_one_process_does(script: Path) -> None
     losses = re.findall(r"step \d+: loss (\S+)", done.stdout)
     assert losses == losses_of_one_process(num_stages=4)
     assert float(losses[-1]) < 0.6 * float(losses[0]), "it learns"
+
+
+def gradients_of_one_process(num_stages: int) -> list[float]:
+    """The norm of each stage's gradient in the README's example, in a plain loop."""
+    stages = []
+    for _ in range(num_stages):
+        torch.manual_seed(0)  # every rank of the example draws its stage anew
+        stages.append(nn.Linear(64, 64))
+    data = torch.randn(8, 16, 2, 64, generator=torch.Generator().manual_seed(0))
+    for batch in data:
+        out = batch
+        for stage in stages:
+            out = stage(out).tanh()
+        ((out - batch.flip(0)).pow(2).mean() / len(data)).backward()
+    return [float(stage.weight.grad.norm()) for stage in stages]
+
+
+def test_the_readmes_example_has_the_gradients_of_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "stages.py"
+    path.write_text(code_of("README.md", 25))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    said = dict(re.findall(r"rank (\d): (.*)", done.stdout))
+    first, last = (f"{norm:.4f}" for norm in gradients_of_one_process(2))
+    assert said == {"0": f"0 losses, gradient {first}", "1": f"8 losses, gradient {last}"}

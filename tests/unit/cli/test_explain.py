@@ -1,13 +1,15 @@
 """`ppctl explain`: every code has a page and every page a code; every key is explained."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import ppctl
-from ppctl.cli.explain import PAGES, explain, pages
+from ppctl.cli.explain import explain
 from ppctl.cli.main import main
+from ppctl.cli.reference import PAGES, pages
 from ppctl.config.argv import ALIASES
 from ppctl.config.keys import docstring, keys, sections
 from ppctl.errors import ConfigError
@@ -66,10 +68,31 @@ def test_the_schedule_is_explained_by_when_to_take_which_and_a_command_that_work
     assert "dualpipev" in capsys.readouterr().out
 
 
-def test_the_last_part_of_a_key_is_enough_where_no_other_key_has_it():
+def test_the_last_part_of_a_key_is_enough_and_lists_the_keys_where_several_have_it():
     assert explain("micro_batch_size").startswith("train.micro_batch_size\n")
-    with pytest.raises(ConfigError, match="no error code, key or section device"):
-        explain("device")  # cost.device and launch.device
+    assert explain("pp_schedule_csv").startswith("pipeline.pp_schedule_csv\n")
+    first, *lines = explain("device").splitlines()
+    assert first == "device is the name of 2 keys; ppctl explain SECTION.device:"
+    assert [line.split()[0] for line in lines if line[:3].strip()] == ["launch.device", "cost.device"]
+
+
+def told(capsys, *words):
+    assert main(["explain", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_all_that_is_said_is_data_too(capsys):
+    assert told(capsys, "e101") == {"code": "PP-E101", "title": pages()["PP-E101"][0], "text": pages()["PP-E101"][1]}
+    steps = told(capsys, "steps")
+    assert steps["key"] == "train.steps"
+    assert (steps["type"], steps["alias"], steps["state"]) == ("int", "steps", "works")
+    assert told(capsys, "pp")["flags"] == ["--pipeline-model-parallel-size"]
+    assert told(capsys, "parallel.batch_p2p_comm")["default"] is False
+    assert [key["key"] for key in told(capsys, "device")["keys"]] == ["launch.device", "cost.device"]
+    assert steps in told(capsys, "train")["keys"]
+    everything = told(capsys)
+    assert [each["code"] for each in everything["codes"]] == list(pages())
+    assert [each["section"] for each in everything["sections"]] == list(sections())
 
 
 @pytest.mark.parametrize("name", sorted(keys()))

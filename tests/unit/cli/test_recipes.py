@@ -1,5 +1,6 @@
 """`ppctl recipes`: list, show, copy."""
 
+import json
 import shlex
 
 import pytest
@@ -72,3 +73,15 @@ def test_every_recipe_ends_with_a_table_of_published_here_and_why(name):
     assert all(row["why"] or row["published"] == row["here"] or row["here"] == "the same" for row in rows)
     top = [line for line in recipes()[name].path.read_text().splitlines() if line[:1].isalpha()]
     assert top[-1] == "published:"
+
+
+def test_recipes_are_data_too(capsys, tmp_path):
+    listed = json.loads(run(capsys, "--json")[1])["recipes"]
+    assert [recipe["name"] for recipe in listed] == sorted(recipes())
+    assert json.loads(run(capsys, "list", "--json")[1])["recipes"] == listed
+    shown = json.loads(run(capsys, "show", "quickstart", "--json")[1])
+    assert shown["values"]["train"]["steps"] == 400
+    assert {name: shown[name] for name in ("name", "description", "path")} in listed
+    copied = json.loads(run(capsys, "copy", "quickstart", str(tmp_path), "--json")[1])
+    assert copied["path"] == str(tmp_path / "quickstart.yaml")
+    assert main(shlex.split(copied["use"])[1:]) == 0

@@ -163,9 +163,13 @@ def test_what_does_not_fit_is_left_out_of_the_comparison_with_its_reason(capsys:
 
 
 def test_the_picture_of_all_schedules_is_what_its_command_draws(capsys: Any, tmp_path: Path) -> None:
-    """The command that README.md shows."""
+    """The command that docs/planning.md shows."""
     drawn = tmp_path / "schedules.svg"
-    (line,) = (line for line in (ROOT / "README.md").read_text().splitlines() if "docs/pictures/schedules.svg " in line)
+    (line,) = (
+        line
+        for line in (ROOT / "docs" / "planning.md").read_text().splitlines()
+        if "docs/pictures/schedules.svg " in line
+    )
     command = line.partition("#")[0].split()
     assert command[:3] == ["ppctl", "simulate", "--compare"]
     words = [str(drawn) if word.endswith(".svg") else word for word in command[1:]]

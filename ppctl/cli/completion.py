@@ -1,0 +1,206 @@
+"""`ppctl completion bash | zsh | fish`: the script that lets a shell complete commands, keys, recipes, runs and codes.
+
+The scripts only ask `ppctl completion words -- WORD ...` what may stand in place of the last word, so that one function
+answers all shells and nothing is written down twice. Knows which words a command takes. Must not know what they mean.
+Imports no torch, no Hydra, no rich and no yaml, because a person waits for the answer; only flags need the module of
+their command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ppctl.cli import main as front_door
+from ppctl.cli.reference import pages, summary
+from ppctl.config.argv import ALIASES
+from ppctl.config.flags import MEGATRON
+from ppctl.config.keys import docstring, keys, sections, text_keys
+from ppctl.config.limits import Choice
+from ppctl.config.resources import recipes
+from ppctl.config.scale import KEEPS
+from ppctl.runs import list_runs
+from ppctl.schedule.policies import POLICIES
+
+Word = tuple[str, str]
+"""What may be typed, and what it is in a line; behind one that ends with `=` no blank follows."""
+
+_FILES = ("--timeline", "--page", "--dir", "--recipes-dir", "--dump-schedule", "--tokenizer")
+"""Flags behind which a file or a directory stands, which shells complete by themselves."""
+
+SHELLS = {
+    "bash": """\
+# ppctl's completion for bash. In ~/.bashrc: source <(ppctl completion bash)
+_ppctl() {
+  local line=${COMP_LINE:0:COMP_POINT} current word IFS=$' \\t'
+  local -a words
+  read -ra words <<<"$line"
+  [[ $line == *[[:blank:]] ]] && words+=("")
+  current=${words[${#words[@]}-1]}
+  COMPREPLY=()
+  while IFS=$'\\t' read -r word _; do
+    [[ $word == "$current"* ]] && COMPREPLY+=("$word")
+  done < <("${words[0]}" completion words -- "${words[@]:1}" 2>/dev/null)
+  [[ ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+  # bash itself breaks words at = and : where COMP_WORDBREAKS has them, and replaces what stands behind.
+  local head=${current%"${current##*[=:]}"}
+  [[ $head == *: && $COMP_WORDBREAKS != *:* ]] && head=
+  [[ $head == *= && $COMP_WORDBREAKS != *=* ]] && head=
+  COMPREPLY=("${COMPREPLY[@]#"$head"}")
+}
+complete -o default -F _ppctl ppctl
+""",
+    "zsh": """\
+#compdef ppctl
+# ppctl's completion for zsh. In ~/.zshrc, behind compinit: source <(ppctl completion zsh)
+_ppctl() {
+  local word text
+  local -a ended open
+  while IFS=$'\\t' read -r word text; do
+    if [[ $word == *= ]]; then open+=("${word//:/\\\\:}:$text"); else ended+=("${word//:/\\\\:}:$text"); fi
+  done < <("${words[1]}" completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)
+  (( $#ended )) && _describe -t words ppctl ended
+  (( $#open )) && _describe -t keys ppctl open -S ''
+  (( $#ended + $#open )) || _files
+}
+compdef _ppctl ppctl
+""",
+    "fish": """\
+# ppctl's completion for fish. As a file: ppctl completion fish > ~/.config/fish/completions/ppctl.fish
+function __ppctl_words
+    set -l words (commandline --tokenize --current-process --cut-at-cursor)
+    set -a words (commandline --current-token --cut-at-cursor)
+    $words[1] completion words -- $words[2..-1] 2>/dev/null
+end
+complete -c ppctl -a '(__ppctl_words)'
+""",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    words = (
+        f"{', '.join(SHELLS)}: print its script; words: print what may stand in place of the last WORD (for scripts)"
+    )
+    parser.add_argument("shell", choices=(*SHELLS, "words"), help=words)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="what was typed behind ppctl")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a shell's script, or words with a tab and a line about each."""
+    if args.shell in SHELLS:
+        print(SHELLS[args.shell], end="")
+    else:
+        typed = args.words[1:] if args.words[:1] == ["--"] else args.words
+        print("".join(f"{word}\t{text}\n" for word, text in candidates(typed or [""])), end="")
+    return 0
+
+
+def candidates(words: Sequence[str]) -> list[Word]:
+    """What may stand in place of the last of `words`, those behind `ppctl`; nothing where a shell completes files."""
+    *before, word = words
+    if not before:
+        found: Iterable[Word] = ((name, command.summary) for name, command in front_door.COMMANDS.items())
+    elif before[0] not in front_door.COMMANDS or before[-1] in _FILES:
+        found = ()
+    elif before[-1] == "--schedule":
+        found = _schedules()
+    elif word.startswith("-"):
+        found = _flags(before)
+    elif front_door.COMMANDS[before[0]].overrides and ("=" in word or len(before) > 1 or before[0] != "resume"):
+        found = _overrides(word)
+    else:
+        found = _ARGUMENTS.get(before[0], lambda _: ())(before)
+    return [each for each in found if each[0].startswith(word)]
+
+
+def _overrides(word: str) -> Iterator[Word]:
+    """Keys, and behind `=` the values that a key is known to take."""
+    name, given, _ = word.partition("=")
+    if given:
+        for value, text in _values(name):
+            yield f"{name}={value}", text
+        return
+    yield from ((f"{prefix}{key}=", text) for key, text in _GROUPS.items() for prefix in ("+", ""))
+    yield from ((f"{alias}=", key) for alias, key in ALIASES.items())
+    yield from ((f"{name}=", docstring(key).partition("\n")[0]) for name, key in text_keys().items())
+
+
+_GROUPS = {"recipe": "the recipe to begin with", "scale": "the recipe as a miniature"}
+
+
+def _values(name: str) -> Iterator[Word]:
+    plain = name.lstrip("+")
+    key = text_keys().get(ALIASES.get(plain, plain))
+    if plain == "recipe":
+        yield from _recipes()
+    elif plain == "scale":
+        yield from ((scale, f"keeps {kept}") for scale, kept in KEEPS.items())
+    elif key is not None and key.name == "pipeline.pp_schedule":
+        yield from _schedules()
+    elif key is not None and key.is_switch:
+        yield from (("true", ""), ("false", ""))
+    elif key is not None and isinstance(key.limit, Choice):
+        yield from ((value, "") for value in key.limit.names)
+
+
+def _flags(before: Sequence[str]) -> Iterator[Word]:
+    """The flags of a command or its action, and Megatron's where keys are taken."""
+    command = front_door.COMMANDS[before[0]]
+    module = importlib.import_module(f"ppctl.cli.{(command.place or before[0]).partition('.')[0]}")
+    parser = front_door.parser_of(before[0], module)
+    for action in list(parser._actions):
+        if isinstance(action, argparse._SubParsersAction):
+            parser = next((action.choices[word] for word in before[1:] if word in action.choices), parser)
+    for action in parser._actions:
+        yield from ((flag, action.help or "") for flag in action.option_strings)
+    if command.overrides:
+        yield from ((flag, key) for flag, key in MEGATRON.items())
+
+
+def _recipes() -> Iterator[Word]:
+    return ((name, recipe.description) for name, recipe in sorted(recipes().items()))
+
+
+def _schedules() -> Iterator[Word]:
+    return ((name, policy.use) for name, policy in POLICIES.items() if policy.trains)
+
+
+def _runs(before: Sequence[str]) -> Iterator[Word]:
+    """The runs under --dir, by their ids."""
+    root = next((before[i + 1] for i, word in enumerate(before[:-1]) if word == "--dir"), "runs")
+    return ((run.id, run.path.parent.name) for run in list_runs(Path(root)))
+
+
+def _topics(_: Sequence[str]) -> Iterator[Word]:
+    yield from ((code, title) for code, (title, _) in pages().items())
+    yield from ((name, summary(name)) for name in sections())
+    yield from ALIASES.items()
+    yield from ((name, docstring(key).partition("\n")[0]) for name, key in keys().items())
+
+
+def _actions(*names: str, then: Callable[[Sequence[str]], Iterable[Word]]) -> Callable[[Sequence[str]], Iterable[Word]]:
+    """The names of a command's actions, and behind one of them what `then` finds."""
+    return lambda before: ((name, "") for name in names) if len(before) == 1 else then(before)
+
+
+def _of_recipes(before: Sequence[str]) -> Iterable[Word]:
+    return _recipes() if before[1:] in (["show"], ["copy"]) else ()
+
+
+def _of_ckpt(before: Sequence[str]) -> Iterable[Word]:
+    return _runs(before) if before[1] == "export" and before[-1] == "--hf" else ()
+
+
+_ARGUMENTS: dict[str, Callable[[Sequence[str]], Iterable[Word]]] = {
+    "explain": _topics,
+    "recipes": _actions("list", "show", "copy", then=_of_recipes),
+    "runs": _actions("list", "show", then=lambda before: _runs(before) if before[1] == "show" else ()),
+    "ckpt": _actions("import", "export", then=_of_ckpt),
+    "data": _actions("tokenize", "show", then=lambda _: ()),
+    "completion": lambda before: ((shell, "") for shell in SHELLS) if len(before) == 1 else (),
+    **dict.fromkeys(("resume", "status", "logs", "cancel", "requeue"), _runs),
+}
+"""What the words of a command are, that are no keys and no flags."""
