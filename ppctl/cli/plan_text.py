@@ -177,6 +177,8 @@ def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
+    if not plan.timing.critical:
+        return f"schedule {plan.schedule.name}: {count} microbatches; it never ends, and has no times"
     source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
