@@ -161,7 +161,7 @@ def limit_line(plan: Plan) -> list[str]:
 def times(plan: Plan) -> list[str]:
     """The schedule and its time in three lines; in one if it hangs."""
     timing = plan.timing
-    if not timing.critical:
+    if not timing.pipeline_s:
         return [schedule_line(plan)]
     share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
     rates = (
@@ -177,7 +177,7 @@ def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
-    if not plan.timing.critical:
+    if not plan.timing.pipeline_s:
         return f"schedule {plan.schedule.name}: {count} microbatches; it never ends, and has no times"
     source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
