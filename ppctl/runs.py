@@ -84,10 +84,10 @@ def _warn(line: str) -> None:
     print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
-def find_checkpoint(text: str, root: Path) -> Path:
-    """The checkpoint that `checkpoint.resume` means: its directory, that of its run, or a run under `root`.
+def find_checkpoint(text: str, root: Path, name: str = "checkpoint.resume") -> Path:
+    """The checkpoint that `text` means: its directory, that of its run, or a run under `root`.
 
-    Raises CheckpointError (PP-E615) where there is none.
+    Raises CheckpointError (PP-E615) where there is none; `name` is the key or argument that the error is about.
     """
     path = Path(text).absolute()
     named = checkpoint_folder.at(path)
@@ -99,11 +99,33 @@ def find_checkpoint(text: str, root: Path) -> Path:
         try:
             run = find_run(text, root)
         except ConfigError as error:
-            message = f"checkpoint.resume={text}: there is no such checkpoint and no such run"
-            raise CheckpointError(Problem("PP-E615", message, "ppctl runs", "checkpoint.resume")) from error
+            message = f"{name}={text}: there is no such checkpoint and no such run"
+            raise CheckpointError(Problem("PP-E615", message, "ppctl runs", name)) from error
         found = last_checkpoint(run)
     if found is None:
         again = next(iter(run.commands()), "ppctl train +recipe=quickstart")
         message = f"run {run.id} has no checkpoint to go on from"
         raise CheckpointError(Problem("PP-E615", message, again, str(run.checkpoints)))
     return found
+
+
+def checkpoint_if_any(text: str, root: Path) -> Path | None:
+    """The checkpoint that `checkpoint.load` means; None where there is none yet.
+
+    That is what `find_checkpoint` finds, else the newest of a directory of runs. Raises CheckpointError (PP-E615) for a
+    checkpoint of Megatron's, which would be passed over.
+    """
+    path = Path(text).expanduser()
+    if (path / _MEGATRONS).is_file():
+        message = f"checkpoint.load={text} is a checkpoint of Megatron's, which ppctl does not read"
+        remedy = "model.from=DIR takes weights that were converted to Hugging Face's format"
+        raise CheckpointError(Problem("PP-E615", message, remedy, str(path / _MEGATRONS)))
+    try:
+        return find_checkpoint(str(path), root)
+    except CheckpointError as error:
+        if any(problem.code != "PP-E615" for problem in error.problems):
+            raise
+    return next(filter(None, map(last_checkpoint, list_runs(path))), None)
+
+
+_MEGATRONS = "latest_checkpointed_iteration.txt"

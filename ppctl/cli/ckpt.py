@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert. Exit codes: 0 done, 2 wrong family or output directory, 3 damaged weights or weights that do not fit."""
-    source = find_checkpoint(args.hf, args.dir) if args.action == "export" else args.hf
+    source = find_checkpoint(args.hf, args.dir, "ckpt export --hf") if args.action == "export" else args.hf
     arguments = [args.action, str(source), str(args.out), *["--no-mtp"] * args.no_mtp]
     if args.action == "export" and args.dtype:
         arguments += ["--dtype", args.dtype]

@@ -18,7 +18,7 @@ from ppctl.cli.reference import pages, summary
 from ppctl.config.argv import ALIASES
 from ppctl.config.flags import MEGATRON
 from ppctl.config.keys import docstring, keys, sections, text_keys
-from ppctl.config.limits import Choice
+from ppctl.config.limits import OneOf
 from ppctl.config.resources import recipes
 from ppctl.config.scale import KEEPS
 from ppctl.runs import list_runs
@@ -112,7 +112,8 @@ def candidates(words: Sequence[str]) -> list[Word]:
     elif front_door.COMMANDS[before[0]].overrides and ("=" in word or len(before) > 1 or before[0] != "resume"):
         found = _overrides(word)
     else:
-        found = _ARGUMENTS.get(before[0], lambda _: ())(before)
+        of_command = _ARGUMENTS.get(before[0])
+        found = of_command(before) if of_command is not None else ()
     return [each for each in found if each[0].startswith(word)]
 
 
@@ -142,7 +143,7 @@ def _values(name: str) -> Iterator[Word]:
         yield from _schedules()
     elif key is not None and key.is_switch:
         yield from (("true", ""), ("false", ""))
-    elif key is not None and isinstance(key.limit, Choice):
+    elif key is not None and isinstance(key.limit, OneOf):
         yield from ((value, "") for value in key.limit.names)
 
 

@@ -36,6 +36,12 @@ EMPTY |= {key: [] for key in ("stages", "pp_ranks", "replicated_params", "tie_gr
 """The JSON's keys if there is no plan, only problems."""
 
 
+_NOTHING = (
+    "nothing was given: this is the plan of the defaults, a toy on one rank; `ppctl recipes` lists published jobs, "
+    "as in `ppctl plan +recipe=llama3_8b`, and `ppctl plan model.from=DIR pp=2` plans a model of your own"
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON object, problems included")
@@ -56,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     composed, plan, problems = planned(args.overrides, args.problems)
+    if not args.overrides and not args.problems:
+        note(f"note: {_NOTHING}")
     for line in composed.notes if composed else ():
         note(f"note: {line}")
     if args.dump_schedule is not None:
@@ -80,7 +88,7 @@ def planned(
     composed: Composed | None = None
     found = list(problems)
     try:
-        composed = compose(overrides, for_training=for_training, read_model=_read_model)
+        composed = compose(overrides, for_training=for_training, read_model=_read_model, count_tokens=_count_tokens)
     except RefusedError as error:
         found += error.problems
         composed = error.composed
@@ -123,6 +131,13 @@ def _read_model(source: str) -> Any:
     from ppctl.launch.weights import values_of  # imports the room of families: a tenth of a plan's time, rarely needed
 
     return values_of(source)
+
+
+def _count_tokens(tokenizer: str) -> int:
+    """The rows that an embedding needs for `data.tokenizer`."""
+    from ppctl.data.load import load_tokenizer  # numpy
+
+    return load_tokenizer(tokenizer).vocab_size
 
 
 def _dump(plan: Plan | None, problems: Sequence[Problem], path: Path) -> list[Problem]:
@@ -182,8 +197,6 @@ def _show(composed: Composed | None, plan: Plan | None, problems: Sequence[Probl
         listed = plan_text.problem_lines(problems, planned=plan is not None)
         below = is_live() and sys.stderr.isatty()  # the same screen will show them in full
         blocks.append((listed.partition("\n")[0].rstrip(":") if below else listed, "red"))
-    if plan is not None and composed is not None and composed.config.published:
-        blocks.append((plan_text.published(composed.config, columns), "dim"))
     if is_live():
         _render(blocks)
     else:

@@ -1,4 +1,4 @@
-"""A plan as text: equations, the table of pp_ranks, the schedule, a recipe's published table. Standard library only.
+"""A plan as text: equations, the table of pp_ranks, the schedule. Standard library only.
 
 Knows columns and units. Must not know streams or colours, nor how a plan is derived.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 
 from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
 from ppctl.cli.table import aligned
@@ -25,7 +24,7 @@ _LONGEST_TIMELINE = 16
 
 def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     """The plan in paragraphs: header, table, schedule."""
-    head = prose([title(plan), *equations(plan), memory_line(plan), *limit_line(plan)], width)
+    head = prose([title(plan), vocabulary(plan, config), *equations(plan), memory_line(plan), *limit_line(plan)], width)
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
     sent = [traffic(plan)] if any(plan.traffic) else []
     return [head, drawn, *sent, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
@@ -44,6 +43,12 @@ def title(plan: Plan) -> str:
         counts += [f"{billions(plan.params_mtp)} more for MTP", f"{billions(plan.params_hf)} as Hugging Face stores it"]
     more = f" ({', '.join(counts)})" if counts else ""
     return f"{plan.name}: {plan.params_total:,} parameters{more}"
+
+
+def vocabulary(plan: Plan, config: RunConfig) -> str:
+    """The rows of the embedding, and what set them."""
+    source = plan.provenance.get("model.vocab_size", "default").removeprefix("derived: ")
+    return f"vocabulary {config.model.vocab_size:,} ({'default, for bytes' if source == 'default' else source})"
 
 
 def equations(plan: Plan) -> list[str]:
@@ -156,7 +161,7 @@ def limit_line(plan: Plan) -> list[str]:
 def times(plan: Plan) -> list[str]:
     """The schedule and its time in three lines; in one if it hangs."""
     timing = plan.timing
-    if not timing.critical:
+    if not timing.pipeline_s:
         return [schedule_line(plan)]
     share = "" if timing.mfu is None else f", MFU {timing.mfu:.1%}"
     rates = (
@@ -172,6 +177,8 @@ def schedule_line(plan: Plan) -> str:
     """The schedule in one line."""
     calls = plan.gradient_accumulation_steps
     count = f"{calls} calls of {plan.num_microbatches}" if calls > 1 else plan.num_microbatches
+    if not plan.timing.pipeline_s:
+        return f"schedule {plan.schedule.name}: {count} microbatches; it never ends, and has no times"
     source = "measured in" if plan.time_calibrated else "uncalibrated for"
     return (
         f"schedule {plan.schedule.name}: {count} microbatches, bubble {plan.bubble_fraction:.1%}, "
@@ -195,19 +202,6 @@ def problem_lines(problems: Sequence[Problem], *, planned: bool) -> str:
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     head = f"{count}:" if planned else f"no plan: {count}"
     return "\n".join([head, *(f"  {problem.code} {problem.message}" for problem in problems)])
-
-
-def published(config: RunConfig, width: int) -> str:
-    """A recipe's table: the published value, the value here, and why they differ."""
-    header = ["what", "published", "here", "why"]
-    rows = [header, *([str(row.get(key, "")) for key in header] for row in config.published)]
-    natural = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = max(width - natural[0] - 6, 45) // 3
-    limits = [natural[0], *(min(size, room) for size in natural[1:])]
-    lines: list[tuple[str, ...]] = []
-    for row in rows:
-        lines += zip_longest(*(textwrap.wrap(*cell) or [""] for cell in zip(row, limits, strict=True)), fillvalue="")
-    return f"recipe {config.recipe}, published and here\n{aligned(lines)}"
 
 
 def spread(values: Sequence[str]) -> str:

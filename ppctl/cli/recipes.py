@@ -1,6 +1,6 @@
 """`ppctl recipes list | show NAME | copy NAME [FILE]`: ppctl's recipes and the user's own.
 
-Knows files. Must not know what is in a recipe. Imports no torch, no Hydra and no rich.
+Knows files, and of what is in a recipe only its table `published`. Imports no torch, no Hydra and no rich.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import argparse
 import json
 import shlex
 import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ppctl.cli.console import width
 from ppctl.cli.table import aligned
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
@@ -23,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     listing = actions.add_parser("list", help="list all recipes (the default)")
-    show = actions.add_parser("show", help="print a recipe")
+    show = actions.add_parser("show", help="print a recipe, and its table of published values as comments")
     copy = actions.add_parser("copy", help="copy a recipe, to edit it; never overwrites a file")
     for parser_of_action in (show, copy):
         parser_of_action.add_argument("name", metavar="NAME", help="the name of a recipe")
@@ -43,7 +47,13 @@ def run(args: argparse.Namespace) -> int:
     elif args.json:
         print(json.dumps(_as_data(args), indent=1, default=str))
     elif args.action == "show":
-        print(find(args.name).path.read_text(encoding="utf-8"), end="")
+        from ppctl.config.yaml_file import YamlFile  # PyYAML
+
+        recipe = find(args.name)
+        print(recipe.path.read_text(encoding="utf-8"), end="")
+        rows = YamlFile(recipe.path, recipe.label).values.get("published")
+        if isinstance(rows, list):
+            print("\n" + "\n".join(f"# {line}" for line in published(recipe.name, rows, width() - 2).splitlines()))
     else:
         print(aligned((name, recipe.description) for name, recipe in sorted(recipes().items())))
     return 0
@@ -72,6 +82,19 @@ def find(name: str) -> Recipe:
     message = f"there is no recipe {name}{did_you_mean(name, found)}"
     remedy = f"ppctl recipes show {close[0]}" if close else "ppctl recipes"
     raise ConfigError(Problem("PP-E104", message, remedy, "command line"))
+
+
+def published(name: str, table: Sequence[Mapping[str, Any]], columns: int) -> str:
+    """A recipe's table: the published value, the value here, and why they differ."""
+    header = ["what", "published", "here", "why"]
+    rows = [header, *([str(row.get(key, "")) for key in header] for row in table if isinstance(row, Mapping))]
+    natural = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = max(columns - natural[0] - 6, 45) // 3
+    limits = [natural[0], *(min(size, room) for size in natural[1:])]
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        lines += zip_longest(*(textwrap.wrap(*cell) or [""] for cell in zip(row, limits, strict=True)), fillvalue="")
+    return f"recipe {name}, published and here\n{aligned(lines)}"
 
 
 def copy_to(recipe: Recipe, to: str | None) -> Path:

@@ -1,4 +1,4 @@
-"""`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one of them.
+"""`ppctl runs`: the runs under a directory, newest first; `ppctl runs show RUN`: one; `--compare A B`: two of them.
 
 Knows how a command line names a run, and the facts of a run that several commands show. Must not change any run.
 """
@@ -44,11 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "list all runs (the default), or show one"
     parser.add_argument("action", nargs="?", choices=("list", "show"), default="list", help=words)
     add_run_arguments(parser)
+    words = "compare two runs: keys that differ, losses and speeds side by side"
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=words)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List runs, or show one."""
+    """List runs, show one, or compare two."""
+    if args.compare:
+        return _compare(args)
     if args.action == "show":
         one = facts(named_run(args))
         lines = [f"{key:<11} {value}" for key, value in one.items() if value is not None and key != "time"]
@@ -62,6 +66,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(table(found) if found else f"no runs under {Path(args.dir)}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ppctl.cli import compare_runs  # with the room of configs, which lists of runs do without
+
+    first, second = (find_run(name, Path(args.dir)) for name in args.compare)
+    found = compare_runs.comparison((first, second))
+    print(json.dumps(found, indent=1) if args.json else compare_runs.text(found))
     return 0
 
 

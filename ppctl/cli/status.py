@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ from ppctl.cli.table import aligned
 from ppctl.errors import PpctlError
 from ppctl.hang.waits import published_states, root, waits
 from ppctl.rundir import RunDir
+from ppctl.step_lines import clock_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
     """The run's facts, its errors (the earliest first), each rank's last heartbeat, and its job's state."""
-    report = facts(run)
+    report = facts(run) | _progress(run)
     report["start_up"] = run.result().get("start_up") or run.status().get("start_up")
     report["slowest_edge"] = _slowest_edge(run.edges())
     report["errors"] = [
@@ -48,13 +50,47 @@ def collect(run: RunDir, job: RunJob | None) -> dict[str, Any]:
     )
     if report["state"] in (*STARTED, LOST):
         _add_waits(run, report["ranks"])
+    report["next"] = _next(report)
     if job is not None:
         report["job"] = {"job": job.number, **dict.fromkeys(("state", "reason", "nodes", "starts", "never"))}
         if job.state is not None:
             report["job"] |= {"state": job.state.state, "reason": job.state.reason, "nodes": job.state.nodes}
             report["job"] |= {"starts": job.state.start, "never": job.state.never}
             report["state"] = combined_state(report["state"], job.state)
+            report["next"] = _next(report)
     return report
+
+
+def _progress(run: RunDir) -> dict[str, Any]:
+    """The steps in all, the speed over the last twenty, and the seconds that the rest takes at it; None if unknown."""
+    records = run.metrics()
+    total = None
+    with suppress(PpctlError, OSError):
+        total = run.read_config().train.steps
+    recent = [record["step_time_s"] for record in records[-_RECENT:] if record.get("step_time_s")]
+    step = sum(recent) / len(recent) if recent else None
+    tokens = records[-1].get("tokens") if records else None
+    left = None if total is None or not records else max(total - records[-1]["step"], 0)
+    return {
+        "total": total,
+        "tokens_per_s": tokens / step if tokens and step else None,
+        "eta_s": None if left is None or step is None else left * step,
+    }
+
+
+_RECENT = 20
+
+
+def _next(report: dict[str, Any]) -> str | None:
+    """The command that usually follows."""
+    where, state = shlex.quote(report["path"]), report["state"]
+    if state in STARTED:
+        return f"ppctl logs {where} -f"
+    if state == "finished":
+        return f"ppctl resume {where} steps={2 * report['total']}" if report["total"] else None
+    if state in ("failed", "stopped", "interrupted", LOST):
+        return f"ppctl resume {where}" if report["checkpoint"] else report["command"]
+    return None
 
 
 def _slowest_edge(edges: dict[str, Any]) -> dict[str, Any] | None:
@@ -83,7 +119,10 @@ def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']}"]
+    of = f" of {report['total']:,}" if report["total"] else ""
+    lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{of}"]
+    if report["loss"] is not None:
+        lines.append(", ".join(_figures(report)))
     job = report.get("job")
     if job and job["state"] is None:
         lines.append(f"job {job['job']}: SLURM does not know it (any more)")
@@ -103,7 +142,18 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report["state"] in (*STARTED, LOST) and report["ranks"]:
         lines += ["", *_table(report["ranks"], now), *_ages(report["ranks"], now), ""]
     lines += [f"checkpoint {report['checkpoint']}"] * bool(report["checkpoint"])
-    return [*lines, f"directory {report['path']}"]
+    lines.append(f"directory {report['path']}")
+    return [*lines, "", f"next: {report['next']}"] if report["next"] else lines
+
+
+def _figures(report: dict[str, Any]) -> list[str]:
+    """Loss, speed and, while the run goes on, the time that is left."""
+    figures = [f"loss {report['loss']:.4f}"]
+    if report["tokens_per_s"] is not None:
+        figures.append(f"{report['tokens_per_s']:,.0f} tokens/s")
+    if report["eta_s"] is not None and report["state"] in STARTED:
+        figures.append(f"ETA {clock_text(report['eta_s'])}")
+    return figures
 
 
 def _times(report: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang.limits import Limits
 from ppctl.launch.environment import Started, detect
-from ppctl.launch.machine import choose_device, shortage, with_overrides
+from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
 from ppctl.launch.process import become_worker
 from ppctl.launch.run_directory import Launch, new_run, with_value
@@ -42,7 +42,7 @@ from ppctl.launch.weights import check_weights, find_weights
 from ppctl.plan import Plan
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
-from ppctl.runs import find_checkpoint
+from ppctl.runs import checkpoint_if_any, find_checkpoint
 
 _CUT = (
     "parallel.pipeline_model_parallel_size",
@@ -129,7 +129,7 @@ def adapt_to_machine(
     world = plan.sizes.world
     ranks_here = int(started.variables.get("LOCAL_WORLD_SIZE", world))
     share = config.launch.share_gpu
-    device = choose_device(config.launch.device, ranks_here, os.environ, share=share)
+    device = choose_device(_asked_device(config, plan), ranks_here, os.environ, share=share)
     problems = []
     if find_spec("torch") is None:
         remedy = f"{shlex.quote(sys.executable)} -m pip install torch"
@@ -150,6 +150,15 @@ def adapt_to_machine(
     return config, data
 
 
+def _asked_device(config: RunConfig, plan: Plan) -> str:
+    """`launch.device`; where nothing sets it and this machine has no GPU, a model that is here trains on the CPU."""
+    left_open = plan.provenance.get("launch.device", "default") == "default" and config.model.from_ is not None
+    if not left_open or config.launch.device != "cuda" or count_gpus(os.environ):
+        return config.launch.device
+    note("note: this machine has no GPU: ranks run on the CPU, over gloo; launch.device=cuda refuses that")
+    return "cpu"
+
+
 def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list[Problem]]:
     """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
     if config.launch.device != "cuda":
@@ -160,7 +169,9 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
 
 def with_paths(config: RunConfig) -> RunConfig:
     """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
-    if config.checkpoint.resume is not None:
+    if config.checkpoint.load is not None and config.checkpoint.resume is None:
+        config = _with_loaded(config, config.checkpoint.load)
+    elif config.checkpoint.resume is not None:
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
     if config.model.from_ is not None:
@@ -168,6 +179,13 @@ def with_paths(config: RunConfig) -> RunConfig:
         check_weights(weights, config.model)
         config = with_value(config, "model", from_=str(weights))
     return config
+
+
+def _with_loaded(config: RunConfig, load: str) -> RunConfig:
+    """`config` with the checkpoint that `checkpoint.load` finds; as it is where the run begins."""
+    found = checkpoint_if_any(load, Path(config.log.dir))
+    note(f"note: checkpoint.load={load}: {f'going on from {found}' if found else 'nothing there yet, the run begins'}")
+    return config if found is None else with_value(config, "checkpoint", resume=str(found), load=None)
 
 
 def command_line(command: str, args: argparse.Namespace) -> str:

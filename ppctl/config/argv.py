@@ -35,6 +35,8 @@ SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in 
 
 PLACE = "command line"
 
+_BATCH = "train.global_batch_size"
+
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -73,6 +75,7 @@ class _Sorter:
 
     def __init__(self, queue: list[str], own: Mapping[str, bool]) -> None:
         self.queue = queue
+        self.tokens = tuple(queue)
         self.own = own
         self.found = Arguments()
         self.typed: dict[str, tuple[str, str]] = {}
@@ -125,17 +128,28 @@ class _Sorter:
         self.line += map(shlex.quote, words)
 
     def _foreign_flag(self, flag: str, value: str) -> None:
-        self.found.problems.append(flag_problem(flag, value, self.own))
-        known = foreign(flag, value)
+        batch = self._global_batch()
+        self.found.problems.append(flag_problem(flag, value, self.own, batch))
+        known = foreign(flag, value, batch)
         if known is not None:
             self.foreign.append((known, self.found.problems[-1]))
             self.line += [known.override] * bool(known.override)
+
+    def _global_batch(self) -> str:
+        """The global batch size wherever it stands on the line; empty where it does not."""
+        words = (word for token in self.tokens for word in token.split("=", 1))
+        names = {name for name, key in {**ALIASES, **MEGATRON}.items() if key == _BATCH} | {_BATCH}
+        return next((next(words, "") for word in words if word in names), "")
 
     def merge_foreign_flags(self, command: str) -> None:
         """Make one problem of several flags of Megatron's: a pasted command line is answered with a command line."""
         if len(self.foreign) > 1:
             single = [problem for _, problem in self.foreign]
-            merged = flags_problem([known for known, _ in self.foreign], " ".join(["ppctl", command, *self.line]))
+            flags = [known for known, _ in self.foreign]
+            given = {key: value for key, (value, _) in self.typed.items()}
+            words = [word for known in flags for word in shlex.split(known.override)]
+            given |= {key: value for key, _, value in (word.partition("=") for word in words)}
+            merged = flags_problem(flags, " ".join(["ppctl", command, *self.line]), given)
             self.found.problems = [merged, *(one for one in self.found.problems if one not in single)]
 
     def _positional(self, token: str) -> None:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, within_limits
 from ppctl.config.draft import DEFAULT, Draft, flat
-from ppctl.config.flags import meant_by
+from ppctl.config.flags import ABSENT, meant_by
 from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
+from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
 from ppctl.config.resources import find_recipe, groups, is_file_name, recipes
 from ppctl.config.scale import KEEPS, SCALES, miniature
@@ -49,17 +50,31 @@ class Composed:
 
 
 _TOKENIZER = "data.tokenizer"
+_VOCABULARY, _DIVISOR, _TP = (
+    "model.vocab_size",
+    "model.make_vocab_size_divisible_by",
+    "parallel.tensor_model_parallel_size",
+)
 
 ReadModel = Callable[[str], Mapping[str, Any]]
 """From the value of `model.from` to values by key: of the model, and data.tokenizer. Raises PpctlError."""
 
+CountTokens = Callable[[str], int]
+"""From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
-def compose(overrides: Sequence[str], *, for_training: bool = False, read_model: ReadModel | None = None) -> Composed:
+
+def compose(
+    overrides: Sequence[str],
+    *,
+    for_training: bool = False,
+    read_model: ReadModel | None = None,
+    count_tokens: CountTokens | None = None,
+) -> Composed:
     """The config that `overrides` describe, on top of the defaults, conf/ and the recipe that they name.
 
     What `read_model` reads of `model.from` is stronger than files and weaker than the command line; its tokenizer is
-    weaker than both. `for_training` also refuses what can be planned but not trained. Raises RefusedError with all
-    problems.
+    weaker than both. The vocabulary that nothing sets is what `count_tokens` finds. `for_training` also refuses what
+    can be planned but not trained. Raises RefusedError with all problems.
     """
     arguments = _arguments(overrides)
     choices, values = _split_choices(arguments)
@@ -76,6 +91,8 @@ def compose(overrides: Sequence[str], *, for_training: bool = False, read_model:
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
     if scale is not None:
         _scale_down(draft, scale, typed)
+    if count_tokens is not None:
+        _take_vocabulary(draft, count_tokens, for_training=for_training)
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -242,6 +259,43 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
         draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {source}"))
 
 
+def _take_vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
+    """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
+    source, rows, tokenizer = draft.provenance.get(_VOCABULARY, DEFAULT), draft.get(_VOCABULARY), draft.get(_TOKENIZER)
+    if source.startswith("model.from"):
+        return  # its weights have these rows
+    reason = ""
+    if source == DEFAULT or source.startswith("scale="):
+        if draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT and isinstance(tokenizer, str):
+            try:
+                rows = count_tokens(tokenizer)
+                reason = f"{_TOKENIZER}={tokenizer} has {rows:,} tokens"
+            except PpctlError as error:
+                if for_training:
+                    draft.problems += error.problems
+                else:
+                    reasons = "; ".join(problem.message for problem in error.problems)
+                    draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
+        elif source == DEFAULT and draft.provenance.get("data.path", DEFAULT) != DEFAULT:
+            without = f"data.path is set, and neither {_TOKENIZER} nor {_VOCABULARY}"
+            draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
+    multiple = _multiple(draft)
+    if multiple > 1 and isinstance(rows, int) and rows % multiple:
+        before = reason or f"{rows:,} ({source})"
+        divisor = f"make_vocab_size_divisible_by {draft.get(_DIVISOR)} x tp {draft.get(_TP)}"
+        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {divisor}"
+    if reason:
+        draft.put(_VOCABULARY, rows)
+        draft.provenance[_VOCABULARY] = f"derived: {reason}"
+
+
+def _multiple(draft: Draft) -> int:
+    """What the vocabulary is rounded up to a multiple of; 1 where a factor is wrong, which `check` reports."""
+    divisor, tp = draft.get(_DIVISOR), draft.get(_TP)
+    sound = all(type(n) is int and text_keys()[key].allows(n) for key, n in ((_DIVISOR, divisor), (_TP, tp)))
+    return divisor * tp if sound and divisor > 1 else 1
+
+
 def _known(key: str) -> str | None:
     """The schema's key that `key` sets: itself, or the mapping that it is an entry of."""
     if key in keys():
@@ -256,7 +310,13 @@ def _refuse(key: str, text: str) -> Problem:
     if key in sections():
         return not_a_section(key, PLACE)
     last = key.rpartition(".")[2]
+    absent = next((why for word, why in ABSENT.items() if word in last.lower().split("_")), None)
+    if absent is not None:
+        return Problem("PP-E101", f"there is no key {key}: {absent}; leave it out", place=PLACE)
     known = ALIASES.get(last) or meant_by(last)
+    if known is not None and text_keys()[known].facts.support.state == LATER:
+        coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
+        return Problem("PP-E101", coming, place=PLACE)
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
     fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
     return unknown_key(key, PLACE, close, next(iter(fitting), ""))

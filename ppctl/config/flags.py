@@ -1,16 +1,18 @@
 """Flags in Megatron's spelling: which of them ppctl takes, and the error about each of the rest.
 
 Flags among a key's `names` are taken; of all others the error says what to write. The flags of a key are
-metadata of its field (`names`, `known_as`); here are those that do not mean one key.
+metadata of its field (`names`, `known_as`); here are those that mean one value of a key, or a value in other units, and
+in `megatron_flags` those that mean no key.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ppctl.config.keys import Key, as_typed, did_you_mean, names_of_keys, text_keys, value_text
+from ppctl.config.metadata import LATER, NEEDS
 from ppctl.errors import Problem
 
 _TAKEN = {name: text_keys()[key] for name, key in names_of_keys("names").items() if name.startswith("--")}
@@ -32,31 +34,26 @@ FIXED = {
     "--disable-bias-linear": "model.add_bias_linear=false",
     "--use-rotary-position-embeddings": "model.position_embedding_type=rope",
     "--untie-embeddings-and-output-weights": "model.share_embeddings_and_output_weights=false",
+    "--no-overlap-p2p-communication": "parallel.overlap_p2p_comm=false",
+    "--overlap-p2p-communication-warmup-flush": "parallel.overlap_p2p_comm_warmup_flush=true",
+    "--use-rope-scaling": (
+        "model.rotary_scaling_type=llama3 model.beta_fast=4 model.original_max_position_embeddings=8192"
+    ),
+    "--checkpoint-activations": "train.recompute_granularity=full",
+    "--moe-layer-recompute": "train.recompute_granularity=selective train.recompute_modules=[moe]",
+    "--mock-data": "data.path=null",
 }
-"""Flags of other systems that mean one value of a key -> the override."""
+"""Flags of other systems that mean one value of a key -> the override; of several keys, with blanks between."""
 
-LATER = ("--overlap-grad-reduce", "--overlap-param-gather")
-"""Flags of features that come in a later release."""
+AGREED = {"--optimizer": "adam", "--lr-decay-style": "cosine", "--lr-warmup-init": "0.0", "--rope-type": "rope"}
+"""Flags one value of which is what ppctl does in any case."""
 
-_ATTENTION = "model.attention_backend alone decides which kernel computes attention"
-
-MEANINGLESS = {
-    "--use-mcore-models": "ppctl has one implementation of its model",
-    "--transformer-impl": "ppctl has one implementation of its model",
-    "--group-query-attention": "model.num_query_groups alone decides it",
-    "--use-flash-attn": _ATTENTION,
-    "--attention-softmax-in-fp32": _ATTENTION,
-    "--no-masked-softmax-fusion": _ATTENTION,
-    "--lr-decay-style": "the learning rate warms up linearly and decays as a cosine",
-    "--tokenizer-type": "data.tokenizer alone decides it",
-    "--distributed-backend": "the device decides: nccl on cuda, gloo on cpu",
-    "--log-interval": "every step is logged",
-    "--save": "checkpoints are in the run directory: log.dir",
-    "--node-rank": "ranks that ppctl does not start find it in their environment",
-    "--rdzv-backend": "ranks that ppctl does not start find it in their environment",
-    "--rdzv-endpoint": "ranks that ppctl does not start find it in their environment",
+ABSENT = {
+    "lora": "all weights are trained: there is no LoRA",
+    "peft": "all weights are trained: there are no adapters",
+    "adapter": "all weights are trained: there are no adapters",
 }
-"""Flags that have no meaning here, and why."""
+"""Parts of names by which people look for what ppctl does not have, and what to say."""
 
 
 def _keys_of(flag: str) -> list[Key]:
@@ -77,31 +74,62 @@ class Foreign(NamedTuple):
     """A flag of Megatron's that ppctl understands and does not take."""
 
     typed: str
-    override: str
-    """What means the same; empty where nothing is needed."""
-    why: str
-    """Why it is left out."""
+    override: str = ""
+    """What means the same; empty where nothing does, or nothing is needed."""
+    why: str = ""
+    """Why it is left out, or how to say something like it."""
+    code: str = "PP-E107"
+    """PP-E108 of what this release does not have, PP-E109 of what means nothing here."""
 
 
-def foreign(flag: str, value: str) -> Foreign | None:
-    """What `flag value` means, or None where ppctl does not know the flag."""
+def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
+    """What `flag value` means, or None where ppctl does not know the flag. `batch` is the global batch size, if any."""
+    from ppctl.config import megatron_flags as table  # long, and few command lines need it
+
     typed = shlex.join([flag, value] if value else [flag])
-    if flag in LATER:
-        return Foreign(typed, "", "it comes in a later release")
-    if flag in MEANINGLESS:
-        return Foreign(typed, "", MEANINGLESS[flag])
     if flag in FIXED:
-        return Foreign(typed, FIXED[flag], "")
-    same = _keys_of(flag)
-    if not same:
+        return Foreign(typed, FIXED[flag])
+    if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
+        return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
+    if flag in _IN_SAMPLES:
+        return Foreign(typed, why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size")
+    if AGREED.get(flag) == value:
+        return Foreign(typed, why="it is so in any case", code="PP-E109")
+    if same := _keys_of(flag):
+        return _as_key(typed, same[0], _TRANSLATED.get(flag, str)(value))
+    if reason := table.found_in(table.LATER, flag):
+        return Foreign(typed, why=reason, code="PP-E108")
+    if key := table.found_in(table.WRITE, flag):
+        return Foreign(typed, why=f"{key} says something like it")
+    if reason := table.found_in(table.MEANINGLESS, flag):
+        return Foreign(typed, why=reason, code="PP-E109")
+    return _switched_off(typed, flag)
+
+
+def _as_key(typed: str, key: Key, value: str) -> Foreign:
+    """A flag that means a key; a key that this release refuses is not offered."""
+    override = _override(key, value)
+    support = key.facts.support
+    if support.state in (LATER, NEEDS) and override != as_typed(key.name, key.default):
+        return Foreign(typed, why=support.note or key.name, code="PP-E108")
+    flag = typed.partition(" ")[0].partition("=")[0]
+    return Foreign(typed, f"{_SWITCHED_ON[flag]} {override}" if flag in _SWITCHED_ON else override)
+
+
+def _switched_off(typed: str, flag: str) -> Foreign | None:
+    """`--no-X` and `--disable-X` of a switch X."""
+    field = flag.removeprefix("--no-").removeprefix("--disable-").replace("-", "_")
+    found = [key for key in text_keys().values() if key.field == field and key.is_switch]
+    if field == flag.replace("-", "_") or not found:
         return None
-    override = _override(same[0], _TRANSLATED.get(flag, str)(value))
-    return Foreign(typed, f"{_SWITCHED_ON[flag]} {override}" if flag in _SWITCHED_ON else override, "")
+    return Foreign(typed, as_typed(found[0].name, False))
 
 
 def takes_several(flag: str) -> bool:
     """Whether a flag that ppctl does not take has one value or more."""
-    return any(key.is_list for key in _keys_of(flag))
+    from ppctl.config.megatron_flags import SEVERAL
+
+    return flag in SEVERAL.split() or any(key.is_list for key in _keys_of(flag))
 
 
 def _validation_share(split: str) -> str:
@@ -119,23 +147,58 @@ def _sharding(strategy: str) -> str:
     return {**names, "optim_grads_params": "full"}.get(strategy, strategy)
 
 
-_TRANSLATED = {"--split": _validation_share, "--data-parallel-sharding-strategy": _sharding}
+def _minutes(number: str) -> str:
+    """A time as keys take it."""
+    return f"{number}m"
+
+
+_TRANSLATED = {
+    "--split": _validation_share,
+    "--data-parallel-sharding-strategy": _sharding,
+    "--exit-duration-in-mins": _minutes,
+    "--distributed-timeout-minutes": _minutes,
+}
 """Flags whose values have other names here."""
 
+_IN_SAMPLES = {"--train-samples": "train.steps", "--lr-warmup-samples": "optim.warmup_steps"}
+"""Flags that count samples -> the key that counts steps."""
 
 _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}
 """Flags that switch something else on as well."""
 
 
-def flags_problem(flags: Sequence[Foreign], line: str) -> Problem:
-    """One problem for several flags at once; `line` is the command line with keys instead of these flags."""
+def flags_problem(flags: Sequence[Foreign], line: str, given: Mapping[str, str]) -> Problem:
+    """One problem for several flags at once; `line` is the command line with keys instead of these flags.
+
+    Its place ends with Megatron's defaults where the line leaves others; `given` are its keys and values.
+    """
     width = max(len(one.typed) for one in flags)
-    rows = [f"{one.typed:<{width}}  {one.override or f'left out: {one.why}'}" for one in flags]
+    rows = [f"{one.typed:<{width}}  {one.override or _left_out(one)}" for one in flags]
     message = f"{len(flags)} flags are keys here or mean nothing here; the remedy is the whole line with keys"
-    return Problem("PP-E107", message, line, "\n".join(rows))
+    return Problem("PP-E107", message, line, "\n".join([*rows, *_other_defaults(given)]))
 
 
-def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem:
+def _left_out(flag: Foreign) -> str:
+    words = {"PP-E108": "not in this release:", "PP-E109": "left out:"}
+    return f"{words.get(flag.code, 'in other terms:')} {flag.why}"
+
+
+def _other_defaults(given: Mapping[str, str]) -> list[str]:
+    """What a command line leaves to defaults, where Megatron's are others: a table, and what to paste."""
+    from ppctl.config.megatron_flags import defaults_left
+
+    found = [(key, value_text(text_keys()[key].default), value_text(theirs)) for key, theirs in defaults_left(given)]
+    found = [row for row in found if row[1] != row[2]]
+    if not found or "recipe" in given or "model.from" in given:
+        return []
+    rows = [("not given", "here", "Megatron"), *found]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    table = [f"{key:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}" for key, ours, theirs in rows]
+    paste = " ".join(shlex.quote(f"{key}={theirs}") for key, _, theirs in found)
+    return ["", "not given, and Megatron's default differs from ours:", *table, f"for Megatron's: {paste}"]
+
+
+def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str = "") -> Problem:
     """What is wrong with a flag that ppctl does not take; `value` is what was typed for it."""
     place = "command line"
     if flag in MEGATRON:
@@ -143,17 +206,23 @@ def flag_problem(flag: str, value: str = "", own: Iterable[str] = ()) -> Problem
         return Problem("PP-E107", f"{flag} needs a value", f"{flag} {usual}", place)
     if flag in LISTS:
         return Problem("PP-E107", f"{flag} needs a value", f"ppctl explain {LISTS[flag]}", place)
-    found = foreign(flag, value)
-    if found is not None and found.override:
+    found = foreign(flag, value, batch)
+    if found is None:
+        names = [*names_of_keys("names"), *names_of_keys("known_as"), *FIXED]
+        names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
+        known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
+        return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
+    if found.override:
         return Problem("PP-E107", f"{flag} is no flag of ppctl; the setting is a key", found.override, place)
-    if flag in LATER:
-        return Problem("PP-E108", f"{flag} comes in a later release; leave it out", place=place)
-    if flag in MEANINGLESS:
-        return Problem("PP-E109", f"{flag} means nothing here: {MEANINGLESS[flag]}; leave it out", place=place)
-    names = [*names_of_keys("names"), *names_of_keys("known_as"), *FIXED]
-    names += [f"--{key.field.replace('_', '-')}" for key in text_keys().values()]
-    known = [*own, *(name for name in dict.fromkeys(names) if name.startswith("--"))]
-    return Problem("PP-E107", f"there is no flag {flag}{did_you_mean(flag, known)}", "ppctl --help", place)
+    if found.code == "PP-E108":
+        return Problem(
+            "PP-E108", f"{flag} asks for what this release does not have ({found.why}); leave it out", place=place
+        )
+    if found.code == "PP-E109":
+        return Problem("PP-E109", f"{flag} means nothing here: {found.why}; leave it out", place=place)
+    return Problem(
+        "PP-E107", f"{flag} is no flag of ppctl; {found.why}", f"ppctl explain {found.why.split()[0]}", place
+    )
 
 
 def _override(key: Key, value: str) -> str:

@@ -70,7 +70,7 @@ class ModelParallelConfig:
         1,
         positive(MOST_RANKS),
         names="tp --tensor-model-parallel-size",
-        known_as="tensor_parallel_degree",
+        known_as="tensor_parallel_degree --model-parallel-size",
     )
     """Ranks that share each layer's matrices (tp)."""
     pipeline_model_parallel_comm_backend: str | None = key(

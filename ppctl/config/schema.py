@@ -53,7 +53,7 @@ class ModelConfig:
 
     from_: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
-    num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", layout=True)
+    num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
     """Decoder layers, MTP layers not counted."""
     hidden_size: int = key(256, positive(MOST_WIDTH), names="--hidden-size")
     """Width of the residual stream."""
@@ -72,7 +72,12 @@ class ModelConfig:
     kv_channels: int | None = key(None, positive(MOST_HEADS), names="--kv-channels")
     """Width of one head; none means hidden_size / num_attention_heads."""
     vocab_size: int = key(320, positive(MOST_VOCABULARY), names="--vocab-size")
-    """Rows of the embedding and of the output projection, padding included."""
+    """Rows of the embedding and of the output projection, padding included. Where nothing sets it, as many as the
+    tokens of data.tokenizer."""
+    make_vocab_size_divisible_by: int = key(
+        1, positive(MOST_VOCABULARY), names="--make-vocab-size-divisible-by", training=True
+    )
+    """vocab_size is rounded up to a multiple of this times tp, as Megatron does (not that of model.from)."""
     max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
     """Longest sequence that the model is meant for."""
     position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"))
@@ -83,21 +88,23 @@ class ModelConfig:
     """Share of every head that is rotated, from its first dimension on (not of MLA's heads)."""
     rotary_interleaved: bool = False
     """A rotated pair is two neighbours (DeepSeek) instead of half a head apart (Llama)."""
-    rotary_scaling_factor: float | None = key(None, positive())
+    rotary_scaling_factor: float | None = key(None, positive(), known_as="--rope-scaling-factor")
     """How many times longer the context is made; none leaves RoPE unscaled."""
     rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
     """How the context is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
-    original_max_position_embeddings: int = key(4096, positive(MOST_TOKENS))
+    original_max_position_embeddings: int = key(
+        4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
+    )
     """Longest sequence before the extension."""
-    beta_fast: float = key(32.0, positive())
+    beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
     """Frequencies with more turns than this within the original length are kept (llama3: high_freq_factor)."""
-    beta_slow: float = key(1.0, positive())
+    beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
     """Frequencies with fewer turns are divided by the factor, those between interpolated (llama3: low_freq_factor)."""
     mscale: float = key(1.0, not_negative())
     """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
     mscale_all_dim: float = key(0.0, not_negative())
     """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
-    norm_epsilon: float = key(1e-5, positive())
+    norm_epsilon: float = key(1e-5, positive(), known_as="--layernorm-epsilon")
     """Added inside norms to the mean square, or to the variance."""
     init_method_std: float = key(0.02, not_negative(), training=True)
     """Standard deviation of initial weights."""
@@ -244,7 +251,7 @@ class RunPipelineConfig(PipelineConfig):
 class DataConfig:
     """What is read and how long a sample is."""
 
-    path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path", verbatim=True)
+    path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
     """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
     rows of {path, weight}; none reads the running interpreter's standard library sources."""
     tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
@@ -253,7 +260,7 @@ class DataConfig:
     """What evaluation reads, written as data.path; none holds out a share of data.path."""
     validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
     """Share of the samples of data.path that is held out, from the end of each corpus; training never reads it."""
-    seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len")
+    seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
     """Count positions from 0 in every document of a sample; data.tokenizer defines which token ends one."""
@@ -305,7 +312,7 @@ class TrainConfig:
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = key(
-        1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size"
+        1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
     )
     """Sequences that one forward takes."""
     seed: int = key(1234, not_negative(), mathematics=True)
@@ -314,7 +321,7 @@ class TrainConfig:
     """Steps between evaluations, of which there is one after the last step too; 0 never evaluates."""
     eval_steps: int = key(0, not_negative(), known_as="--eval-iters")
     """Batches of one evaluation, always the same ones; a held-out sample is read once at most."""
-    exit_after: str | None = key(None, TIME)
+    exit_after: str | None = key(None, TIME, known_as="--exit-duration-in-mins")
     """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
     compile: bool = False
     """Compile every layer with torch.compile: losses agree within a millionth, not to the bit."""
@@ -349,8 +356,11 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
     keep: int = key(2, not_negative())
     """How many checkpoints stay; 0 keeps all."""
-    resume: str | None = key(None, NOT_EMPTY, known_as="--load", verbatim=True)
+    resume: str | None = key(None, NOT_EMPTY, verbatim=True)
     """A checkpoint directory (or a run) to start from."""
+    load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)
+    """Like resume, and the run begins where there is no checkpoint yet; also a directory of runs, of which the newest
+    with a checkpoint counts: with log.dir set to it, the same command begins and goes on."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -387,7 +397,7 @@ class LaunchConfig:
     """How long one connection may take to answer, or one group to meet, when all are touched before the first step."""
     first_step_limit: str = key("60m", TIME)
     """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
-    step_limit: str | None = key(None, TIME)
+    step_limit: str | None = key(None, TIME, known_as="--distributed-timeout-minutes")
     """How long nothing may move in later steps; none: ten times the slowest step so far, at least 2 minutes and at most
     the longest of the other limits."""
     account: str | None = key(None, ONE_LINE, options="-A --account", slurm=True)
@@ -438,13 +448,15 @@ class LogConfig:
 
     name: str = key("run", DIRECTORY_NAME)
     """Name of the run: a directory under `dir`."""
-    dir: str = key("runs", NOT_EMPTY, known_as="output_dir runs_dir", options="-o --output -e --error", verbatim=True)
+    dir: str = key(
+        "runs", NOT_EMPTY, known_as="output_dir runs_dir --save", options="-o --output -e --error", verbatim=True
+    )
     """Where run directories go."""
     tensorboard: bool = key(False, known_as="--tensorboard-dir")
     """Write the keys of metrics.jsonl for TensorBoard as well."""
     wandb: bool = key(False, known_as="--wandb-project")
     """Send the keys of metrics.jsonl to Weights & Biases as well."""
-    profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
+    profile: bool = key(False, known_as="profile", support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""
 
 

@@ -7,6 +7,7 @@ manifests, not weights.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -22,6 +23,8 @@ from ppctl.runs import find_checkpoint
 
 KEY = "model.from"
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 
 def find_weights(text: str, root: Path = Path("runs")) -> Path:
     """The absolute path that `model.from` means: a directory with a config.json, else a checkpoint.
@@ -33,7 +36,12 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
         return path if (path / CONFIG).is_file() else find_checkpoint(text, root)
     except (CheckpointError, ConfigError, OSError, RuntimeError):  # RuntimeError: there is no such home directory
         message = f"{KEY}={text} is neither a directory with a {CONFIG} nor a checkpoint nor a run"
-        raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
+        if not _HUB_NAME.fullmatch(text):
+            raise ConfigError(Problem("PP-E520", message, f"{KEY}=null", KEY)) from None
+        here = text.partition("/")[2]
+        message += "; it looks like a name on the Hugging Face Hub, from which ppctl downloads nothing"
+        download = f"hf download {text} --local-dir {here}\n{KEY}={here}"
+        raise ConfigError(Problem("PP-E520", message, download, KEY)) from None
 
 
 def model_values(text: str) -> Mapping[str, Any]:

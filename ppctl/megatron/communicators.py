@@ -85,9 +85,12 @@ def agree(communicator: P2PCommunicator | None, asked: dict[str, int | None]) ->
     table = torch.empty(group.size(), len(own), dtype=own.dtype, device=device)
     dist.all_gather(list(table.unbind()), own, group=group)
     columns = dict(zip(asked, table.T.tolist(), strict=True))
-    differences = [_difference(name, values) for name, values in columns.items() if len(set(values)) > 1]
-    if differences:
-        raise misuse(f"the ranks of a pipeline do not call for the same: {'; '.join(differences)}")
+    differing = {name: values for name, values in columns.items() if len(set(values)) > 1}
+    if differing:
+        listed = "; ".join(_difference(name, values) for name, values in differing.items())
+        name, (first, *_) = next(iter(differing.items()))
+        message = f"the ranks of a pipeline do not call for the same: {listed}"
+        raise misuse(message, f"{name}={None if first == -1 else first} on every rank")
     _agreed.add(communicator)
 
 

@@ -51,7 +51,8 @@ def get_tensor_shapes(
     asked = ("seq_length", seq_length) if decoder_seq_length is None else ("decoder_seq_length", decoder_seq_length)
     sequence = whole_number(asked[1], asked[0])
     if min(sequence, whole_number(micro_batch_size, "micro_batch_size")) < 0:
-        raise misuse(f"{asked[0]}={sequence} and micro_batch_size={micro_batch_size}: no shape is negative")
+        message = f"{asked[0]}={sequence} and micro_batch_size={micro_batch_size}: no shape is negative"
+        raise misuse(message, f"{asked[0]}={max(sequence, 1)}, micro_batch_size={max(micro_batch_size, 1)}")
     cp = setting(config, "context_parallel_size", 1) if cp_group is None else cp_group.size()
     tp = 1
     if setting(config, "sequence_parallel", False):

@@ -92,6 +92,6 @@ def per_chunk(functions: Any, chunks: Sequence[Any], name: str) -> list[Any]:
     return list(functions)
 
 
-def misuse(message: str, remedy: str = "") -> ConfigError:
+def misuse(message: str, remedy: str) -> ConfigError:
     """The error of a wrong call (PP-E396)."""
     return ConfigError(Problem("PP-E396", message, remedy))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ppctl.config.schema import RunConfig
-from ppctl.errors import ConfigError
+from ppctl.errors import CheckpointError, ConfigError
 from ppctl.rundir import RunDir
-from ppctl.runs import find_run
+from ppctl.runs import checkpoint_if_any, find_checkpoint, find_run
 
 
 def make(root: Path, run_id: str, name: str) -> RunDir:
@@ -65,3 +65,37 @@ def test_what_means_no_run_or_several_is_answered_with_the_candidates(
 def test_an_empty_root_has_no_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="PP-E611: there are no runs under"):
         find_run(None, tmp_path)
+
+
+def saved(run: RunDir, step: int) -> Path:
+    """A checkpoint of the run, as far as finding it goes."""
+    path = run.checkpoints / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text("{}")
+    (run.checkpoints / "latest").write_text(path.name)
+    return path
+
+
+def test_what_is_loaded_if_there_is_any_is_the_newest_of_a_directory_of_runs(root: Path) -> None:
+    assert checkpoint_if_any(str(root), Path("nowhere")) is None
+    assert checkpoint_if_any(str(root / "not-there-yet"), Path("nowhere")) is None
+    older, newer = find_run("20260101-1", root), find_run("4711", root)
+    first = saved(older, 5)
+    assert checkpoint_if_any(str(root), Path("nowhere")) == first
+    second = saved(newer, 3)
+    assert checkpoint_if_any(str(root), Path("nowhere")) == second
+    assert checkpoint_if_any(str(older.path), Path("nowhere")) == checkpoint_if_any(str(first), root) == first
+
+
+def test_a_checkpoint_of_megatrons_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(CheckpointError, match=r"PP-E615: checkpoint\.load=.* is a checkpoint of Megatron's"):
+        checkpoint_if_any(str(tmp_path), tmp_path)
+
+
+def test_a_missing_checkpoint_is_reported_under_the_name_that_was_typed(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="PP-E615: ckpt export --hf=nowhere: there is no such checkpoint"
+    ) as error:
+        find_checkpoint("nowhere", tmp_path, "ckpt export --hf")
+    assert "checkpoint.resume" not in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 
 from ppctl.cli.main import main
 from ppctl.cli.plan import planned, summary
-from ppctl.cli.plan_text import blocks, published
+from ppctl.cli.plan_text import blocks
 
 LAYOUT = "layout=Et*3|(tt|)*29,m|L"
 
@@ -38,7 +38,7 @@ def test_deepseek_v3_in_json(capsys) -> None:
     assert "world 2048 = nodes 256 x 8 = tp 1 x cp 1 x pp 16 x dp 128" in equations
 
 
-def test_the_text_shows_equations_table_schedule_and_the_published_table(capsys) -> None:
+def test_the_text_shows_the_vocabulary_equations_table_and_schedule(capsys) -> None:
     code, out, _ = run(capsys, "+recipe=deepseek_v3")
     assert code == 0
     lines = out.splitlines()
@@ -49,13 +49,21 @@ def test_the_text_shows_equations_table_schedule_and_the_published_table(capsys)
         "m multi-token prediction",
         "schedule dualpipev: 120 microbatches, bubble",
         "uncalibrated",
-        "published and here",
+        "vocabulary 129,280 (conf/model/deepseek_v3.yaml:",
     ):
         assert part in out
+    assert "published and here" not in out, "that table is of `ppctl recipes show`"
     (row,) = [line for line in lines if line.startswith("15 ")]
     assert "46.03 B" in row
     assert " 33 " in row
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_a_plan_of_nothing_says_that_nothing_was_given(capsys) -> None:
+    code, _, err = run(capsys)
+    assert code == 0
+    assert "nothing was given: this is the plan of the defaults" in err
+    assert "nothing was given" not in run(capsys, "pp=1")[2]
 
 
 def test_a_small_pipeline_is_drawn(capsys) -> None:
@@ -74,7 +82,7 @@ def test_no_line_is_wider_than_a_page_for_many_chunks(capsys) -> None:
 def test_a_plan_is_no_wider_than_the_terminal(recipe: str, width: int) -> None:
     composed, plan, _ = planned([f"+recipe={recipe}"])
     assert composed is not None and plan is not None
-    shown = [*blocks(plan, composed.config, width), published(composed.config, width)]
+    shown = blocks(plan, composed.config, width)
     assert [line for block in shown for line in block.splitlines() if len(line) > width] == []
 
 
@@ -220,3 +228,13 @@ def test_what_cannot_be_written_is_a_problem_with_a_way_out(typed, code, capsys,
     told = capsys.readouterr().err
     assert f"error {code}" in told
     assert "  try: --" in told
+
+
+def test_a_schedule_that_hangs_has_no_times(capsys, tmp_path) -> None:
+    """Rank 0 waits for a gradient that rank 1 computes only behind what rank 0 sends later."""
+    (tmp_path / "s.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    code, out, _ = run(capsys, "pp=2", "gbs=2", f"pipeline.pp_schedule_csv={tmp_path}/s.csv")
+    assert code == 2
+    (line,) = [line for line in out.splitlines() if "it never ends" in line]
+    assert line.startswith("schedule ") and line.endswith(": 2 microbatches; it never ends, and has no times")
+    assert not [line for line in out.splitlines() if "step about" in line or "tokens/s" in line]

@@ -23,8 +23,18 @@ def test_list_gives_a_name_and_a_line_for_every_recipe(capsys, argv):
     assert all(len(text) > 20 for text in rows.values())
 
 
-def test_show_prints_the_file_as_it_is(capsys):
-    assert run(capsys, "show", "quickstart") == (0, recipes()["quickstart"].path.read_text(), "")
+def test_show_prints_the_file_and_its_table_as_comments(capsys):
+    """What is printed is still the recipe, as YAML."""
+    code, out, err = run(capsys, "show", "llama3_8b")
+    text = recipes()["llama3_8b"].path.read_text()
+    assert (code, err, out[: len(text)]) == (0, "", text)
+    head, columns, first, *_ = out[len(text) :].strip().splitlines()
+    assert (head, columns.split()) == (
+        "# recipe llama3_8b, published and here",
+        ["#", "what", "published", "here", "why"],
+    )
+    assert first.startswith("# batch           4M tokens")
+    assert all(line.startswith("# ") for line in out[len(text) :].strip().splitlines())
 
 
 def test_a_copy_is_usable_and_never_overwrites(capsys, tmp_path, monkeypatch):

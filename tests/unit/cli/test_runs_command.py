@@ -26,7 +26,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, RunDir]:
         run = RunDir.create(Path("runs"), "job", fill, run_id)
         run.write_status(state, message="error PP-E701: rank 0 failed" if state == "failed" else "")
         for step, loss in enumerate(losses, 1):
-            run.add_metrics({"step": step, "loss": loss})
+            run.add_metrics({"step": step, "loss": loss, "tokens": 2048, "tokens_per_s": 1024.0, "step_time_s": 2.0})
         os.utime(run.path / "config.yaml", (1000.0 + age, 1000.0 + age))
         made[run_id] = run
     for path in [made["dead"].path, *made["dead"].path.rglob("*")]:
@@ -81,3 +81,58 @@ def test_no_runs_is_no_mistake(
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
     assert capsys.readouterr().out == "no runs under runs\n"
+
+
+@pytest.mark.parametrize(
+    ("run", "says", "follows"),
+    [
+        ("old", ["finished, step 2 of 100\n", "loss 4.2500, 1,024 tokens/s\n"], "ppctl resume {} steps=200"),
+        ("dead", ["lost, step 1 of 100\n", "loss 5.5000, 1,024 tokens/s\n"], "ppctl train"),
+        ("alive", ["running, step 0 of 100\n"], "ppctl logs {} -f"),
+        ("new", ["failed, step 0 of 100\n"], "ppctl train"),
+    ],
+)
+def test_the_status_has_loss_speed_total_and_what_to_type_next(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str], run: str, says: list[str], follows: str
+) -> None:
+    assert main(["status", run]) == 0
+    out = capsys.readouterr().out
+    assert [part for part in says if part not in out] == []
+    assert out.endswith(f"\nnext: {follows.format(runs[run].path)}\n")
+
+
+def test_a_run_that_goes_on_has_a_time_that_is_left(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {"step": 40, "loss": 3.0, "tokens": 2048, "tokens_per_s": 1.0, "step_time_s": 2.0}
+    runs["alive"].add_metrics(record)
+    assert main(["status", "alive"]) == 0
+    assert "loss 3.0000, 1,024 tokens/s, ETA 2:00\n" in capsys.readouterr().out, "60 steps of 2 s"
+
+
+def test_two_runs_are_compared_by_keys_losses_and_speed(
+    runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig()
+    config.optim.lr = 1e-3
+    runs["new"].write_config(config)
+    for step in range(1, 31):
+        runs["new"].add_metrics({"step": step, "loss": 5.5, "tokens_per_s": 512.0})
+    assert main(["runs", "--compare", "old", "new"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == [["key", "old", "new"], ["optim.lr", "0.0003", "0.001"]]
+    assert ["1", "5.500000", "5.500000", "equal", "1,024", "512"] in lines
+    assert ["2", "4.250000", "5.500000", "+1.25e+00", "1,024", "512"] in lines
+    assert lines[-1] == ["tokens/s,", "median:", "old", "1,024,", "new", "512", "(-50.0%)"]
+    assert main(["runs", "--compare", "old", "new", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["keys"], found["done"]) == ({"optim.lr": [0.0003, 0.001]}, [2, 30])
+    assert main(["runs", "--compare", "old", "nothing"]) == 2
+    assert "PP-E611" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_comparison_of_runs_without_steps_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "--compare", "alive", "new"]) == 0
+    out = capsys.readouterr().out
+    assert "no key differs" in out and "no step was done by both" in out

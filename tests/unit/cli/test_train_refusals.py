@@ -13,9 +13,10 @@ import pytest
 from ppctl.cli import main as front
 from ppctl.cli import train
 from ppctl.cli.main import main
+from ppctl.cli.plan import planned
 from ppctl.config.argv import retyped
 from ppctl.launch.environment import Started
-from ppctl.launch.run_directory import Launch, new_run
+from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.rundir import RunDir
 from ppctl.runs import last_checkpoint, list_runs
 
@@ -49,6 +50,9 @@ def prepared(*typed: str) -> Launch:
         (["+recipe=quickstart", "pp=3", "gbs=7"], 2, ["PP-E2"]),
         (["+recipe=quickstart", "launch.device_memory=1MiB"], 4, ["PP-E801"]),
         (["+recipe=quickstart", "checkpoint.resume=nowhere"], 3, ["PP-E615: checkpoint.resume=nowhere"]),
+        (["model.from=org/name"], 2, ["hf download org/name --local-dir name", "model.from=name"]),
+        (["model.lora_rank=8"], 2, ["no key model.lora_rank: all weights are trained: there is no LoRA; leave it out"]),
+        (["train.profile=true"], 2, ["no key train.profile, and log.profile comes in a later release; leave it out"]),
         (["+recipe=quickstart", "launch.target=env"], 2, ["launch.target"]),
         (["+recipe=quickstart", "launch=slurm"], 2, ["PP-E629: launch.target=slurm takes effect", "ppctl submit +rec"]),
         (["+recipe=quickstart", "launch.qos=a", "launch.time=9"], 2, ["launch.qos, launch.time take effect"]),
@@ -277,3 +281,38 @@ def test_deterministic_mode_reaches_a_jobs_ranks_as_an_environment_and_another_o
     for command in (asked, ["train", *asked[1:-1]]):
         assert main([*command, other]) == 2
         assert "error PP-E609: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "source", "device"),
+    [
+        ([], "somewhere", "cpu"),
+        (["launch.device=cuda"], "somewhere", "cuda"),
+        (["launch.device=any"], "somewhere", "any"),
+        ([], None, "cuda"),
+    ],
+)
+def test_a_model_that_is_here_trains_on_the_cpu_of_a_machine_without_gpus(
+    capsys: pytest.CaptureFixture[str], typed: list[str], source: str | None, device: str
+) -> None:
+    composed, plan, _ = planned(["pp=1", *typed])
+    assert composed is not None and plan is not None
+    config = with_value(composed.config, "model", from_=source)
+    assert train._asked_device(config, plan) == device
+    noted = "this machine has no GPU: ranks run on the CPU, over gloo" in capsys.readouterr().err
+    assert noted == (device == "cpu")
+
+
+def test_what_is_loaded_is_resumed_if_it_is_there_and_else_the_run_begins(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["+recipe=quickstart", "launch.device=cpu", "log.dir=out", "--load", "out"]
+    first = prepared(*typed)
+    assert (first.config.checkpoint.load, first.config.checkpoint.resume) == ("out", None)
+    assert "nothing there yet, the run begins" in capsys.readouterr().err
+    step = new_run(first, Started("person")).checkpoints / "step-3"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    again = prepared(*typed).config.checkpoint
+    assert (again.load, again.resume) == (None, str(step))
+    assert f"checkpoint.load=out: going on from {step}" in capsys.readouterr().err

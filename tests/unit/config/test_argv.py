@@ -2,14 +2,18 @@
 
 import shlex
 import subprocess
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ppctl.config.argv import ALIASES, normalise
-from ppctl.config.flags import FIXED, LATER, MEANINGLESS, MEGATRON
-from ppctl.config.keys import keys, text_keys
+from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES, flag_problem, foreign
+from ppctl.config.keys import as_typed, keys, text_keys
+from ppctl.config.megatron_flags import DEFAULTS, LATER, MEANINGLESS, WRITE
 from ppctl.config.quoting import quote, sweep_values
 
 DSV3 = "Et*3|(tt|)*29,m|L"
@@ -37,6 +41,8 @@ LAYOUT = "parallel.pipeline_model_parallel_layout"
         (["--num-virtual-stages-per-pipeline-rank", "2"], "parallel.virtual_pipeline_model_parallel_size=2"),
         (["--tensor-model-parallel-size=8"], "parallel.tensor_model_parallel_size=8"),
         (["--micro-batch-size", "2"], "train.micro_batch_size=2"),
+        (["--load", "/scratch/a b"], "checkpoint.load='/scratch/a b'"),
+        (["--make-vocab-size-divisible-by", "64"], "model.make_vocab_size_divisible_by=64"),
         (["--global-batch-size", "64"], "train.global_batch_size=64"),
         (["--seq-length", "4096"], "data.seq_length=4096"),
         (["--num-layers", "-1"], "model.num_layers=-1"),
@@ -89,9 +95,11 @@ def test_own_flags_keep_their_values_and_words_stay_in_order():
 def test_aliases_and_flags_name_keys_that_exist():
     assert set(ALIASES.values()) <= set(text_keys())
     assert set(MEGATRON.values()) <= set(text_keys())
-    assert {value.partition("=")[0] for value in FIXED.values()} <= set(text_keys())
+    assert {word.partition("=")[0] for value in FIXED.values() for word in value.split()} <= set(text_keys())
+    assert set(WRITE) <= set(text_keys())
     lists = [key.facts.names + " " + key.facts.known_as for key in text_keys().values()]
-    names = [*" ".join(lists).split(), *FIXED, *LATER, *MEANINGLESS]
+    tables = [" ".join(table.values()) for table in (LATER, MEANINGLESS, WRITE)]
+    names = [*" ".join([*lists, *tables]).split(), *FIXED]
     assert [name for name in names if names.count(name) > 1] == []
 
 
@@ -105,7 +113,7 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--train-iters", "3"], "PP-E107", "train.steps=3"),
         (["--beta1", "0.8"], "PP-E107", "optim.beta1=0.8"),
         (["--deallocate-pipeline-outputs"], "PP-E107", "parallel.deallocate_pipeline_outputs=true"),
-        (["--overlap-grad-reduce"], "PP-E108", "later release"),
+        (["--overlap-grad-reduce"], "PP-E108", "does not have (sums of gradients and gathering of weights behind"),
         (["--fp16"], "PP-E107", "parallel.fp16=true"),
         (
             ["--cpu-offloading-num-layers", "3"],
@@ -116,6 +124,25 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--use-torch-fsdp2"], "PP-E107", "data_parallel_sharding=full"),
         (["--data-parallel-sharding-strategy", "optim_grads_params"], "PP-E107", "data_parallel_sharding=full"),
         (["--recompute-modules"], "PP-E107", "needs a value"),
+        (["--no-gradient-accumulation-fusion"], "PP-E107", "parallel.gradient_accumulation_fusion=false"),
+        (["--exit-duration-in-mins", "230"], "PP-E107", "train.exit_after=230m"),
+        (["--distributed-timeout-minutes", "60"], "PP-E107", "launch.step_limit=60m"),
+        (["--save", "/scratch/run"], "PP-E107", "log.dir=/scratch/run"),
+        (["--train-samples", "1000", "--global-batch-size=64"], "PP-E107", "train.steps=16"),
+        (["gbs=64", "--train-samples", "1000"], "PP-E107", "train.steps=16"),
+        (["--train-samples", "1000"], "PP-E107", "divide by train.global_batch_size"),
+        (["--lr-decay-iters", "7"], "PP-E108", "the learning rate's decay"),
+        (["--lr-decay-style", "linear"], "PP-E108", "the learning rate's decay"),
+        (["--lr-decay-style", "cosine"], "PP-E109", "it is so in any case"),
+        (["--rampup-batch-size", "16", "16", "1000"], "PP-E108", "a batch that grows"),
+        (["--num-workers", "8"], "PP-E109", "in the ranks themselves"),
+        (["--dataloader-type", "cyclic"], "PP-E109", "drawn by (seed, step)"),
+        (["--ckpt-format", "torch_dist"], "PP-E109", "one format of checkpoints"),
+        (["--tensorboard-dir", "tb"], "PP-E107", "log.tensorboard=true"),
+        (["--profile"], "PP-E108", "leave it out"),
+        (["--tp-comm-overlap"], "PP-E108", "userbuffers"),
+        (["--no-tp-comm-bulk-wgrad"], "PP-E109", "userbuffers"),
+        (["--finetune"], "PP-E107", "ppctl explain model.from"),
         (["--swiglu"], "PP-E107", "model.gated_linear_unit=true"),
         (["--use-flash-attn"], "PP-E109", "model.attention_backend alone"),
         (["--split", "99,1,0"], "PP-E107", "data.validation_split=0.01"),
@@ -214,3 +241,74 @@ def test_a_path_is_typed_again_as_it_was(path):
 
     overrides = normalise([f"log.dir={path}"]).overrides
     assert retyped(overrides) == shlex.join([f"log.dir={path}"])
+
+
+@cache
+def flags_of_megatron() -> list[str]:
+    """Every flag of pretrain_gpt's argument parser."""
+    listed = Path(__file__).parents[2] / "golden" / "megatron_flags.txt"
+    return [line for line in listed.read_text().splitlines() if line.startswith("--")]
+
+
+def test_every_flag_of_megatron_is_a_key_or_is_answered_with_a_reason() -> None:
+    assert len(flags_of_megatron()) == 865
+    taken = {*MEGATRON, *LISTS, *SWITCHES}
+    unknown = [flag for flag in flags_of_megatron() if flag not in taken and foreign(flag, "1") is None]
+    assert unknown == []
+
+
+def test_the_tables_of_flags_name_only_what_megatron_has_or_had() -> None:
+    """An entry that matches no flag is a misspelling; these are torchrun's."""
+    of_torchrun = {"--node-rank", "--rdzv-backend", "--rdzv-endpoint"}
+    known = {*flags_of_megatron(), *of_torchrun}
+    entries = [name for table in (LATER, MEANINGLESS, WRITE) for flags in table.values() for name in flags.split()]
+    strange = [name for name in entries if not any(fnmatch(flag, name) for flag in known)]
+    assert strange == []
+
+
+def test_no_key_is_offered_that_this_release_refuses() -> None:
+    """What is offered for a flag is a key whose value composes, whatever else the value needs."""
+    offered = {flag: known.override for flag in flags_of_megatron() if (known := foreign(flag, "")) and known.override}
+    for flag, override in offered.items():
+        for word in shlex.split(override):
+            key, _, value = word.partition("=")
+            state = text_keys()[key].facts.support.state
+            assert state not in ("later", "needs") or as_typed(key, text_keys()[key].default) == word, (flag, value)
+    assert flag_problem("--profile").code == "PP-E108"
+
+
+A_MEGATRON_LINE = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu --seq-length 4096 --bf16 --lr 1e-4 "
+    "--micro-batch-size 1 --global-batch-size 128 --train-iters 100 --normalization RMSNorm --adam-beta2 0.95 "
+    "--disable-bias-linear --data-path corpus --num-workers 2"
+)
+
+
+def test_a_translation_ends_with_the_defaults_that_differ_and_how_to_paste_megatrons() -> None:
+    (problem,) = normalise(A_MEGATRON_LINE.split()).problems
+    head, _, table = problem.place.partition("\n\nnot given, and Megatron's default differs from ours:\n")
+    assert "--num-workers 2" in head
+    rows = {row.split()[0]: row.split()[1:] for row in table.splitlines()[1:-1]}
+    assert rows["model.hidden_dropout"] == ["0.0", "0.1"]
+    assert rows["optim.weight_decay"] == ["0.1", "0.01"]
+    assert rows["model.ffn_hidden_size"] == ["704", "10880"]
+    assert rows["data.validation_split"] == ["0.0", "0.03"]
+    assert not {"optim.beta2", "model.normalization", "model.add_bias_linear", "model.kv_lora_rank"} & set(rows)
+    paste = table.splitlines()[-1].removeprefix("for Megatron's: ")
+    line = [*shlex.split(problem.remedy)[2:], *shlex.split(paste)]
+    again = normalise(line)
+    assert again.problems == []
+    assert {"model.hidden_dropout=0.1", "model.position_embedding_type='learned_absolute'"} <= set(again.overrides)
+    assert sum(override.startswith("model.ffn_hidden_size=") for override in again.overrides) == 1
+
+
+@pytest.mark.parametrize("given", ["model.from=x", "+recipe=llama3_8b"])
+def test_defaults_are_not_compared_where_a_model_or_a_recipe_sets_them(given: str) -> None:
+    (problem,) = normalise([given, "--bf16", "--train-iters", "3"]).problems
+    assert "not given" not in problem.place
+
+
+def test_megatrons_defaults_are_of_keys_that_have_others() -> None:
+    for key, theirs, where in DEFAULTS:
+        assert text_keys()[key].default != theirs
+        assert where in ("", *text_keys())

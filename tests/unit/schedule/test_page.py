@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -18,7 +19,7 @@ from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--window-size=1200,800")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 PROBE = f"<script>{Path(__file__).with_name('page_probe.js').read_text()}</script>"
 
@@ -39,12 +40,19 @@ def test_the_page_stands_alone_and_its_data_cannot_end_its_script() -> None:
     assert "@DATA@" not in page
 
 
-def worked(drawn: Picture, tmp_path: Path) -> dict[str, Any]:
-    """What the probe saw on the page of a picture."""
+def worked(drawn: Picture, tmp_path: Path, size: str = "1200,800") -> dict[str, Any]:
+    """What the probe saw on the page of a picture, in a window of this size."""
     assert BROWSER is not None
     page = tmp_path / "step.html"
     page.write_text(timeline_html(drawn).replace("</body>", PROBE + "</body>"))
-    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
+    command = [
+        BROWSER,
+        *FLAGS,
+        f"--window-size={size}",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=3000",
+        "--dump-dom",
+    ]
     dom = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True).stdout
     found = re.search(r'<pre id="report">(.*?)</pre>', dom, re.DOTALL)
     assert found, dom[-2000:]
@@ -67,18 +75,49 @@ def test_a_browser_draws_zooms_pans_and_explains(tmp_path: Path) -> None:
     assert report["block"].endswith("holds 1.25 GiB then")
     assert "pp_rank 0 is idle" in report["idle"]
     assert "next is 0B0, which needs 1B0 of pp_rank 1" in report["idle"]
+    assert (report["scrolls"], report["unzoomed"]) == (True, [0, 24]), "without Ctrl the wheel is the page's"
     assert report["zoomed"][1] - report["zoomed"][0] < 15
     wide = report["panned"][1] - report["panned"][0]
     assert wide == pytest.approx(report["zoomed"][1] - report["zoomed"][0])
     assert report["panned"][0] > report["zoomed"][0]
     assert report["chain"][0] == "0B6"
     assert report["chain"][-1] == "0F0"
+    assert report["arrows"] >= 2, "the chain goes to the other rank and comes back"
+    assert report["found"] == ["1B3", True]
     assert "0B6" in report["clicked"]
     assert report["shorter"]
     assert "peak memory" in report["map"]
     assert "1.50 GiB" in report["map"]
     assert "measured" not in report["map"] + report["keys"]
     assert report["lines"] == 0
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
+@pytest.mark.parametrize("size", ["1280,800", "400,800"])
+def test_blocks_are_found_filtered_and_saved_and_all_stays_on_the_screen(size: str, tmp_path: Path) -> None:
+    schedule = make_schedule("zbv_zero_bubble", pp=2, vpp=2, num_microbatches=4)
+    places = [(s, schedule.placement.rank_of(s), schedule.placement.chunk_of(s)) for s in range(4)]
+    notes = tuple(StageNote(*place, f"embedding, decoder {place[0]}-{place[0] + 9}, loss") for place in places)
+    held = (RankMemory(2**30, {0: 2**28, 3: 2**28}), RankMemory(2**30, {1: 2**27, 2: 2**27}))
+    trace = simulate(schedule, Costs.uniform(4, 1e-3, 2e-3))
+    report = worked(Picture("a <V>", "", trace, notes, held, limit=2**31), tmp_path, size)
+
+    assert report["errors"] == []
+    assert (report["found"], report["unknown"]) == (None, [None, "there is no such block"]), "its backward is split"
+    assert report["ranks"] == [[1], True, 1]
+    assert report["refound"] == [0, 1], "what is found is shown, whatever the filter was"
+    assert report["dimmed"][0] == 2 and report["dimmed"][1] > 0 and report["dimmed"][2]
+    assert report["fillsDiffer"]
+    for words in ("input gradient", "weight gradient", "lighter: later chunks of a rank"):
+        assert words in report["keys"]
+    for words in ("Ctrl and wheel to zoom", "find", "whole step", "Esc"):
+        assert words in report["hint"]
+    assert report["width"] == [int(size.split(",")[0]), True, True], "nothing sticks out"
+    assert report["panel"] == [True, True]
+    svg = ElementTree.fromstring(report["svg"])
+    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"pp_rank 0", "pp_rank 1", "2.00 GiB", "0"} <= set(texts), "rows, and the axis of memory"
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}rect"))) > len(trace.spans)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
