@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from oracle.reference import train_reference
+from own_worlds import in_own_worlds
 
 from ppctl.config.mapping import from_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -191,19 +192,7 @@ def whole(session: Session, name: str, tensor: torch.Tensor) -> dict[str, np.nda
 
 def train_all(mappings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs in a rank: each config's losses, norms, first gradients and last weights."""
-    found, store = [], dist.distributed_c10d._get_default_store()
-    for number, mapping in enumerate(mappings):
-        join_new_world(dist.PrefixStore(f"case {number}", store))
-        found.append(_train(from_mapping(mapping)))
-    return found
-
-
-def join_new_world(store: dist.Store) -> None:
-    """Leave the world and all its groups for another one: a group's three threads wake 100 times a second until it goes."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    return in_own_worlds(lambda mapping: _train(from_mapping(mapping)), mappings)
 
 
 def _train(config: RunConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from dense_runs import CPU, trainer_of
 from live_memory import LiveBytes
+from own_worlds import in_own_worlds
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
@@ -72,7 +73,7 @@ WIDE = ModelConfig(num_layers=4, hidden_size=96, ffn_hidden_size=288, num_attent
 
 
 def live_and_planned_each(mappings):
-    return [live_and_planned(mapping) for mapping in mappings]
+    return in_own_worlds(live_and_planned, mappings)
 
 
 def test_weights_and_gradients_of_full_sharding_live_when_the_plan_says_so(text: Path) -> None:
