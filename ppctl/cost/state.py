@@ -184,6 +184,8 @@ class Passing(NamedTuple):
     """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
     leaving: int
     """Beside the gradients while they are summed: a bucket's copy, and the parts of the buckets before."""
+    bucket: int = 0
+    """Of the weights, what travels at once."""
 
 
 class Most(NamedTuple):
@@ -214,7 +216,9 @@ def passing(
         leaving = max(leaving, there - -(elements - copy) // ways + making)
         there -= -elements // ways
     weight, gradient = precision.weight, precision.gradient
-    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient)
+    return Passing(
+        whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient, copied * weight
+    )
 
 
 def most(

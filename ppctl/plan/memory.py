@@ -94,6 +94,8 @@ def rank_costs(
             always = state.weights if sharding == "optimizer_gradients" else biases
             state = State(always + held.weights, held.gradients, state.optimizer)
             in_step = held.total + always + state.optimizer
+            if sharding == "optimizer_gradients":
+                in_step = max(in_step, state.weights + state.optimizer + _publishing(config, own, sizes))
         if setting.allocator.backward:
             in_step = max(in_step, state.total + _tied_sum(config, stages, own, sizes, sharding))
         buffers = _buffers(config, own, sizes, setting)
@@ -228,6 +230,16 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         return found if sharding == "full" else found._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
+
+
+def _publishing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> int:
+    """Beside weights and optimizer state, behind the optimizer's step: parts of gradients, and new weights on their
+    way, of which a bucket is there whole and in its part."""
+    layers = [layer for stage in own for layer in stage.layers]
+    rank = passing(
+        trained_count(config.model, layers), sizes, precision_of(config), largest_matrices(config.model, layers, sizes)
+    )
+    return rank.parts + rank.bucket + -(-rank.bucket // (sizes.dp * sizes.cp))
 
 
 def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:

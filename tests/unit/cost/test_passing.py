@@ -63,7 +63,7 @@ def test_a_stage_holds_its_part_and_sends_a_bucket_of_one_group_at_a_time(limit,
     count = Counter({("tp",): 40, (): 20, ("ep", "etp"): 80})
     matrices = 20, 20 if limit > 7 else 40
     found = passing(count, ParallelSizes(4, dp=4, ep=2, edp=2), PRECISIONS["bfloat16"], matrices, limit)
-    assert found == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)
+    assert found[:5] == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)
 
 
 def most_of(actions: str, **more: Any) -> Most:
