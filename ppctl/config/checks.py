@@ -121,6 +121,10 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from launch_rules.broken_rules(config)
     yield from _schedule(config)
     yield from _samples(config)
+    tp = config.parallel.tensor_model_parallel_size
+    if config.pipeline.loss_fn is not None and tp > 1:
+        message = "loss_fn reads logits of all words, and each tensor-parallel rank has those of its own words alone"
+        yield ("pipeline.loss_fn", "parallel.tensor_model_parallel_size"), message, "tp=1"
 
 
 def _samples(config: RunConfig) -> Iterator[Finding]:

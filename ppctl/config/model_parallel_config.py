@@ -93,7 +93,7 @@ class ModelParallelConfig:
         layout=True,
     )
     """Stages (chunks) per pp_rank (vpp); none derives it from the layout, else 1."""
-    sequence_parallel: bool = key(False)
+    sequence_parallel: bool = key(False, names="sp sequence_parallel model.sequence_parallel")
     """Split norms and dropout along the sequence over the tensor-parallel ranks. Needs tp > 1."""
     context_parallel_size: int = key(
         1,

@@ -113,6 +113,8 @@ class Setting(NamedTuple):
     """Of context parallelism."""
     parallel: ParallelConfig = ParallelConfig()
     """Its `cpu_offloading_*`."""
+    put_off: bool = False
+    """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
 
     @property
     def wide(self) -> int:
@@ -367,7 +369,7 @@ def _in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mappin
     if not setting.allocator.backward:
         return sum(again.values())
     if kind.name == "embedding":  # the table's gradient
-        table = setting.element * setting.words(model) * model.hidden_size
+        table = 0 if setting.put_off else setting.element * setting.words(model) * model.hidden_size
         return table + (setting.whole_bytes(model) if setting.sizes.tp > 1 else 0)  # rows of words elsewhere are masked
     if kind.name == "loss":
         return _loss_backward(model, setting) if setting.logit_bytes is None else 0.0
@@ -378,6 +380,8 @@ def _in_backward(model: ModelConfig, kind: Kind, setting: Setting, again: Mappin
     # Behind the feed-forward's, whose activations are free by then: the gradients of queries, keys, values and results.
     kept = sum(part.size for part in feed_forward_parts(model, kind.moe, setting)) * setting.tokens
     freed = kept - normed - sum(again.get(module, 0.0) for module in ("mlp", "moe", "moe_act"))
+    if setting.put_off and not kind.moe:  # but for what the products read, and the gradients of what they made
+        freed -= size * (2 + sizes.gated) * sizes.ffn / tp + (setting.whole_bytes(model) if setting.sp > 1 else 0)
     keys = setting.groups(sizes)
     heads = sizes.heads * (sizes.query_head + sizes.value_head) + keys * (sizes.query_head + sizes.value_head)
     more = live_more(model, kind.cp_comm_type, setting.sizes, setting.levels, setting.wide / setting.element)
@@ -396,23 +400,28 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
     """
     sizes, tp = Sizes.of(model), setting.sizes.tp
     inner = setting.element * setting.tokens * sizes.ffn / tp
-    weight = setting.element * sizes.ffn * sizes.hidden / tp
+    weight = 0 if setting.put_off else setting.element * sizes.ffn * sizes.hidden / tp
     made = again.get("mlp", 0.0)
     dropped = setting.hidden_bytes(model) if model.hidden_dropout else 0
     factors = 2 if sizes.gated else 1
-    product = max(factors * inner, inner + weight + dropped)
-    if setting.sp > 1:  # beside the gathered gradient; then both factors' products, whose gradients took their places
+    # The gathered gradient is free behind the last product, which it and that product's input wait for in I.
+    gathered = setting.whole_bytes(model) if setting.sp > 1 else 0
+    waiting = gathered + inner if setting.put_off else 0
+    product = max(factors * inner + waiting, gathered + inner + weight + dropped, _gathered(model, setting))
+    if setting.sp > 1:  # then both factors' products, whose gradients took their places
         vectors = setting.allocator.gated_vectors if sizes.gated else 2
-        weights = setting.travelling(model) + factors * weight + setting.hidden_bytes(model)
-        reading = max(_reading(model, setting, 1 + factors), weights) - (vectors - factors) * inner
-        product = max(product + _gathered(model, setting), reading)
+        weights = 0 if setting.put_off else setting.travelling(model) + factors * weight + setting.hidden_bytes(model)
+        reading = max(_reading(model, setting, factors), weights) - (vectors - factors) * inner
+        product = max(product, reading + waiting)
     return made + product + (normed if made else 0.0)
 
 
-def _reading(model: ModelConfig, setting: Setting, states: int) -> float:
+def _reading(model: ModelConfig, setting: Setting, products: int) -> float:
     """Of a backward of divided products with one input: that input of all tokens, its gradient and one more product;
-    several samples are put in order while the gradient is scattered."""
-    return setting.whole_bytes(model) * max(states, 2 if setting.micro_batch_size == 1 else 3)
+    then the gradient is scattered, for which several samples are put in order. W, and not I, reads the input."""
+    whole = setting.whole_bytes(model)
+    read = 0 if setting.put_off else whole
+    return read + max(whole * min(products, 2), setting.travelling(model) + setting.hidden_bytes(model))
 
 
 def _moe_backward(model: ModelConfig, setting: Setting, again: Mapping[str, float], normed: float) -> float:
@@ -449,7 +458,8 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     n, h, v = setting.tokens, model.hidden_size, setting.words(model)
     hidden, weight, logits = n * h / setting.sp, v * h, n * v
     gathered = _gathered(model, setting) / setting.element  # beside its gradient, and then beside the weight's
-    products = [hidden + weight + gathered, _reading(model, setting, 2) / setting.element if setting.sp > 1 else 0]
+    scattered = _reading(model, setting._replace(put_off=False), 1) / setting.element  # the output is never put off
+    products = [hidden + weight + gathered, scattered if setting.sp > 1 else 0]
     for done in range(2, _outputs(model) + 1):
         products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + gathered)
     blocks = 3 if setting.sizes.tp == 1 else 1

@@ -49,7 +49,7 @@ def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting
 
 def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, stage: int) -> int:
     """More than a stage keeps on the device while its I runs: layers that were fetched have left operands behind."""
-    pieces = stage_pieces(model, layers, setting, stage).by_place
+    pieces = stage_pieces(model, layers, setting._replace(put_off=True), stage).by_place
     kinds, hidden = layer_kinds(model, layers), setting.hidden_bytes(model)
     most, behind, end = 0.0, 0.0, len(layers)
     for place, piece in sorted(pieces.items(), reverse=True):

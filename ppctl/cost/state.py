@@ -120,15 +120,18 @@ def _whole(kept: Sequence[int], while_backward: Sequence[int] | None) -> Ends:
     return Ends(dict.fromkeys(LIFE_ENDS, kept), dict.fromkeys(LIFE_ENDS, needs))
 
 
-def ends_of(kept: Sequence[int], while_backward: Sequence[int], put_off: Sequence[Operands]) -> Ends:
+def ends_of(
+    kept: Sequence[int], while_backward: Sequence[int], while_inputs: Sequence[int], put_off: Sequence[Operands]
+) -> Ends:
     """The backwards of stages that keep `kept` from their F on; `put_off` says what they keep for W.
 
-    An I frees what its layers kept while it puts their operands off: it needs most with the last layer or the first.
+    A B needs `while_backward` beside, an I `while_inputs`. An I frees what its layers kept while it puts their operands
+    off: it needs most with the last layer or the first.
     """
     later = [each.kept for each in put_off]
     grown = [
         more + max(0, each.kept - own) if each.in_inputs is None else each.in_inputs
-        for more, each, own in zip(while_backward, put_off, kept, strict=True)
+        for more, each, own in zip(while_inputs, put_off, kept, strict=True)
     ]
     freed = [own - wait for own, wait in zip(kept, later, strict=True)]
     return Ends({B: kept, I: freed, W: later}, {B: while_backward, I: grown, W: [each.in_weights for each in put_off]})
@@ -174,14 +177,15 @@ def peaks(
 
 
 class Passing(NamedTuple):
-    """State of one stage under `full` sharding, in bytes, which lives only while the stage computes.
+    """State of one stage under sharding of gradients, in bytes, which lives only while the stage computes.
 
-    Weights are gathered beside the forward before the stage's first one, whole from there, and freed behind its last
-    backward. Gradients are made by its first backward, and freed when the sums of the rank's next stage (or the step's
-    end) have waited for theirs. Each comes with a copy on its way, bucket by bucket.
+    Gradients are made by its first backward, and freed when the sums of the rank's next stage (or the step's
+    end) have waited for theirs. Under `full` sharding weights are gathered beside the forward before the stage's first
+    one, whole from there, and freed behind its last backward. Each comes with a copy on its way, bucket by bucket.
     """
 
     weights: int
+    """0 where they are whole all the time."""
     gradients: int
     parts: int
     """This rank's part of the summed gradients, from their summing to the step's end."""
@@ -189,6 +193,8 @@ class Passing(NamedTuple):
     """Beside the weights until they are whole: what this rank sends, and a bucket's copy."""
     leaving: int
     """Beside the gradients while they are summed: a bucket's copy, and the parts of the buckets before."""
+    bucket: int = 0
+    """Of the weights, what travels at once."""
 
 
 class Most(NamedTuple):
@@ -219,44 +225,9 @@ def passing(
         leaving = max(leaving, there - -(elements - copy) // ways + making)
         there -= -elements // ways
     weight, gradient = precision.weight, precision.gradient
-    return Passing(whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient)
-
-
-def while_summing(
-    actions: Iterable[Action],
-    bytes_of: Sequence[int],
-    while_backward: Sequence[int],
-    received: Sequence[int],
-    stages: Mapping[int, Passing],
-    ends: Ends | None = None,
-) -> int:
-    """The most bytes of one rank beside its state while gradients are summed, in parts: activations as in `peaks`,
-    copies on their way, and this rank's parts of the sums, less the gradients that became parts.
-
-    Of a microbatch `received[stage]` bytes came as a message: such memory is used again, and not given back.
-    """
-    frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
-    returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
-    held = waiting = pool = parts = freed = leaving = largest = 0
-    sums = False
-    for op, stage, _ in actions:
-        if op is F:
-            waiting += received[stage]
-            pool = max(pool, waiting)
-            held += bytes_of[stage] - received[stage]
-        elif op in frees:
-            if sums:
-                largest = max(largest, parts - freed + held + pool + needs[op][stage])
-            message = received[stage] if op in returned else 0
-            held -= frees[op][stage] - message
-            waiting -= message
-        elif op is Op.REDUCE_GRAD:
-            sums = True
-            freed += leaving  # the sums of the stage before are waited for first
-            leaving = stages[stage].gradients
-            largest = max(largest, parts - freed + held + pool + stages[stage].leaving)
-            parts += stages[stage].parts
-    return largest
+    return Passing(
+        whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient, copied * weight
+    )
 
 
 def most(
@@ -266,28 +237,42 @@ def most(
     while_backward: Sequence[int],
     stages: Mapping[int, Passing],
     ends: Ends | None = None,
+    *,
+    received: Sequence[int] | None = None,
+    calls: int = 1,
 ) -> Most:
-    """Over the list of a rank that has `stages`; activations by stage are as `peaks` takes them."""
+    """Over the list of a rank that has `stages`, which runs `calls` times a step; activations by stage are as `peaks`
+    takes them.
+
+    Gradients are summed in the last call. Of a microbatch `received[stage]` bytes came as a message: such memory is
+    used again, and not given back.
+    """
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
+    returned = INPUT_GRADIENTS if I in frees else LIFE_ENDS
+    came = [0] * len(bytes_of) if received is None else received
     rank, ahead = _Rank(stages), gathers_ahead(actions)
-    backwards = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
-    for action in actions:
-        op, stage, _ = action
-        if op is F:
-            rank.gather(stage)
-            if action in ahead:
-                rank.begin(ahead[action])
-            rank.note(while_forward[stage])
-            rank.activations += bytes_of[stage]
-        if op in frees:
-            rank.note(needs[op][stage])
-            rank.activations -= frees[op][stage]
-        if op in WEIGHT_GRADIENTS:
-            rank.gradients[stage] = stages[stage].gradients
-            rank.note()
-            backwards[stage] -= 1
-            if not backwards[stage]:
-                rank.reduce(stage)
+    left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
+    for call in range(calls - min(calls, 3), calls):  # those between the first and the last are alike
+        for action in actions:
+            op, stage, _ = action
+            if op is F:
+                rank.gather(stage)
+                if action in ahead:
+                    rank.begin(ahead[action])
+                rank.note(while_forward[stage])
+                rank.activations += bytes_of[stage]
+                rank.receive(came[stage])
+            if op in frees:
+                rank.note(needs[op][stage])
+                rank.activations -= frees[op][stage]
+                if op in returned:
+                    rank.receive(-came[stage])
+            if op in WEIGHT_GRADIENTS:
+                rank.gradients[stage] = stages[stage].gradients
+                rank.note()
+                left[stage] -= call == calls - 1
+                if not left[stage]:
+                    rank.reduce(stage)
     return rank.most
 
 
@@ -299,10 +284,16 @@ class _Rank:
         self.weights: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.activations = 0
+        self.waiting = self.pool = 0
+        """Bytes of the activations that came as messages, and of the memory for such."""
         self.parts = 0
         self.leaving: int | None = None
         self.gathered: set[int] = set()
         self.most = Most(0, 0, 0)
+
+    def receive(self, size: int) -> None:
+        self.waiting += size
+        self.pool = max(self.pool, self.waiting)
 
     def begin(self, stage: int) -> None:
         self.weights[stage] = self.stages[stage].weights
@@ -315,7 +306,7 @@ class _Rank:
 
     def reduce(self, stage: int) -> None:
         """Weights go, the sums of the stage before are there, and this one's leave."""
-        del self.weights[stage]
+        self.weights.pop(stage, None)
         self.gradients.pop(self.leaving if self.leaving is not None else -1, None)
         self.leaving = stage
         self.note(self.stages[stage].leaving)
@@ -324,5 +315,5 @@ class _Rank:
 
     def note(self, more: int = 0) -> None:
         weights, gradients = sum(self.weights.values()), sum(self.gradients.values())
-        total = weights + gradients + self.parts + self.activations + more
+        total = weights + gradients + self.parts + self.activations + self.pool - self.waiting + more
         self.most = Most(*map(max, self.most, (weights, gradients, total)))

@@ -55,8 +55,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence of `x`, or document; `cos` and `sin` as `Rotary.tables` gives them, or none."""
         q, k, v = (self._heads(each) for each in columns(x, self.wq, *self._keys_values(), split=self.split))
-        q = rotate(self.q_norm(q), cos, sin, interleaved=self.interleaved)
-        k = rotate(self.k_norm(k), cos, sin, interleaved=self.interleaved)
+        # Norms lose a layout in which heads do not come first, and attention's result has that of its queries.
+        q, k, v = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
+        q = rotate(q, cos, sin, interleaved=self.interleaved)
+        k = rotate(k, cos, sin, interleaved=self.interleaved)
         return from_columns(self.mix(q, k, v, documents, draws), self.wo, self.split)
 
     def mix(
@@ -76,4 +78,4 @@ class Attention(nn.Module):
         return self.wk.outputs(own), self.wv.outputs(own)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim)  # side by side

@@ -27,7 +27,6 @@ from ppctl.cost.state import (
     passing,
     peaks,
     state_bytes,
-    while_summing,
 )
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
@@ -78,6 +77,7 @@ def rank_costs(
     ends = halves_of(config, stages, setting, schedule, alive)
     received = [message_bytes(stage.receives) for stage in stages]
     sharding = sharding_of(config, sizes)
+    calls = config.train.global_batch_size // (micro_batch_size * sizes.dp * schedule.num_microbatches)
     of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
@@ -91,13 +91,14 @@ def rank_costs(
         state = state._replace(weights=state.weights + biases)
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
-        if sharding == "optimizer_gradients" and setting.allocator.backward:
-            summing = while_summing(actions, kept, in_backward, received, _passing(config, own, sizes), ends)
-            in_step = max(in_step, state.total + summing)
-        if sharding == "full":
-            held = most(actions, kept, in_forward, in_backward, _passing(config, own, sizes), ends)
-            state = State(held.weights + biases, held.gradients, state.optimizer)
-            in_step = held.total + biases + state.optimizer
+        if sharding == "full" or (sharding == "optimizer_gradients" and setting.allocator.backward):
+            passing = _passing(config, own, sizes, sharding)
+            held = most(actions, kept, in_forward, in_backward, passing, ends, received=received, calls=calls)
+            always = state.weights if sharding == "optimizer_gradients" else biases
+            state = State(always + held.weights, held.gradients, state.optimizer)
+            in_step = held.total + always + state.optimizer
+            if sharding == "optimizer_gradients":
+                in_step = max(in_step, state.weights + state.optimizer + _publishing(config, own, sizes))
         if setting.allocator.backward:
             in_step = max(in_step, state.total + _tied_sum(config, stages, own, sizes, sharding))
         buffers = _buffers(config, own, sizes, setting)
@@ -127,8 +128,10 @@ def halves_of(
     """What the halves of split backwards free and need on every stage; None where nothing is known of them."""
     if not (schedule.split and setting.allocator.backward):
         return None
-    later = [stage_operands(config.model, stage.layers, setting, stage.stage) for stage in stages]
-    return ends_of([each.kept for each in alive], [each.in_backward for each in alive], later)
+    model, of_inputs = config.model, setting._replace(put_off=True)
+    later = [stage_operands(model, stage.layers, setting, stage.stage) for stage in stages]
+    inputs = [stage_activations(model, stage.layers, of_inputs, stage.stage).in_backward for stage in stages]
+    return ends_of([each.kept for each in alive], [each.in_backward for each in alive], inputs, later)
 
 
 def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost]) -> tuple[Derived, ...]:
@@ -221,15 +224,26 @@ def _tied_sum(
     return precision_of(config).gradient * (elements if sharding == "none" else -(-elements // (sizes.dp * sizes.cp)))
 
 
-def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> dict[int, Passing]:
+def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, sharding: str) -> dict[int, Passing]:
     """What the stages of a rank hold of state only while they compute."""
     model, precision = config.model, precision_of(config)
 
     def of(layers: tuple[Layer, ...]) -> Passing:
         matrices = largest_matrices(model, layers, sizes)
-        return passing(trained_count(model, layers), sizes, precision, matrices)
+        found = passing(trained_count(model, layers), sizes, precision, matrices)
+        return found if sharding == "full" else found._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
+
+
+def _publishing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> int:
+    """Beside weights and optimizer state, behind the optimizer's step: parts of gradients, and new weights on their
+    way, of which a bucket is there whole and in its part."""
+    layers = [layer for stage in own for layer in stage.layers]
+    rank = passing(
+        trained_count(config.model, layers), sizes, precision_of(config), largest_matrices(config.model, layers, sizes)
+    )
+    return rank.parts + rank.bucket + -(-rank.bucket // (sizes.dp * sizes.cp))
 
 
 def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:

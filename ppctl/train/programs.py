@@ -19,7 +19,6 @@ from ppctl.config.precision import autocast_dtype
 from ppctl.data.batches import StepBatch
 from ppctl.data.sampler import microbatches
 from ppctl.engine.stage import StageProgram
-from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.layers import Layer
 from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.linear import own_words
@@ -55,9 +54,6 @@ class StagePrograms:
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
         self._said: set[int] = set()
         self.words = own_words_of(session)
-        if self.words is not None and session.config.pipeline.loss_fn is not None:
-            message = "pipeline.loss_fn reads logits of all words, and tensor-parallel ranks have those of their own"
-            raise ConfigError(Problem("PP-E118", message, "tp=1"))
         size, length = session.plan.sizes.cp, session.config.data.seq_length
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
         """The tokens of every sequence whose losses this rank computes; None: all."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from oracle.reference import train_reference
+from own_worlds import in_own_worlds
 
 from ppctl.config.mapping import from_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -191,7 +192,7 @@ def whole(session: Session, name: str, tensor: torch.Tensor) -> dict[str, np.nda
 
 def train_all(mappings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs in a rank: each config's losses, norms, first gradients and last weights."""
-    return [_train(from_mapping(mapping)) for mapping in mappings]
+    return in_own_worlds(lambda mapping: _train(from_mapping(mapping)), mappings)
 
 
 def _train(config: RunConfig) -> dict[str, Any]:

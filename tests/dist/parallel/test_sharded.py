@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from dense_runs import STEPS, config_of, reference, session_of, trainer_of
 from expert_runs import config_of as config_with_experts
+from own_worlds import in_own_worlds
 from ranks import run_ranks
 
 from ppctl.config.mapping import to_mapping
@@ -67,7 +68,7 @@ def train(mapping: dict) -> Trained:
 
 
 def train_each(mappings: list[dict]) -> list[Trained]:
-    return [train(mapping) for mapping in mappings]
+    return in_own_worlds(train, mappings)
 
 
 def agree(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from dense_runs import CPU, trainer_of
 from live_memory import LiveBytes
+from own_worlds import in_own_worlds
 from ranks import run_ranks
 
 from ppctl.config.mapping import from_mapping, to_mapping
@@ -72,18 +73,35 @@ WIDE = ModelConfig(num_layers=4, hidden_size=96, ffn_hidden_size=288, num_attent
 
 
 def live_and_planned_each(mappings):
-    return [live_and_planned(mapping) for mapping in mappings]
+    return in_own_worlds(live_and_planned, mappings)
 
 
-def test_weights_and_gradients_of_full_sharding_live_when_the_plan_says_so(text: Path) -> None:
-    """Also in a schedule that is through with one chunk's gradients before it makes the next one's."""
-    configs = []
-    for name, vpp, bf16 in (("interleaved_1f1b", 2, False), ("gpipe", 2, True), ("1f1b", None, True)):
-        config = config_of(text, WIDE, data_parallel_sharding="full", data_parallel_size=2, bf16=bf16)
-        config.parallel.pipeline_model_parallel_size, config.pipeline.pp_schedule = 2, name
-        config.parallel.virtual_pipeline_model_parallel_size = vpp
-        config.data.seq_length, config.train.micro_batch_size, config.train.global_batch_size = 16, 1, 8
-        configs.append(to_mapping(config))
-    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, configs)):
-        for live, cost in found:
-            assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"
+def sharded(sharding: str, name: str, vpp: int | None, microbatches: int, **more: object) -> RunConfig:
+    """On two pp_ranks of two replicas, in calls of so many microbatches."""
+    config = config_of(Path(), WIDE, data_parallel_sharding=sharding, data_parallel_size=2, **more)
+    config.parallel.pipeline_model_parallel_size, config.pipeline.pp_schedule = 2, name
+    config.parallel.virtual_pipeline_model_parallel_size = vpp
+    config.data.seq_length, config.train.micro_batch_size, config.train.global_batch_size = 16, 1, 2 * microbatches
+    return config
+
+
+@pytest.mark.timeout(300)
+def test_weights_and_gradients_that_are_shared_live_when_the_plan_says_so(text: Path) -> None:
+    """Also in a schedule that is through with one chunk's gradients before it makes the next one's, and of several
+    calls, which give none back before the last one."""
+    configs = [
+        sharded("full", "interleaved_1f1b", 2, 4),
+        sharded("full", "gpipe", 2, 4, bf16=True),
+        sharded("full", "1f1b", None, 4, bf16=True),
+        sharded("optimizer_gradients", "interleaved_1f1b", 2, 2),
+        sharded("optimizer_gradients", "interleaved_1f1b", 2, 4, bf16=True),
+    ]
+    for sharding in ("full", "optimizer_gradients"):
+        accumulating = sharded(sharding, "interleaved_1f1b", 2, 4)
+        accumulating.pipeline.pp_batch_size = 2
+        configs.append(accumulating)
+    for config in configs:
+        config.data.path = str(text)
+    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
+        for number, (live, cost) in enumerate(found):
+            assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"case {number}, rank {rank}: {cost}"

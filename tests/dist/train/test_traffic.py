@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from axis_runs import MaskedBatches, config_of, world_of
+from own_worlds import in_own_worlds
 from ranks import run_ranks
 from sent_bytes import SentByAxis
 
@@ -61,7 +62,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def count_all(mappings: list[dict[str, Any]]) -> list[tuple[int, dict[Any, Any], dict[Any, Any]]]:
     """Runs in a rank: of each config (pp_rank, what was sent, what the plan says), without pipeline's messages."""
-    return [_count(from_mapping(mapping)) for mapping in mappings]
+    return in_own_worlds(lambda mapping: _count(from_mapping(mapping)), mappings)
 
 
 def _count(config: Any) -> tuple[int, dict[Any, Any], dict[Any, Any]]:

@@ -60,6 +60,9 @@ LAYOUT = "parallel.pipeline_model_parallel_layout"
         (["model=tiny"], "model=tiny"),
         (["anything.else=3"], "anything.else=3"),
         (["steps=1e3"], "train.steps=1e3"),
+        (["sp=true"], "parallel.sequence_parallel=true"),
+        (["sequence_parallel=true"], "parallel.sequence_parallel=true"),
+        (["model.sequence_parallel=true"], "parallel.sequence_parallel=true"),
     ],
 )
 def test_every_spelling_means_one_override(typed, override):

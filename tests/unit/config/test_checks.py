@@ -8,6 +8,7 @@ from ppctl.config.checks import check
 from ppctl.config.compose import compose
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError
+from ppctl.plan.build import build_plan
 
 MLA = ["model.multi_latent_attention=true"]
 MOE = ["model.num_moe_experts=8"]
@@ -192,3 +193,13 @@ def test_a_config_without_provenance_is_checked_by_its_values():
     config = RunConfig()
     config.parallel.cpu_offloading_weights = True
     assert [problem.code for problem in check(config, {})] == ["PP-E110"]
+
+
+def test_a_loss_function_of_ones_own_needs_logits_of_all_words():
+    config = RunConfig()
+    config.pipeline.loss_fn = max
+    assert check(config, {}) == []
+    config.parallel.tensor_model_parallel_size = 2
+    (problem,) = check(config, {})
+    assert (problem.code, problem.remedy) == ("PP-E103", "tp=1")
+    assert build_plan(config, {}).problems == (problem,)

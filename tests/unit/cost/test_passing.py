@@ -1,12 +1,13 @@
-"""What `full` sharding holds only at times, against lists counted by hand."""
+"""What sharding of gradients and weights holds only at times, against lists counted by hand."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from ppctl.cost.state import PRECISIONS, Passing, most, passing, while_summing
+from ppctl.cost.state import PRECISIONS, Most, Passing, most, passing
 from ppctl.schedule.action import Action
 from ppctl.topology import ParallelSizes
 
@@ -62,19 +63,44 @@ def test_a_stage_holds_its_part_and_sends_a_bucket_of_one_group_at_a_time(limit,
     count = Counter({("tp",): 40, (): 20, ("ep", "etp"): 80})
     matrices = 20, 20 if limit > 7 else 40
     found = passing(count, ParallelSizes(4, dp=4, ep=2, edp=2), PRECISIONS["bfloat16"], matrices, limit)
-    assert found == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)
+    assert found[:5] == (100 * 2, 100 * 4, (60 // 4 + 40 // 2) * 4, arriving, leaving)
+
+
+def most_of(actions: str, **more: Any) -> Most:
+    """Of a rank whose weights are whole all the time, and whose microbatches have one byte on stage 0."""
+    stages = {0: FIRST._replace(weights=0, leaving=70), 2: THIRD._replace(weights=0, leaving=70)}
+    row = list(map(Action.parse, actions.split()))
+    return most(row, [1, 0, 0], [1, 0, 0], [30, 0, 0], stages, **more)
 
 
 @pytest.mark.parametrize(
-    ("actions", "expected"),
+    ("actions", "gradients", "total"),
     [
-        ("0F0 0B0 0REDUCE_GRAD", 70),
+        ("0F0 0B0", 100, 100 + 70),
         # Stage 2's gradients (200) are freed before stage 0's leave, and are a part (100) by then.
-        ("2B0 2REDUCE_GRAD 0B0 0REDUCE_GRAD", max(71, 100 + 30, 100 - 200 + 70)),
-        # A backward beside stage 2's sums, and one beside both: its activations (1) and what it makes (30).
-        ("0F0 2B0 2REDUCE_GRAD 0B0", 1 + 100 + 30),
+        ("2F0 0F0 2B0 0B0", 300, max(200 + 70, 200 + 100 + 100)),
+        # Stage 2's wait for stage 0's sums, which come behind another microbatch of it.
+        ("2F0 0F0 0F1 2B0 0B0 0B1", 300, 200 + 100 + 100 + 1 + 30),
     ],
 )
-def test_sums_are_counted_beside_state_less_the_gradients_that_are_parts(actions, expected) -> None:
-    stages = {0: FIRST._replace(leaving=70), 2: THIRD._replace(leaving=70)}
-    assert while_summing(list(map(Action.parse, actions.split())), [1, 0, 0], [30, 0, 0], [0] * 3, stages) == expected
+def test_gradients_that_are_parts_already_are_not_beside_those_of_later_chunks(actions, gradients, total) -> None:
+    assert most_of(actions) == (0, gradients, total)
+
+
+@pytest.mark.parametrize(
+    ("calls", "total"),
+    [
+        (1, max(1 + 200 + 70, 200 + 100 + 100)),
+        # Stage 0's from the first call are there beside stage 2's sums and their parts, in its own backward.
+        (2, 200 + 100 + 100 + 1 + 30),
+        (3, 200 + 100 + 100 + 1 + 30),
+    ],
+)
+def test_no_call_but_the_last_gives_gradients_back(calls, total) -> None:
+    assert most_of("2F0 0F0 2B0 0B0", calls=calls) == (0, 300, total)
+
+
+def test_memory_of_messages_is_not_given_back() -> None:
+    actions = "0F0 0F1 0F2 0B0 0B1 0B2"
+    fresh, again = (most_of(actions, received=[size, 0, 0]).total for size in (0, 1))
+    assert (fresh, again) == (100 + 70, 3 + 100 + 70)
