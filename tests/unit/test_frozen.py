@@ -193,7 +193,8 @@ def test_megatrons_flags() -> None:
     """Each is taken, or answered with the key that says the same, or with why there is nothing to say."""
     flags = set(frozen("megatron's flags"))
     if IS_WRITTEN:
-        from ppctl.config.flags import FIXED, LATER, LISTS, MEANINGLESS, MEGATRON, SWITCHES
+        from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES
+        from ppctl.config.megatron_flags import LATER, MEANINGLESS
 
         flags |= {*MEGATRON, *LISTS, *SWITCHES, *FIXED, *LATER, *MEANINGLESS}
     hold("megatron's flags", {flag: _meaning(flag) for flag in sorted(flags)})
