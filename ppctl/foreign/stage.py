@@ -62,7 +62,7 @@ class ForeignStage(nn.Module, StageModel):
         untie(model, anatomy)
         for name, module in model.named_modules():
             _give_memory(module, torch.device(device), owned=self._holds(name))
-        _make_buffers(model, [module for name, module in model.named_modules() if self._holds(name)])
+        _make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
         self._names = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
         self._own_layers = {index: _OwnLayer(self._layer(index).forward) for index in self.own}
         self._connect()
@@ -269,18 +269,26 @@ def _give_memory(module: nn.Module, device: torch.device, *, owned: bool) -> Non
 
 
 @torch.no_grad()
-def _make_buffers(model: Any, modules: Sequence[nn.Module]) -> None:
+def _make_buffers(model: nn.Module, names: Sequence[str]) -> None:
     """Let the model's own code make the buffers in these modules that no state dict has, such as rotary frequencies.
 
     transformers builds every model on meta before it reads weights, so each class can (`_init_weights`): that of the
     buffer's module, or of some buffers that of a module around it, the nearest first.
     """
-    for module in modules:
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
-    for module in reversed(modules):
-        if any(map(_is_unset, module.modules())):
-            model._init_weights(module)
+    for name in names:
+        if model.get_submodule(name)._non_persistent_buffers_set:
+            _initializer(model, name)(model.get_submodule(name))
+    for name in reversed(names):
+        if any(map(_is_unset, model.get_submodule(name).modules())):
+            _initializer(model, name)(model.get_submodule(name))
+
+
+def _initializer(model: nn.Module, name: str) -> Forward:
+    """`_init_weights` of the module with this name, or of the nearest one around it: as transformers chooses it."""
+    while name and not hasattr(model.get_submodule(name), "_init_weights"):
+        name = name.rpartition(".")[0]
+    found: Forward = model.get_submodule(name)._init_weights  # type: ignore[assignment]
+    return found
 
 
 def _is_unset(module: nn.Module) -> bool:

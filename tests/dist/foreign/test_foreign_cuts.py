@@ -15,6 +15,7 @@ from oracle.data import microbatches
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from ppctl.comm.groups import make_group
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.foreign.anatomy import Anatomy, survey
@@ -35,6 +36,8 @@ from ppctl.train.step import Trainer
 
 CPU = torch.device("cpu")
 STEPS = 3
+SECONDS = 300.0
+"""That ranks may take: each imports transformers, which takes a minute on a busy machine."""
 
 CUTS = {
     "pp=2, recomputed": dict(pp=2, vpp=1, recompute_granularity="full", recompute_method="uniform"),
@@ -72,7 +75,10 @@ def session_of(config: RunConfig, kind: str) -> Session:
     weights = Weights({name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()})
     masters = {n: [weights.master[name] for name in stage.canonical_parameters()] for n, stage in stages.items()}
     where = homes(whole, anatomy, plan)
-    uses = [TiedUse(where[name][1], name) for name in (f"{anatomy.embedding}.weight", f"{anatomy.head}.weight")]
+    tied = [TiedUse(where[name][1], name) for name in (f"{anatomy.embedding}.weight", f"{anatomy.head}.weight")]
+    ties = TiedGradients(tied if anatomy.tied else (), weights.master, dist.get_rank())
+    if anatomy.tied and ties.group is None:
+        make_group([(dist.get_rank(),)])  # ranks that train one model after another must make equally many groups
     return replace(
         session,
         stages=stages,
@@ -81,7 +87,7 @@ def session_of(config: RunConfig, kind: str) -> Session:
         weights=weights,
         optimizer=AdamW(weights.master, config.optim, rows),
         reducer=GradientReducer(masters, None),
-        ties=TiedGradients(uses if anatomy.tied else (), weights.master, dist.get_rank()),
+        ties=ties,
         norm=GradientNorm(
             [Location(name, *where[name]) for name, _ in whole.named_parameters()],
             device=CPU,
@@ -158,7 +164,7 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
 
 
 def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
-    ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), to_mapping(run_config(text, cut)), kinds)
+    ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), to_mapping(run_config(text, cut)), kinds, timeout=SECONDS)
     for place, kind in enumerate(kinds):
         losses, norms, weights = by_a_plain_loop(text, kind)
         assert len(set(losses)) == STEPS, kind
