@@ -287,7 +287,8 @@ def _initializer(model: nn.Module, name: str) -> Forward:
     """`_init_weights` of the module with this name, or of the nearest one around it: as transformers chooses it."""
     while name and not hasattr(model.get_submodule(name), "_init_weights"):
         name = name.rpartition(".")[0]
-    found: Forward = model.get_submodule(name)._init_weights  # type: ignore[assignment]
+    owner: Any = model.get_submodule(name)
+    found: Forward = owner._init_weights
     return found
 
 
