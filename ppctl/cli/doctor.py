@@ -1,5 +1,7 @@
 """`ppctl doctor`: versions, devices, the file system, and messages between ranks, on this machine or in a job.
 
+With --model: whether a model with code of its own can be cut into stages.
+
 Knows what is good enough, and prints problems first. Other processes measure messages, because this one must not import
 torch. Under torchrun or srun every process is one rank of the measurement, and rank 0 prints.
 """
@@ -41,11 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help=words)
     words = "measure the file system of this directory (default: the working directory)"
     parser.add_argument("--dir", default=".", metavar="DIR", help=words)
+    words = "prove instead that this Hugging Face directory's model can be cut, with its own code (needs transformers)"
+    parser.add_argument("--model", metavar="DIR", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. The exit code is 1 if something is wrong, else 0."""
+    """Measure and print. The exit code is 1 if something is wrong, else 0; of --model as `_prove`."""
+    if args.model is not None:
+        return _prove(args.model, as_json=args.json)
     if not 1 <= args.ranks <= 64:
         raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
     started = detect(os.environ)
@@ -60,6 +66,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found, wrong)))
     return int(bool(wrong))
+
+
+def _prove(directory: str, *, as_json: bool) -> int:
+    """Prove in a child, which needs torch and prints, that a model can be cut. 0 proved, 2 no such model or no cut."""
+    command = [sys.executable, "-m", "ppctl.foreign", directory, *["--json"] * as_json]
+    return subprocess.run(command, check=False).returncode
 
 
 def _measure(ranks: int) -> dict[str, Any]:

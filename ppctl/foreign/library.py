@@ -1,0 +1,60 @@
+"""transformers, imported when a model of its own is asked for, and what of its models is refused from the start.
+
+Knows which part of transformers is needed. Must not know stages. No other module imports transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.families.directory import read_config_file
+
+
+def _transformers() -> Any:
+    """The library. Raises ConfigError (PP-E526) where it is not installed or cannot be imported."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        message = f"transformers is needed for a model's own code, and cannot be imported: {error}"
+        raise ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'")) from error
+
+
+def read_own_config(directory: Path) -> Any:
+    """The config of a model directory, of the class that its model_type has in transformers.
+
+    Raises ConfigError: PP-E520 without a readable config.json, PP-E526, and PP-E527 for what is no causal language
+    model of transformers: an encoder and a decoder, several modalities, programs that come with the directory.
+    """
+    read_config_file(directory)  # says what is wrong with the file in ppctl's words
+    library = _transformers()
+    try:
+        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise _refused(directory, f"transformers {library.__version__} does not read its config: {error}") from None
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
+    if config.get_text_config() is not config:
+        raise _refused(directory, f"{kind} has several modalities; a language model alone can be cut")
+    if type(config) not in library.AutoModelForCausalLM._model_mapping:
+        raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
+    return config
+
+
+def _refused(directory: Path, reason: str) -> ConfigError:
+    remedy = "a directory with a decoder-only language model"
+    return ConfigError(Problem("PP-E527", f"{directory} cannot be cut into stages: {reason}", remedy, str(directory)))
+
+
+def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The whole model of a config, with random weights; on `meta` without values, buffers included."""
+    with torch.device(device):
+        model: nn.Module = _transformers().AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
+    return model

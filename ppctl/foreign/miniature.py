@@ -1,0 +1,99 @@
+"""A small model of the same architecture: the same class and the same layers in the same order, of small widths.
+
+Knows the usual names of sizes in configs of transformers. Must not know what is done with the miniature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+VOCABULARY = 256
+_WIDTH, _EXPERTS, _RANK, _WINDOW = 64, 32, 32, 8
+"""Sizes of a miniature, where the model's own are larger: of the residual stream and inner widths, routed experts, the
+low ranks of latent attention; and a window shorter than the miniature's sequences."""
+
+_INNER = ("intermediate", "ffn", "inner", "hidden_size_per", "laurel")
+"""Parts of names of inner widths."""
+_OTHERS = {
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
+    "q_lora_rank": _RANK,
+    "kv_lora_rank": _RANK,
+    "sliding_window": _WINDOW,
+    "attention_chunk_size": _WINDOW,
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+def miniatures(config: Any) -> Iterator[Any]:
+    """Copies of a config of transformers with small widths, no dropout, and all of its layers; the smallest first.
+
+    The width of a head stays, because rotary tables are written for it. Larger ones follow for models whose residual
+    stream has to be as wide as all heads, that want more heads, or other sizes than are lowered here.
+    """
+    for groups, narrow in ((2, True), (2, False), (4, False), (None, False)):
+        small = deepcopy(config)
+        for name in dropout_fields(config):
+            setattr(small, name, 0.0)
+        for name, most in _OTHERS.items():
+            _lower(small, name, most)
+        for name in list(vars(small)):
+            if any(part in name for part in _INNER):
+                _lower(small, name, _WIDTH)
+        if groups is not None:
+            _lower_heads(small, groups, narrow=narrow)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if name in vars(small):
+                setattr(small, name, None)
+        yield small
+
+
+def dropout_fields(config: Any) -> dict[str, float]:
+    """The fields of a config that drop something, with their values: draws would depend on the cut."""
+    found = vars(config).items()
+    return {name: value for name, value in found if "drop" in name and isinstance(value, float) and value > 0}
+
+
+def _lower(config: Any, name: str, most: int) -> None:
+    """Lower a size, or each of a list of sizes."""
+    value = _own(config, name)
+    if isinstance(value, list) and value and all(map(_is_size, value)):
+        setattr(config, name, [min(each, most) for each in value])
+    elif _is_size(value) and value > most:
+        setattr(config, name, most)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _own(config: Any, name: str) -> Any:
+    """A field by its name or by the usual one, from the object itself: configs compute attributes in their own ways."""
+    return vars(config).get(type(config).attribute_map.get(name, name))
+
+
+def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
+    """So many groups of at most two query heads, and the residual stream that belongs to them.
+
+    `narrow` makes that no wider than other sizes, where a config names the width of a head.
+    """
+    heads, hidden = _own(config, "num_attention_heads"), _own(config, "hidden_size")
+    if not _is_size(heads) or not _is_size(hidden):
+        return
+    keys = next((name for name in _KEY_HEADS if _is_size(_own(config, name))), None)
+    groups = heads if keys is None else _own(config, keys)
+    if heads % groups:
+        return
+    named = _own(config, "head_dim")
+    width = named or hidden // heads
+    fewer = min(groups, most) * min(heads // groups, 2)
+    config.num_attention_heads = fewer
+    if keys is not None:
+        setattr(config, keys, min(groups, most))
+    beside = hidden != heads * width or (narrow and named is not None)
+    config.hidden_size = min(hidden, _WIDTH) if beside else fewer * width

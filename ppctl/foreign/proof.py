@@ -1,0 +1,230 @@
+"""The proof that a model can be cut: its miniature, whole and in stages, has the same bits.
+
+Knows how the two are run and compared. Must not know directories or what is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ppctl.foreign.anatomy import Anatomy, CannotCut, survey
+from ppctl.foreign.library import make_model
+from ppctl.foreign.miniature import VOCABULARY, miniatures
+from ppctl.foreign.stage import ForeignStage, untie
+from ppctl.geometry.layers import Layer
+from ppctl.model.loss import microbatch_loss
+
+_MICROBATCHES, _ROWS, _TOKENS = 2, 2, 20
+_RUNS = 4
+"""Stages with layers; the embedding and the head are one more each."""
+_MOST_PARAMETERS = 100_000_000
+"""Of a miniature: more would take minutes, and memory that a login node does not have."""
+CODE_FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+"""What a model's own code raises where its sizes do not go together, or something that it reads is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A model whose cut gives the bits of the whole."""
+
+    anatomy: Anatomy
+    stages: tuple[str, ...]
+    """What each stage of the cut model held."""
+    gradients: int
+    """How many were compared."""
+    loss: float
+
+
+def prove(config: Any) -> Proof:
+    """Run a miniature of a model whole and cut, in float32 on the CPU, and compare all results to the bit.
+
+    Two microbatches go forward and backward, with ppctl's loss on the model's logits; the embedding, the head, and up
+    to four runs of layers are stages of their own. Raises CannotCut naming the first module that differs, or that asks
+    for what another stage has.
+    """
+    if vars(config).get("output_router_logits"):
+        raise CannotCut("output_router_logits=true: its load-balancing loss is a product of sums over all layers")
+    blank, whole, anatomy = _small_model(config)
+    untie(whole, anatomy)
+    batches = [_batch(number) for number in range(_MICROBATCHES)]
+    states, expected, loss = _run_whole(whole, anatomy, batches)
+    _check_draws(whole, anatomy, batches[0][0], states[0])
+    parts = list(_divide(anatomy.count))
+    stages = [_stage(blank, anatomy, part, whole) for part in parts]
+    _run_cut(stages, anatomy, batches, states, loss)
+    gradients = [(n, p.grad) for stage in stages for n, p in stage.canonical_parameters().items()]
+    _compare_gradients(dict(gradients), expected)
+    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss))
+
+
+def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy]:
+    """The smallest miniature that runs: on meta, with weights, and its anatomy."""
+    failed: Exception | None = None
+    for small in miniatures(config):
+        try:
+            blank = make_model(small, "meta").train()
+            if sum(parameter.numel() for parameter in blank.parameters()) > _MOST_PARAMETERS:
+                break
+            torch.manual_seed(0)
+            whole = make_model(small, "cpu").train()
+            _shake(whole)
+            return blank, whole, survey(whole)
+        except CODE_FAILS as error:
+            failed = failed or error
+    reason = "ppctl does not know which of its sizes to lower" if failed is None else _line(failed)
+    raise CannotCut(f"no miniature of it can be made: {reason}") from failed
+
+
+def _shake(model: nn.Module) -> None:
+    """Move every parameter off its start: biases of zeros and norms of ones would hide that they are mixed up."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+
+def _batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, labels and loss mask [rows, tokens] of one microbatch."""
+    generator = torch.Generator().manual_seed(number)
+    drawn = torch.randint(0, VOCABULARY // 2, (_ROWS, _TOKENS + 1), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:], torch.ones(_ROWS, _TOKENS)
+
+
+def _loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return microbatch_loss(logits, labels, mask, float(_MICROBATCHES * mask.numel()))
+
+
+def _run_whole(
+    model: nn.Module, anatomy: Anatomy, batches: Sequence[tuple[Tensor, Tensor, Tensor]]
+) -> tuple[list[list[Tensor]], dict[str, Tensor | None], list[Tensor]]:
+    """By microbatch what enters the first layer and what every layer returns; gradients by name; losses."""
+    states: list[list[Tensor]] = []
+
+    def keep(_: nn.Module, arguments: Any, output: Any) -> None:
+        states[-1].append((output[0] if anatomy.returned else output).detach().clone())
+
+    hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
+    losses = []
+    for tokens, labels, mask in batches:
+        states.append([])
+        loss = _loss(model(input_ids=tokens, use_cache=False).logits, labels, mask)
+        loss.backward()
+        losses.append(loss.detach())
+    for hook in hooks:
+        hook.remove()
+    return states, {name: parameter.grad for name, parameter in model.named_parameters()}, losses
+
+
+def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Sequence[Tensor]) -> None:
+    """Refuse a model that gives other results for the same tokens. Raises CannotCut naming the first layer."""
+    again = list[Tensor]()
+
+    def keep(_: nn.Module, arguments: Any, output: Any) -> None:
+        again.append(output[0] if anatomy.returned else output)
+
+    hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    for index, (one, other) in enumerate(zip(states, again, strict=True)):
+        if not torch.equal(one, other):
+            reason = "draws random numbers in training, or remembers earlier calls: its results are not the cut's alone"
+            raise CannotCut(f"{anatomy.layer(index)} {reason}")
+
+
+def _divide(count: int) -> Iterator[tuple[Layer, ...]]:
+    """The layers of each stage: embedding, runs of layers, head."""
+    runs = min(count, _RUNS)
+    bounds = [number * count // runs for number in range(runs + 1)]
+    yield (Layer("embedding"),)
+    for first, end in pairwise(bounds):
+        yield tuple(Layer("decoder", index) for index in range(first, end))
+    yield (Layer("loss"),)
+
+
+def _text(part: tuple[Layer, ...]) -> str:
+    return str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}"
+
+
+def _stage(blank: nn.Module, anatomy: Anatomy, part: tuple[Layer, ...], whole: nn.Module) -> ForeignStage:
+    """A stage with the whole model's parameters and saved buffers; all other buffers are its own."""
+    try:
+        stage = ForeignStage(deepcopy(blank), anatomy, part)
+    except CODE_FAILS as error:
+        raise CannotCut(f"the buffers of {_text(part)} cannot be made apart from the model: {_line(error)}") from error
+    saved = whole.state_dict()
+    with torch.no_grad():
+        for name, tensor in (*stage.canonical_parameters().items(), *stage.canonical_buffers().items()):
+            tensor.copy_(saved[name])
+    return stage
+
+
+def _run_cut(
+    stages: Sequence[ForeignStage],
+    anatomy: Anatomy,
+    batches: Sequence[tuple[Tensor, Tensor, Tensor]],
+    states: Sequence[Sequence[Tensor]],
+    losses: Sequence[Tensor],
+) -> None:
+    """Forward and backward of every microbatch, from stage to stage as an engine does. Raises CannotCut."""
+    for mb, (tokens, labels, mask) in enumerate(batches):
+        given, edges = tokens, list[tuple[Tensor, Tensor]]()
+        for stage in stages:
+            output = _called(stage, given, anatomy)
+            if stage.own and not torch.equal(output, states[mb][stage.own[-1]]):
+                raise CannotCut(_differs(anatomy, stage, mb))
+            edges.append((given, output))
+            given = output.detach().requires_grad_()
+        loss = _loss(edges[-1][1], labels, mask)
+        if not torch.equal(loss, losses[mb]):
+            raise CannotCut(f"{anatomy.head}: with the same states before it the loss differs")
+        gradient = None
+        for (entered, _), output in zip(
+            reversed(edges), [loss, *(left for _, left in reversed(edges[:-1]))], strict=True
+        ):
+            output.backward(gradient)
+            gradient = entered.grad
+
+
+def _called(stage: ForeignStage, given: Tensor, anatomy: Anatomy) -> Tensor:
+    try:
+        output: Tensor = stage(given)[0]
+    except CODE_FAILS as error:
+        at = anatomy.layer(stage.own[0]) if stage.own else anatomy.embedding if stage.embeds else anatomy.head
+        raise CannotCut(f"{at} or a layer behind it reads what another stage has: {_line(error)}") from error
+    return output
+
+
+def _differs(anatomy: Anatomy, stage: ForeignStage, mb: int) -> str:
+    first, last = anatomy.layer(stage.own[0]), anatomy.layer(stage.own[-1])
+    where = first if first == last else f"{first} to {last}"
+    return (
+        f"{where}: with the same hidden state before it, the result differs in microbatch {mb}. "
+        "It reads something else of earlier layers, such as keys and values that several layers share"
+    )
+
+
+def _compare_gradients(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
+    if missing := expected.keys() - found.keys():
+        raise CannotCut(f"{min(missing)} is on no stage")
+    for name, gradient in expected.items():
+        own = found[name]
+        if (own is None) != (gradient is None) or (
+            own is not None and gradient is not None and not _same(own, gradient)
+        ):
+            raise CannotCut(f"{name}: its gradient differs, so that something beside the hidden state joins the stages")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

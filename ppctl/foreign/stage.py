@@ -1,0 +1,298 @@
+"""A stage of a model of transformers: the model's whole forward, in which only what lies beyond the cut is replaced.
+
+Knows how modules of other stages stand in for themselves, and what training asks of a stage (`model/stage_model.py`).
+Must not know families, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ppctl.foreign.anatomy import Anatomy
+from ppctl.geometry.layers import Layer
+from ppctl.geometry.parameters import Parameter, Role
+from ppctl.geometry.parts import Place
+from ppctl.model.core_attention import Attend
+from ppctl.model.feed_forward import ExchangeRows
+from ppctl.model.packing import ROWS, Packing
+from ppctl.model.router import SumOverTokens
+from ppctl.model.split import TensorSplit
+from ppctl.model.stage_model import Run, StageModel
+
+Forward = Callable[..., Any]
+
+_FILLED = "_is_hf_initialized"
+"""An attribute of tensors that the functions with which transformers fills tensors leave alone."""
+
+_WHOLE = "a model of transformers runs with whole weights and sequences: tp, cp, ep and etp must be 1"
+
+
+class _Departed(Exception):
+    """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()
+        self.state = state
+
+
+class ForeignStage(nn.Module, StageModel):
+    """One stage of a model, which is called as a whole.
+
+    `model` is the whole model on meta (`library.make_model`), which the stage keeps and changes. Parameters of this
+    stage get memory on `device` without values; those of others are one number each, spread over their shape, so that
+    code which reads a dtype, a device or a shape finds them. A layer before the cut returns what arrived, the last
+    layer of the stage ends the forward. Buffers that are not saved are made again by the model's own code. Names are
+    those of the whole model; a tied head is a parameter of its own (decision 3).
+    """
+
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, layers: Sequence[Layer], device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.anatomy = anatomy
+        self.embeds, self.ends = Layer("embedding") in layers, Layer("loss") in layers
+        self.own = [layer.index for layer in layers if layer.kind == "decoder"]
+        self.empty = not layers
+        self._arrived: Tensor | None = None
+        self.model = model
+        untie(model, anatomy)
+        for name, module in model.named_modules():
+            _give_memory(module, torch.device(device), owned=self._holds(name))
+        _make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
+        self._names = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
+        self._own_layers = {index: _OwnLayer(self._layer(index).forward) for index in self.own}
+        self._connect()
+
+    def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
+        """As `StageModel`: token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out.
+
+        Rows are whole sequences: `packing` with documents or positions is refused.
+        """
+        if packing.documents is not None or packing.positions is not None:
+            raise ValueError("a model of transformers takes rows as they are, without documents or positions")
+        (given,) = inputs
+        if self.empty:
+            return (given.clone(),)
+        self._arrived = None if self.embeds else given
+        try:
+            result = self.model(**self._begin(given), use_cache=False, return_dict=True)
+        except _Departed as departed:
+            state = departed.state
+            return (state.clone() if state is given else state,)
+        finally:
+            self._arrived = None
+        return (result.logits,)
+
+    def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
+        """By the names that the whole model gives them."""
+        return {name: self.model.get_parameter(name) for name in self._names}
+
+    def canonical_buffers(self) -> Mapping[str, Tensor]:
+        """The buffers of this stage that a state dict has."""
+        saved = {
+            f"{path}.{key}": buffer
+            for path, module in self.model.named_modules()
+            if self._holds(path)
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        }
+        return saved
+
+    def parameter_rows(self) -> Mapping[str, Parameter]:
+        """Names, shapes and roles, told by the kind of module and the number of dims; buffers included."""
+        tied = {f"{self.anatomy.head}.weight": f"{self.anatomy.embedding}.weight"} if self.anatomy.tied else {}
+        rows = {
+            name: Parameter(name, tuple(parameter.shape), self._role(name, parameter), copy_of=tied.get(name))
+            for name, parameter in self.canonical_parameters().items()
+        }
+        for name, buffer in self.canonical_buffers().items():
+            rows[name] = Parameter(name, tuple(buffer.shape), "correction", gradient="none")
+        return rows
+
+    def decoder_layers(self) -> Mapping[Layer, nn.Module]:
+        """The layers of this stage; each is called as (hidden state, positional arguments, arguments by name)."""
+        return {Layer("decoder", index): layer for index, layer in self._own_layers.items()}
+
+    def call_decoder_as(self, runs: Sequence[Run]) -> None:
+        """Call each layer through its run from now on: one run for each, in order."""
+        if len(runs) != len(self.own):
+            raise ValueError("a model of transformers calls its layers one by one: a run of several cannot stand in")
+        for index, run in zip(self.own, runs, strict=True):
+            self._own_layers[index].run = run
+
+    def spread_experts(self, exchange: ExchangeRows) -> None:
+        """Refused: a model's own code has no exchange of experts."""
+        raise NotImplementedError(_WHOLE)
+
+    def split_over(self, split: TensorSplit) -> None:
+        """Refused: a model's own code multiplies with whole weights."""
+        raise NotImplementedError(_WHOLE)
+
+    def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
+        """Refused: a model's own code attends to whole sequences."""
+        raise NotImplementedError(_WHOLE)
+
+    def share_tokens(self, others: SumOverTokens) -> None:
+        """Refused: a model's own code sums over the tokens that it sees."""
+        raise NotImplementedError(_WHOLE)
+
+    # --- what is replaced --------------------------------------------------------------------------------------------
+
+    def _layer(self, index: int) -> nn.Module:
+        return self.model.get_submodule(self.anatomy.layer(index))
+
+    def _holds(self, path: str) -> bool:
+        """Whether the module with this name computes on this stage; what has no weights does on every one."""
+        inside = path.removeprefix(f"{self.anatomy.layers}.")
+        if inside != path:
+            return int(inside.split(".")[0]) in self.own
+        return not ((path in self.anatomy.first and not self.embeds) or (path in self.anatomy.last and not self.ends))
+
+    def _begin(self, given: Tensor) -> dict[str, Tensor]:
+        """What the model's forward starts from: token ids, or a stand-in for their embedding."""
+        if self.embeds:
+            return {"input_ids": given}
+        return {"inputs_embeds": torch.zeros_like(given)}
+
+    def _connect(self) -> None:
+        """Replace the forwards of what other stages hold, and of the layers on both sides of the cuts."""
+        for index in range(self.anatomy.count):
+            layer: Any = self._layer(index)
+            layer.forward = self._calling(index) if index in self.own else self._standing_in(index)
+        for name in () if self.embeds else self.anatomy.first:
+            if name != self.anatomy.embedding:
+                module: Any = self.model.get_submodule(name)
+                module.forward = _beside_embedding(module)
+
+    def _standing_in(self, index: int) -> Forward:
+        """The forward of a layer of another stage."""
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            if self._arrived is None:  # this stage has the embedding and no layer
+                raise _Departed(_hidden_state(arguments, named))
+            return self._returned(self._arrived)
+
+        return forward
+
+    def _calling(self, index: int) -> Forward:
+        """The forward of an own layer, through whatever stands for it (`call_decoder_as`)."""
+        layer, leaves = self._own_layers[index], index == self.own[-1] and not self.ends
+
+        def forward(*arguments: Any, **named: Any) -> Any:
+            state, rest = _hidden_state(arguments, named), arguments[1:]
+            if index == 0 and self._arrived is not None:
+                state = self._arrived
+            others = {key: value for key, value in named.items() if key != "hidden_states"}
+            output = layer.run(state, rest, others)
+            if leaves:
+                raise _Departed(output[0] if self.anatomy.returned else output)
+            return output
+
+        return forward
+
+    def _returned(self, state: Tensor) -> Any:
+        """A hidden state in the form in which this model's layers return it."""
+        return (state, *[None] * (self.anatomy.returned - 1)) if self.anatomy.returned else state
+
+    def _role(self, name: str, parameter: Tensor) -> Role:
+        """What AdamW and the norm have to know: matrices decay, embeddings, norms and biases do not."""
+        path, _, own = name.rpartition(".")
+        if self.anatomy.tied and path == self.anatomy.head:
+            return "embedding" if own == "weight" else "bias"
+        if isinstance(self.model.get_submodule(path), nn.Embedding):
+            return "embedding"
+        if own == "bias":
+            return "bias"
+        return "matrix" if parameter.dim() > 1 else "norm"
+
+
+class _OwnLayer(nn.Module):
+    """A layer as recompute and others see it: a function of tensors by position. It owns no parameters."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+        self.run: Forward = self.forward
+
+    def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """The layer's own forward."""
+        return self.function(state, *arguments, **named)
+
+
+def untie(model: nn.Module, anatomy: Anatomy) -> None:
+    """Give a tied head a parameter of its own, with the same values."""
+    if anatomy.tied:
+        weight = model.get_parameter(f"{anatomy.embedding}.weight")
+        model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone())
+
+
+def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    """What a layer gets from the one before: its first argument in every model of transformers."""
+    state: Tensor = arguments[0] if arguments else named["hidden_states"]
+    return state
+
+
+def _beside_embedding(module: nn.Module) -> Forward:
+    """The forward of a module that runs before the layers of another stage: nobody reads what it returns."""
+
+    def forward(*arguments: Any, **named: Any) -> Tensor:
+        given: Tensor = next(value for value in (*arguments, *named.values()) if isinstance(value, Tensor))
+        if isinstance(module, nn.Embedding):
+            return torch.zeros((), device=given.device, dtype=module.weight.dtype).expand(
+                *given.shape, module.embedding_dim
+            )
+        return given
+
+    return forward
+
+
+def _give_memory(module: nn.Module, device: torch.device, *, owned: bool) -> None:
+    """Move a module's own tensors off meta: with memory where they are owned, else as one number with their shape."""
+    tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+    for tensors in tables:
+        for key, tensor in tensors.items():
+            if tensor is None:
+                continue
+            # Values that nobody sets are seen: they make every result NaN.
+            fill = float("nan") if tensor.is_floating_point() else 0
+            shape = tensor.shape if owned else ()
+            made: Tensor = torch.full(shape, fill, dtype=tensor.dtype, device=device).expand(tensor.shape)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=owned and tensor.requires_grad)
+            tensors[key] = made
+            if not owned or key not in module._non_persistent_buffers_set:
+                setattr(made, _FILLED, True)
+
+
+@torch.no_grad()
+def _make_buffers(model: nn.Module, names: Sequence[str]) -> None:
+    """Let the model's own code make the buffers in these modules that no state dict has, such as rotary frequencies.
+
+    transformers builds every model on meta before it reads weights, so each class can (`_init_weights`): that of the
+    buffer's module, or of some buffers that of a module around it, the nearest first.
+    """
+    for name in names:
+        if model.get_submodule(name)._non_persistent_buffers_set:
+            _initializer(model, name)(model.get_submodule(name))
+    for name in reversed(names):
+        if any(map(_is_unset, model.get_submodule(name).modules())):
+            _initializer(model, name)(model.get_submodule(name))
+
+
+def _initializer(model: nn.Module, name: str) -> Forward:
+    """`_init_weights` of the module with this name, or of the nearest one around it: as transformers chooses it."""
+    while name and not hasattr(model.get_submodule(name), "_init_weights"):
+        name = name.rpartition(".")[0]
+    owner: Any = model.get_submodule(name)
+    found: Forward = owner._init_weights
+    return found
+
+
+def _is_unset(module: nn.Module) -> bool:
+    """Whether a buffer of a module, which has memory and is in no state dict, has no values yet."""
+    buffers = [module._buffers[key] for key in module._non_persistent_buffers_set]
+    return any(b is not None and not hasattr(b, _FILLED) and bool(b.isnan().any()) for b in buffers)

@@ -1,0 +1,84 @@
+"""Tiny models of transformers with random weights, by architecture: odd sizes, tied and untied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+LAYERS, HIDDEN, WORDS = 4, 24, 320
+
+SIZES = dict(
+    vocab_size=WORDS,
+    hidden_size=HIDDEN,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=None,
+    bos_token_id=None,
+    eos_token_id=None,
+)
+GROUPED = dict(**SIZES, num_key_value_heads=2, intermediate_size=40)
+HEADS = dict(**GROUPED, head_dim=8)
+WINDOW = dict(**HEADS, sliding_window=5)
+EXPERTS = dict(**HEADS, num_experts_per_tok=2)
+NO_DROPOUT = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
+LATENT = dict(
+    GROUPED, num_key_value_heads=4, kv_lora_rank=14, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=8,
+    v_head_dim=5, n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2, moe_intermediate_size=16, n_group=2,
+    topk_group=1, first_k_dense_replace=2,
+)  # fmt: skip
+
+FEW: dict[str, dict[str, Any]] = {
+    "Llama": GROUPED,
+    "GPT2": SIZES | NO_DROPOUT,
+    "Gemma2": WINDOW | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "Granite": GROUPED | TIED | dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.3),
+    "Falcon": SIZES | TIED | dict(multi_query=True, alibi=False),
+    "Mixtral": EXPERTS | dict(num_local_experts=4),
+}
+"""What `make test` tries: each has something that the others have not, which a forward made for Llama would lose."""
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Qwen2": GROUPED | TIED,
+    "Qwen3": HEADS,
+    "Qwen3Moe": EXPERTS | dict(num_experts=4, moe_intermediate_size=16),
+    "DeepseekV3": LATENT,
+    "Glm": HEADS | UNTIED,
+    "Gemma3Text": WINDOW | dict(layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "GraniteMoe": GROUPED | TIED | dict(num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.2),
+    "Cohere": GROUPED | TIED,
+    "Cohere2": WINDOW | TIED | dict(layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "Phi3": GROUPED,
+    "Olmo2": GROUPED,
+    "Olmoe": GROUPED | dict(num_experts=4, num_experts_per_tok=2),
+    "GPTNeoX": SIZES | dict(intermediate_size=40),
+    "StableLm": GROUPED,
+    "Starcoder2": GROUPED | dict(embedding_dropout=0.0, residual_dropout=0.0),
+    "Mpt": dict(d_model=HIDDEN, n_heads=4, n_layers=LAYERS, expansion_ratio=2, max_seq_len=64, vocab_size=WORDS),
+    "Bloom": dict(hidden_size=HIDDEN, n_head=4, n_layer=LAYERS, vocab_size=WORDS, pad_token_id=None),
+    "GptOss": WINDOW | dict(num_local_experts=4, num_experts_per_tok=2),
+    "SmolLM3": GROUPED | dict(no_rope_layers=[1, 1, 1, 0]),
+    "OPT": SIZES | dict(word_embed_proj_dim=HIDDEN, ffn_dim=40, dropout=0.0),
+}
+
+
+def config_of(kind: str) -> Any:
+    """The config of an architecture."""
+    import transformers  # here, because ranks that import a test need no model
+
+    return getattr(transformers, f"{kind}Config")(**(FEW | OTHERS)[kind])
+
+
+def model_of(kind: str) -> nn.Module:
+    """The whole model, in float32, whose weights depend on nothing but the architecture."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model

@@ -1,0 +1,143 @@
+"""What stands against a cut is found on a miniature before anything is trained, and named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from foreign_models import FEW, config_of
+from torch import nn
+
+from ppctl.errors import ConfigError
+from ppctl.foreign import library, stage
+from ppctl.foreign.__main__ import main
+from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.library import make_model, read_own_config
+from ppctl.foreign.proof import prove
+from ppctl.foreign.stage import ForeignStage
+from ppctl.geometry.layers import Layer
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_a_model_that_can_be_cut_is_proved_with_all_its_gradients(kind: str) -> None:
+    proof = prove(config_of(kind))
+    assert proof.stages == ("embedding", "decoder.0", "decoder.1", "decoder.2", "decoder.3", "loss")
+    own = dict(make_model(config_of(kind), "meta").named_parameters())
+    assert proof.gradients == len(own) + proof.anatomy.tied
+
+
+def test_a_full_sized_config_becomes_a_miniature_with_all_layers() -> None:
+    proof = prove(
+        transformers.Qwen2Config(num_hidden_layers=10, layer_types=None, hidden_size=8192, vocab_size=150_000)
+    )
+    assert proof.anatomy.count == 10
+    runs = "0 to decoder.1", "2 to decoder.4", "5 to decoder.6", "7 to decoder.9"
+    assert proof.stages[1:-1] == tuple(f"decoder.{run}" for run in runs)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "keys and values that layers share": ("Gemma3nText", dict(num_hidden_layers=10, num_kv_shared_layers=5), "layer"),
+    "token ids read by every layer": ("Gemma4Text", {}, "model.layers.0"),
+    "random draws in a layer": ("Phimoe", dict(num_hidden_layers=2), "model.layers.0 draws random numbers"),
+    "a loss over all layers": ("Mixtral", dict(output_router_logits=True), "output_router_logits=true"),
+    "weights that layers share": ("Zamba2", {}, "is the same parameter as"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_cut_cannot_carry_is_named(case: str) -> None:
+    kind, sizes, named = REFUSED[case]
+    with pytest.raises(CannotCut, match=named):
+        prove(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "_make_buffers", lambda *_: None)
+    with pytest.raises(CannotCut, match=r"model\.layers\.0: with the same hidden state before it"):
+        prove(config_of("Llama"))
+
+
+class _Remembers(nn.Module):
+    """A layer that hands something on beside its hidden state, by way of the model."""
+
+    def __init__(self, layer: nn.Module, model: Any) -> None:
+        super().__init__()
+        self.layer, self.model = layer, [model]
+
+    def forward(self, state: torch.Tensor, **named: Any) -> torch.Tensor:
+        (model,) = self.model
+        before = getattr(model, "seen", 0.0)
+        model.seen = state.detach().mean()
+        result: torch.Tensor = self.layer(state, **named) + 0.1 * before
+        return result
+
+
+def test_state_that_bypasses_the_hop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = library._transformers().LlamaForCausalLM
+
+    class Bypass(made):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = nn.ModuleList(_Remembers(layer, self.model) for layer in self.model.layers)
+
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            self.model.seen = 0.0
+            return super().forward(*arguments, **named)
+
+    monkeypatch.setitem(
+        transformers.AutoModelForCausalLM._model_mapping._extra_content, transformers.LlamaConfig, Bypass
+    )
+    with pytest.raises(CannotCut, match=r"model\.layers\.1: with the same hidden state before it"):
+        prove(config_of("Llama"))
+
+
+def test_modules_of_other_stages_have_shapes_and_no_memory() -> None:
+    config = config_of("Llama")
+    proof = prove(config)
+    held = ForeignStage(make_model(config, "meta"), proof.anatomy, [Layer("decoder", 1)])
+    memory = {p.untyped_storage().nbytes() for n, p in held.model.named_parameters() if ".layers.1." not in n}
+    assert memory == {4}
+    assert set(held.canonical_parameters()) == set(held.parameter_rows())
+    assert all(name.startswith("model.layers.1.") for name in held.canonical_parameters())
+
+
+def directory(where: Path, config: Any) -> Path:
+    config.save_pretrained(where)
+    return where
+
+
+def test_the_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory(tmp_path, config_of("GPT2"))), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layers"] == {"name": "transformer.h", "number": 4}
+    assert told["before_layers"] == ["transformer.wte", "transformer.wpe"]
+    assert told["tied"] and told["wrong"] == []
+
+
+def test_a_model_that_cannot_be_cut_is_an_error_with_a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("Mixtral")
+    config.output_router_logits = True
+    assert main([str(directory(tmp_path, config))]) == 2
+    assert "PP-E528" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("T5", "has an encoder"), ("Bert", "no causal language model"), ("Llava", "several modalities")]
+)
+def test_what_is_no_language_model_alone_is_refused(tmp_path: Path, kind: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_own_config(directory(tmp_path, getattr(transformers, f"{kind}Config")()))
+    assert [problem.code for problem in caught.value.problems] == ["PP-E527"]
+
+
+def test_without_transformers_there_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = directory(tmp_path, config_of("Llama"))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"ppctl\[transformers\]") as caught:
+        read_own_config(where)
+    assert [problem.code for problem in caught.value.problems] == ["PP-E526"]
