@@ -349,8 +349,10 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
     keep: int = key(2, not_negative())
     """How many checkpoints stay; 0 keeps all."""
+    keep_every: int = key(0, not_negative())
+    """Checkpoints of every so many steps stay besides; 0 for none."""
     resume: str | None = key(None, NOT_EMPTY, known_as="--load", verbatim=True)
-    """A checkpoint directory (or a run) to start from."""
+    """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
 
 
 @dataclass(kw_only=True, slots=True)
