@@ -1,14 +1,19 @@
 """One process: what a checkpoint keeps, what it refuses, what it leaves behind."""
 
 import os
+import random
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from ppctl import checkpoint
+from ppctl import checkpoint, checkpoint_folder
 from ppctl.checkpoint import (
     CheckpointReader,
     Shard,
@@ -53,9 +58,9 @@ def blank(value=1.0):
     return {name: torch.full_like(tensor, -1.0) for name, tensor in tensors(value).items()}
 
 
-def write(directory, step, value=None, *, keep=0):
+def write(directory, step, value=None, **settings):
     value = float(step) if value is None else value
-    return save(directory, step, tensors(value), {**STATE, "step": step}, keep=keep)
+    return save(directory, step, tensors(value), {**STATE, "step": step}, **{"keep": 0, **settings})
 
 
 def assert_holds(path, value):
@@ -295,6 +300,65 @@ def test_keep_deletes_the_oldest(tmp_path, keep, left):
         write(tmp_path, step, keep=keep)
     assert set(names(tmp_path)) == {"latest"} | {f"step-{step}" for step in left}
     assert_holds(latest(tmp_path), 10.0)
+
+
+def test_every_so_many_steps_a_checkpoint_stays_besides(tmp_path):
+    for step in range(1, 8):
+        write(tmp_path, step, keep=2, keep_every=3)
+    assert set(names(tmp_path)) == {"latest", "step-3", "step-6", "step-7"}
+
+
+def save_in_child(directory, step):
+    """A process that saves `step`, without the tests' handlers."""
+    child = os.fork()
+    if child == 0:
+        try:
+            save(directory, step, {f"w{n}": torch.full((1 << 16,), float(step)) for n in range(32)}, {}, keep=2)
+        finally:
+            os._exit(0)
+    return child
+
+
+def test_a_kill_at_random_moments_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    """Ten of them between the begin of a save and its end."""
+    began = time.monotonic()
+    os.waitpid(save_in_child(tmp_path, 1), 0)
+    whole, draw = time.monotonic() - began, random.Random(16)
+    last, killed = 1, 0
+    for step in range(2, 12):
+        child = save_in_child(tmp_path, step)
+        time.sleep(draw.uniform(0, whole))
+        os.kill(child, signal.SIGKILL)
+        killed += os.waitpid(child, 0)[1] == signal.SIGKILL
+        found = latest(tmp_path)
+        assert found.name in (f"step-{last}", f"step-{step}")
+        last, reader = verify(found).step, CheckpointReader(found, read_manifest(found))
+        assert all(reader.tensor(f"w{n}").eq(last).all() for n in range(32))
+        checkpoint_folder.sweep(tmp_path)
+        assert not [name for name in names(tmp_path) if name.endswith((".tmp", ".old"))]
+    assert killed > 1, "hardly any save was killed"
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from ppctl.checkpoint import CheckpointReader, read_manifest
+def memory(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
+reader = CheckpointReader(Path(sys.argv[1]), read_manifest(Path(sys.argv[1])))
+held = torch.ones(4096, 8192)  # 128 MiB: half of every row
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+before = memory("VmRSS")
+reader.fill("w", (0, 8192), held)
+print(memory("VmHWM") - before, held.nbytes, held.eq(3).all().item())
+"""
+
+
+def test_a_load_needs_little_more_memory_than_what_it_fills(tmp_path):
+    path = save(tmp_path, 1, {"w": torch.full((4096, 16384), 3.0)}, {}, keep=0)
+    command = [sys.executable, "-c", PEAK, str(path)]
+    extra, held, right = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert right == "True" and int(extra) <= 0.2 * int(held)
 
 
 def test_a_run_that_was_set_back_keeps_its_own_newest_and_replaces_what_it_reaches(tmp_path):
