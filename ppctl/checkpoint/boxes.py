@@ -6,6 +6,7 @@ Knows shapes and offsets. Must not know values, names or files. Standard library
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -80,8 +81,14 @@ def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
 
 def tiling_fault(shape: Shape, boxes: Iterable[Box]) -> str:
     """Why the boxes do not make up a tensor of this shape, each element once; empty if they do."""
+    return _tiling_fault(shape, tuple(sorted(boxes)))
+
+
+@lru_cache(maxsize=1024)
+def _tiling_fault(shape: Shape, boxes: tuple[Box, ...]) -> str:
+    """The same of sorted boxes. The layers of a model, and their moments, are all divided in a few ways."""
     count, open_boxes = 0, list[Box]()
-    for box in sorted(boxes):
+    for box in boxes:
         if any(end > extent for end, extent in zip(box.end, shape, strict=True)) or min((0, *box.offset)) < 0:
             return f"{_text(box)} is outside of {list(shape)}"
         if shape:  # those that end before this one begins on dim 0 cannot overlap it, nor any that follows
