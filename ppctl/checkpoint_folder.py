@@ -28,6 +28,9 @@ MANIFEST = "manifest.json"
 """The file of a checkpoint that is written last and deleted first: without it, the checkpoint is not complete."""
 STATE = "state.json"
 
+AUTO = "auto"
+"""The value of `checkpoint.resume` with which a start goes on from the newest checkpoint that is not damaged."""
+
 _OLD, _TEMPORARY = ".old", ".tmp"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _KEPT = re.compile(rf"{_STEP.pattern}(?:\{_OLD})?")
@@ -85,6 +88,24 @@ def find(directory: Path) -> Found | None:
         newest = max(kept, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
         which = "newest complete checkpoint" if is_complete(newest) else "newest (none is complete)"
     return Found(newest, f"{fault}; using {newest.name}, the {which} there")
+
+
+def candidates(resume: str | None, directory: Path) -> list[Found]:
+    """The checkpoints that a start with `checkpoint.resume=resume` tries one after the other; none for a new run.
+
+    One, unless `resume` is AUTO: then the one that `find` finds, and after it all earlier complete ones, newest first.
+    Raises CheckpointError (PP-E505) where the directory cannot be read.
+    """
+    if resume is None:
+        return []
+    if resume != AUTO:  # a `step-N.old` of the config may have its name back
+        return [Found(at(Path(resume)) or Path(resume))]
+    first = find(directory)
+    if first is None:
+        return []
+    with _os_errors_as_problems(directory):
+        earlier = [path for path in complete(directory) if step_of(path) < step_of(first.path)]
+    return [first, *map(Found, reversed(earlier))]
 
 
 def at(path: Path) -> Path | None:
@@ -223,14 +244,16 @@ def publish(directory: Path, step: int) -> Path:
     return path
 
 
-def retain(directory: Path, step: int, keep: int) -> None:
-    """Delete all but the last `keep` complete checkpoints up to `step` (0 keeps all).
+def retain(directory: Path, step: int, keep: int, keep_every: int = 0) -> None:
+    """Delete all but the last `keep` complete checkpoints up to `step` (0 keeps all), and every `keep_every`-th step's.
 
     Later ones are there if the run was resumed from an earlier step; they stay until it reaches them. Each is renamed
     first, so that a half-deleted checkpoint is never read. What cannot be deleted now is tried again at the next save.
     """
     past = [path for path in complete(directory) if step_of(path) <= step]
     for path in past[:-keep] if keep else []:
+        if keep_every and step_of(path) % keep_every == 0:
+            continue
         discard(path.rename(temporary_path(directory, step_of(path))))
 
 

@@ -140,14 +140,6 @@ class RankGrid:
         first = rank - sum(rank // stride % size * stride for stride, size in steps)
         return tuple(first + offset for offset in self._offsets(steps))
 
-    def has_first_copy(self, rank: int) -> bool:
-        """Whether `rank` is the first in one of the views: of the ranks with a parameter, one or more are so.
-
-        Experts that are spread over ranks are not all on the first data-parallel rank.
-        """
-        dense = self.coordinates(rank)
-        return self.coordinates(rank, "expert")["edp"] == 0 or dense["cp"] == dense["dp"] == 0
-
     @staticmethod
     def _offsets(steps: Sequence[tuple[int, int]]) -> list[int]:
         """Distances of a group's ranks from its first one."""

@@ -1,24 +1,43 @@
-"""Checkpoints by canonical global name: atomic, verified, and readable in any cut of the pipeline."""
+"""Checkpoints by canonical global name: atomic, verified, and readable in any cut of the model."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ppctl.checkpoint.manifest import read_state, verify
-from ppctl.checkpoint.replicas import Tensors
-
 if TYPE_CHECKING:
-    from ppctl.checkpoint.reading import load
-    from ppctl.checkpoint.writing import save
+    from ppctl.checkpoint.manifest import read_manifest, read_state, verify
+    from ppctl.checkpoint.reading import CheckpointReader, load
+    from ppctl.checkpoint.shards import Shard, whole_shards
+    from ppctl.checkpoint.writing import Saver, save
 
-_LATER = {"load": "ppctl.checkpoint.reading", "save": "ppctl.checkpoint.writing"}
-"""What needs torch's checkpoint library, which takes nearly as long to import as torch: no first step waits for it."""
+_HOME_OF = {
+    "CheckpointReader": "reading",
+    "Saver": "writing",
+    "Shard": "shards",
+    "load": "reading",
+    "read_manifest": "manifest",
+    "read_state": "manifest",
+    "save": "writing",
+    "verify": "manifest",
+    "whole_shards": "shards",
+}
+"""The files in which the names live; those of the manifest need no torch."""
 
-__all__ = ["Tensors", "load", "read_state", "save", "verify"]
+__all__ = [
+    "CheckpointReader",
+    "Saver",
+    "Shard",
+    "load",
+    "read_manifest",
+    "read_state",
+    "save",
+    "verify",
+    "whole_shards",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+    return getattr(import_module(f"ppctl.checkpoint.{_HOME_OF[name]}"), name)

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint must contain, byte for byte, and the proof that it does.
+"""The manifest: which bytes of which file are which part of which tensor, and the digests that prove it.
 
-Knows the files of one checkpoint directory and their digests. Must not know ranks, models or how tensors are stored.
-Standard library only: a checkpoint can be verified where torch is not installed.
+Knows the files of one checkpoint directory, in the format of `docs/checkpoint.md` and, for reading, in format 1 before
+it. Must not know ranks, models or torch: a checkpoint can be verified where torch is not installed.
 """
 
 from __future__ import annotations
@@ -10,35 +10,76 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_128
+
 from ppctl import checkpoint_folder
+from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
 
-FORMAT = 1
+FORMAT = 2
+OLDEST = 1
+"""torch's distributed checkpoint with a SHA-256 of each file and tensor, written until 2026-11."""
+
+CHUNK = 16 * 2**20
+"""Bytes of a shard under one digest; the last chunk of a shard is shorter. Divides by the size of every dtype."""
+
+DIGEST = "xxh3-128"
+
+Chunk = tuple[int, int, str]
+"""(begin, end, digest): bytes begin to end of a file."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_SEAL = b',\n "seal": "'
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Size and SHA-256 of one file."""
+    """One file: its size, and the digest of its first `header` bytes, which no tensor's chunks cover."""
 
     bytes: int
-    sha256: str
+    header: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecord:
+    """Where one part of a tensor is: `bytes` [begin, end] of `file`, little-endian and row-major."""
+
+    file: str
+    bytes: tuple[int, int]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    digests: tuple[str, ...]
+    """One of each chunk."""
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the tensor these are."""
+        return Box(self.offset, self.shape)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The chunks, in the order of the file."""
+        begin, end = self.bytes
+        for number, digest in enumerate(self.digests):
+            first = begin + number * CHUNK
+            yield first, min(first + CHUNK, end), digest
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Shape, dtype name and SHA-256 of the values of one tensor (little-endian, row-major)."""
+    """The whole tensor's shape, its dtype by torch's name, and the parts that together are it."""
 
     shape: tuple[int, ...]
     dtype: str
-    sha256: str
+    shards: tuple[ShardRecord, ...] = ()
+    sha256: str = ""
+    """Of all values; in format 1, which has no shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,69 +89,152 @@ class Manifest:
     step: int
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
+    format: int = FORMAT
 
     def to_text(self) -> str:
-        """The manifest as JSON."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        """The manifest as JSON, a line for each file and tensor. Its last entry is the SHA-256 of all before it."""
+        head = {"format": FORMAT, "step": self.step, "digest": DIGEST, "chunk": CHUNK}
+        files = {name: asdict(record) for name, record in self.files.items()}
+        tensors = {
+            name: {"shape": record.shape, "dtype": record.dtype, "shards": [asdict(shard) for shard in record.shards]}
+            for name, record in self.tensors.items()
+        }
+        entries = [f"{_json(key)}: {_json(value)}" for key, value in head.items()]
+        entries += [f'"{key}": {{{_lines(found)}}}' for key, found in (("files", files), ("tensors", tensors))]
+        body = "{\n " + ",\n ".join(entries)
+        return f'{body}{_SEAL.decode()}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
     @staticmethod
-    def from_mapping(value: Mapping[str, Any]) -> Manifest:
-        """The inverse of `to_text` after JSON; raises KeyError, TypeError or AttributeError for anything else."""
+    def from_text(text: bytes) -> Manifest:
+        """The inverse of `to_text`; also of format 1.
+
+        Raises ValueError, KeyError, TypeError or AttributeError for what is none, `OtherFormat` for a later one.
+        """
+        value = json.loads(text)
+        version = value["format"]
+        if version == 1:
+            return _format_1(value)
+        if version != FORMAT:
+            raise OtherFormat(version)
+        body, _, rest = text.rpartition(_SEAL)
+        if hashlib.sha256(body).hexdigest().encode() != rest[:64]:
+            raise ValueError("its seal, the SHA-256 at its end, is not that of the rest")
+        if (value["digest"], value["chunk"]) != (DIGEST, CHUNK):
+            raise OtherFormat(f"{version} with {value['digest']} of every {value['chunk']} bytes")
         files = {name: FileRecord(**record) for name, record in value["files"].items()}
         tensors = {
-            name: TensorRecord(tuple(record["shape"]), record["dtype"], record["sha256"])
+            name: TensorRecord(tuple(record["shape"]), record["dtype"], tuple(map(_shard, record["shards"])))
             for name, record in value["tensors"].items()
         }
         return Manifest(int(value["step"]), files, tensors)
 
 
-def record_file(path: Path) -> FileRecord:
-    """Size and digest of a file as it is now."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileRecord(stream.tell(), digest)
+class OtherFormat(Exception):
+    """A manifest of another version of ppctl."""
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`; CheckpointError if it is missing, damaged or in another format."""
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _lines(found: Mapping[str, object]) -> str:
+    lines = ",\n  ".join(f"{_json(name)}: {_json(record)}" for name, record in sorted(found.items()))
+    return f"\n  {lines}\n " if lines else ""
+
+
+def _shard(record: Mapping[str, Any]) -> ShardRecord:
+    begin, end = record["bytes"]
+    offset, shape = tuple(record["offset"]), tuple(record["shape"])
+    return ShardRecord(record["file"], (begin, end), offset, shape, tuple(record["digests"]))
+
+
+def _format_1(value: Mapping[str, Any]) -> Manifest:
+    files = {name: FileRecord(each["bytes"], each["bytes"], each["sha256"]) for name, each in value["files"].items()}
+    tensors = {
+        name: TensorRecord(tuple(each["shape"]), each["dtype"], (), each["sha256"])
+        for name, each in value["tensors"].items()
+    }
+    return Manifest(int(value["step"]), files, tensors, format=1)
+
+
+def digests_of(data: memoryview) -> tuple[str, ...]:
+    """The digest of each chunk of a shard's bytes; of an empty shard, none."""
+    return tuple(xxh3_128(data[begin : begin + CHUNK]).hexdigest() for begin in range(0, len(data), CHUNK))
+
+
+def record_whole(data: bytes) -> FileRecord:
+    """The record of a file that holds no tensors."""
+    return FileRecord(len(data), len(data), xxh3_128(data).hexdigest())
+
+
+def read_text(path: Path) -> bytes:
+    """The bytes of the manifest of the checkpoint at `path`; CheckpointError if there is none."""
     try:
-        value = json.loads((path / MANIFEST).read_bytes())
-        version = value["format"]
-        if version == FORMAT:
-            return Manifest.from_mapping(value)
+        return (path / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         message = f"there is no checkpoint at {path}" if not path.exists() else f"{path} is not a checkpoint"
         place = f"{path / MANIFEST} is missing"
         raise CheckpointError(Problem("PP-E501", message, _another(path), place)) from None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`; CheckpointError if it is missing, damaged or of a later format."""
+    text = read_text(path)
+    try:
+        return Manifest.from_text(text)
+    except OtherFormat as other:
+        message = f"the checkpoint at {path} has format {other}, this ppctl reads formats {OLDEST} to {FORMAT}"
+        raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it")) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(_damaged(path, f"{MANIFEST} cannot be read ({type(error).__name__}: {error})")) from None
-    message = f"the checkpoint at {path} has format {version}, this ppctl reads format {FORMAT}"
-    raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it"))
+        fault = f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        raise CheckpointError(damaged(path, fault)) from None
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """The `state` that was saved with the checkpoint at `path`, after checking its digest."""
-    check_files(path, read_manifest(path), [STATE])
+    return checked_state(path, read_manifest(path))
+
+
+def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """The same where the manifest has been read."""
+    check_files(path, manifest, [STATE])
     state: dict[str, Any] = json.loads((path / STATE).read_bytes())
     return state
 
 
 def verify(path: Path) -> Manifest:
-    """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged."""
+    """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged, and for
+    values also the tensor and the bytes."""
     manifest = read_manifest(path)
-    check_files(path, manifest, manifest.files)
+    faults = {name: fault for name in manifest.files if (fault := _fault(path, name, manifest))}
+    problems = [damaged(path, fault) for fault in faults.values()]
+    shards = [
+        (shard.file, shard.bytes, name, shard)
+        for name, record in manifest.tensors.items()
+        for shard in record.shards
+        if shard.file not in faults
+    ]
+    for file, _, name, shard in sorted(shards, key=lambda each: each[:3]):
+        with open(path / file, "rb") as stream:
+            for begin, end, digest in shard.chunks():
+                stream.seek(begin)
+                if xxh3_128(stream.read(end - begin)).hexdigest() != digest:
+                    problems.append(damaged(path, changed(file, begin, end, name)))
+    if problems:
+        raise CheckpointError(problems)
     return manifest
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare some of the checkpoint's files with their records; CheckpointError names all that differ."""
-    problems = [_damaged(path, fault) for name in names if (fault := _fault(path / name, name, manifest))]
+    """Compare size and header of some files with their records (in format 1 all of them): CheckpointError names those
+    that differ."""
+    problems = [damaged(path, fault) for name in names if (fault := _fault(path, name, manifest))]
     if problems:
         raise CheckpointError(problems)
 
 
-def _fault(file: Path, name: str, manifest: Manifest) -> str:
-    expected = manifest.files.get(name)
+def _fault(path: Path, name: str, manifest: Manifest) -> str:
+    expected, file = manifest.files.get(name), path / name
     if expected is None:
         return f"{name} is not in its {MANIFEST}"
     if not file.is_file():
@@ -118,10 +242,22 @@ def _fault(file: Path, name: str, manifest: Manifest) -> str:
     size = file.stat().st_size
     if size != expected.bytes:
         return f"{name} has {size} bytes instead of {expected.bytes}"
-    return "" if record_file(file) == expected else f"{name} has changed since it was written (its SHA-256 differs)"
+    with open(file, "rb") as stream:
+        if manifest.format == 1:
+            same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
+            return "" if same else f"{name} has changed since it was written (its SHA-256 differs)"
+        same = xxh3_128(stream.read(expected.header)).hexdigest() == expected.digest
+    what = "" if expected.header == expected.bytes else f": bytes 0 to {expected.header}, its header"
+    return "" if same else f"{name} has changed since it was written{what} (their {DIGEST} differs)"
 
 
-def _damaged(path: Path, fault: str) -> Problem:
+def changed(file: str, begin: int, end: int, tensor: str) -> str:
+    """The fault of a chunk whose digest differs."""
+    return f"{file} has changed since it was written: bytes {begin} to {end}, of {tensor} (their {DIGEST} differs)"
+
+
+def damaged(path: Path, fault: str) -> Problem:
+    """The problem of a checkpoint that is not what was written."""
     return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", _another(path))
 
 

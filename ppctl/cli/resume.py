@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint_folder import step_of
+from ppctl.checkpoint_folder import AUTO, step_of
 from ppctl.cli import train
 from ppctl.cli.console import note
 from ppctl.cli.plan import plan_of
@@ -60,7 +60,8 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     changes = differences(_values(before), _values(composed.config))
     train.refuse([*problems, *displaced(changes), *([] if args.allow else forbidden(changes, before, args))])
     assert plan is not None  # there were no problems
-    source = composed.config.checkpoint.resume if "checkpoint.resume" in changes else run.path
+    named = composed.config.checkpoint.resume
+    source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     checkpoint = find_checkpoint(str(source), Path(args.dir))
     _refuse_finished(run, composed, checkpoint, args)
     for line in (*composed.notes, f"going on with {run.path} from {checkpoint.name}"):

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppctl.checkpoint_folder import step_of
+from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
@@ -171,7 +171,7 @@ def with_paths(config: RunConfig) -> RunConfig:
     """`config` with the paths of the checkpoint or weights that it begins from. Raises PpctlError if there are none."""
     if config.checkpoint.load is not None and config.checkpoint.resume is None:
         config = _with_loaded(config, config.checkpoint.load)
-    elif config.checkpoint.resume is not None:
+    elif config.checkpoint.resume not in (None, AUTO):
         found = find_checkpoint(config.checkpoint.resume, Path(config.log.dir))
         config = with_value(config, "checkpoint", resume=str(found))
     if config.model.from_ is not None:
@@ -222,7 +222,8 @@ def run_to_end(
         become_worker(started, "--publish", str(run.path), *["--json"] * as_json, environment=config.launch.env)
     if sys.stdout.isatty():  # rank 0 prints into a pipe and cannot see the terminal's width
         os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
-    limits, first_step = Limits.of(config.launch), step_of(config.checkpoint.resume)
+    tried = candidates(config.checkpoint.resume, run.checkpoints)
+    limits, first_step = Limits.of(config.launch), step_of(tried[0].path if tried else None)
     job = LocalJob(run, launch.plan.sizes.world, config.launch.env, limits=limits, first_step=first_step)
     outcome = supervise(job, out)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():

@@ -356,8 +356,10 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end and on a signal only."""
     keep: int = key(2, not_negative())
     """How many checkpoints stay; 0 keeps all."""
+    keep_every: int = key(0, not_negative())
+    """Checkpoints of every so many steps stay besides; 0 for none."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
-    """A checkpoint directory (or a run) to start from."""
+    """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
     load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)
     """Like resume, and the run begins where there is no checkpoint yet; also a directory of runs, of which the newest
     with a checkpoint counts: with log.dir set to it, the same command begins and goes on."""

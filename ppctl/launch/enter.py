@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppctl import run_starts
+from ppctl.checkpoint_folder import AUTO
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.heartbeat import host_name
 from ppctl.launch.run_directory import with_value
@@ -67,7 +68,7 @@ def go_on(run: RunDir) -> None:
     run_starts.begin_start(run, run_starts.slurm_start() or "")
     run_starts.sweep(run)
     last, config = last_checkpoint(run), run.read_config()
-    if last is not None and config.checkpoint.resume != str(last):
+    if last is not None and config.checkpoint.resume not in (AUTO, str(last)):
         run.write_config(with_value(config, "checkpoint", resume=str(last)))
     run.write_status("starting", job=os.environ.get("SLURM_JOB_ID"))
 

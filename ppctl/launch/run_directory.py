@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ppctl
+from ppctl.checkpoint_folder import AUTO
 from ppctl.config.schema import RunConfig
 from ppctl.heartbeat import host_name
 from ppctl.launch.environment import Started
@@ -62,7 +63,9 @@ def new_run(launch: Launch, started: Started) -> RunDir:
 
 def go_on(run: RunDir, launch: Launch, checkpoint: Path | None) -> RunDir:
     """Set `run` to go on from `checkpoint` as `launch` says; its earlier files are kept under numbered names."""
-    resume = launch.config.checkpoint.resume if checkpoint is None else str(checkpoint)
+    resume = launch.config.checkpoint.resume
+    if checkpoint is not None and resume != AUTO:
+        resume = str(checkpoint)
     set_aside(run)
     _fill(run, replace(launch, config=with_value(launch.config, "checkpoint", resume=resume)))
     return run

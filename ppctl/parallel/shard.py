@@ -51,6 +51,12 @@ def part_of(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows[group.rank()].clone()
 
 
+def run_of(tensor: Tensor, group: dist.ProcessGroup) -> range:
+    """The elements of the flat tensor that are this rank's part, without padding."""
+    wide, count = width(tensor, group.size()), tensor.numel()
+    return range(min(group.rank() * wide, count), min((group.rank() + 1) * wide, count))
+
+
 def scatter_sums(
     tensors: Iterable[Tensor],
     widths: Sequence[int],

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
-from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.streaming import save_streamed
 from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem

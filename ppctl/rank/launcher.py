@@ -45,7 +45,8 @@ class ExternalLauncher(PpctlLauncher):
 
     def make_watch(self, shared: SharedRun, limits: Limits) -> NodeWatch | None:
         """What has to watch the job on every node."""
-        return NodeWatch(shared.run, shared.plan, limits, checkpoint_folder.step_of(shared.config.checkpoint.resume))
+        tried = checkpoint_folder.candidates(shared.config.checkpoint.resume, shared.run.checkpoints)
+        return NodeWatch(shared.run, shared.plan, limits, checkpoint_folder.step_of(tried[0].path if tried else None))
 
     def begin(self, run: RunDir, listener: Listener, heartbeat: HeartbeatFile) -> None:
         """Write that the run goes on, and, when Ctrl-C ends it, that it was interrupted."""

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -171,7 +172,7 @@ def _run(
     outcome = train(
         session,
         run.checkpoints,
-        resume=_checkpoint(config.checkpoint.resume),
+        resume=partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints),
         write=metrics_writer(shared, at_end) if leads else None,
         stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
         enter=enter,
@@ -231,11 +232,6 @@ def _join(
 
 def _time_left(exit_after: str | None) -> TimeLeft:
     return TimeLeft(None if exit_after is None else time.time() - process_age() + seconds(exit_after), job_end())
-
-
-def _checkpoint(resume: str | None) -> Path | None:
-    """The checkpoint to go on from, where it is now: a `step-N.old` of the config may have its name back."""
-    return None if resume is None else checkpoint_folder.at(Path(resume)) or Path(resume)
 
 
 def _disconnect(session: Session) -> None:

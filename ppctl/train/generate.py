@@ -82,7 +82,7 @@ class Generator:
 
     def _at_position(self, logits: torch.Tensor) -> torch.Tensor:
         """Of logits [s, words] those of the last token that was seen, on every rank that shares the sequence."""
-        place = self.session.slices.parts.cp
+        place = self.session.parts.cp
         if place.size == 1:
             return logits[self.position]
         positions = own_positions(Halves(place.rank, place.size, self.window.shape[1]), logits.device)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ppctl.checkpoint_folder import Found
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
+from ppctl.train.snapshot import load_first, save_checkpoint, start_from
 from ppctl.train.step import Trainer
 
 
@@ -38,20 +39,25 @@ def train(
     session: Session,
     checkpoints: Path,
     *,
-    resume: Path | None,
+    resume: Callable[[], list[Found]],
     write: Writer | None,
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
+    say: Callable[[str], None] = print,
 ) -> TrainingEnd:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
+    Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
+
     Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter(state, step)` is
-    called when `training`, `evaluating` or `saving` begins.
+    called when `training`, `evaluating` or `saving` begins; `say` takes lines for the user (rank 0 only).
     """
     config = session.config
     first, consumed, sample_order = 0, 0, SAMPLE_ORDER
-    if resume is not None:
-        state = load_checkpoint(session, resume)
+    found = load_first(session, resume, say)
+    saved = None if found is None else found.path
+    if found is not None:
+        state = found.state
         first, consumed, sample_order = state["step"], state["consumed_samples"], state["sample_order"]
     elif config.model.from_ is not None:
         start_from(session, Path(config.model.from_))
@@ -64,7 +70,7 @@ def train(
         return consumed + (done - first) * config.train.global_batch_size
 
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
-    saved, loss, eval_loss = resume, None, None
+    loss, eval_loss = None, None
     for step in range(first, config.train.steps):
         enter("training", step)
         result = trainer.step(step)

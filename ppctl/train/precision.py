@@ -45,16 +45,9 @@ class Weights:
         for parameter in (*self.model.values(), *self.master.values()):
             parameter.grad = None
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of `tensor`, a master or a moment of one: the tensor itself."""
-        return tensor
-
-    @torch.no_grad()
-    @torch.no_grad()
-    def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:
-        """Take from `whole` what `tensor` holds of it, after loading; mostly they are one tensor."""
-        if tensor is not whole:
-            tensor.copy_(whole)
+    def run(self, name: str) -> range:
+        """Which elements of the rank's parameter, read flat, its master and the master's moments are."""
+        return range(self.model[name].numel())
 
     def gradients(self) -> dict[str, Tensor]:
         """The accumulated gradients by canonical name, without the parameters that received none."""

@@ -112,7 +112,7 @@ def copies(session: Session) -> Iterator[Copy]:
 
 def _part(session: Session, row: Parameter) -> int:
     """Which part of a parameter this rank's model has."""
-    part, parts = 0, session.slices.parts
+    part, parts = 0, session.parts
     for axis in parts.splits(row):
         part = part * parts.on(axis).size + parts.on(axis).rank
     return part

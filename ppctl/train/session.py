@@ -41,7 +41,6 @@ from ppctl.model.stage_model import StageModel
 from ppctl.parallel.context import context_attention
 from ppctl.parallel.dispatch import ExpertExchange
 from ppctl.parallel.replicate import GradientReducer
-from ppctl.parallel.slices import Slices
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
@@ -104,8 +103,8 @@ class Session:
     recompute: Mapping[int, Switch]
     rows: Mapping[str, Parameter]
     """What each parameter and buffer of these stages is, by canonical name."""
-    slices: Slices
-    """What of its parameters tensor parallelism leaves to this rank."""
+    parts: WhichParts
+    """What of its parameters the axes that split them leave to this rank."""
     weights: Weights
     optimizer: AdamW
     loss_scale: LossScale | None
@@ -240,7 +239,7 @@ def build_session(
         stages=stages,
         recompute=_recompute(config, own.stages, stages, device),
         rows=rows,
-        slices=Slices(own_parts, groups),
+        parts=own_parts,
         weights=weights,
         optimizer=AdamW(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ppctl.parallel.replicate import buckets
-from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, scatter_sums, start_gather
+from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, run_of, scatter_sums, start_gather
 from ppctl.topology import BUCKET_ELEMENTS
 from ppctl.train.precision import Weights, add_wide
 from ppctl.wide_dtype import wide_dtype
@@ -52,20 +52,9 @@ class ShardedWeights(Weights):
         self.sums.clear()
         super().clear_gradients()
 
-    @torch.no_grad()
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of which `tensor` (the master of `name`, or a moment) is a part. A collective."""
-        if not tensor.dim():
-            return tensor
-        made = torch.empty(self.model[name].shape, dtype=tensor.dtype, device=tensor.device)
-        gather_into([made], [tensor.detach()], self.group_of(name))
-        return made
-
-    @torch.no_grad()
-    def keep(self, name: str, tensor: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of `whole` into `tensor`."""
-        if tensor is not whole:
-            tensor.copy_(part_of(whole, self.group_of(name)))
+    def run(self, name: str) -> range:
+        """Which elements of the rank's parameter, read flat, its part is; the padding behind the last one not."""
+        return run_of(self.model[name], self.group_of(name))
 
     def take_sum(self, name: str) -> Tensor:
         """The gradient summed so far, zeros where there is none, which is forgotten here."""

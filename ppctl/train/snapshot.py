@@ -6,8 +6,8 @@ Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,59 +15,80 @@ import torch
 from torch import Tensor
 
 from ppctl import checkpoint
-from ppctl.checkpoint import read_state
-from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.replicas import copies
+from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.boxes import Box, boxes_of_run
+from ppctl.checkpoint.manifest import read_manifest, read_state
+from ppctl.checkpoint.reading import CheckpointReader, fill
+from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.keys import as_typed
-from ppctl.config.schema import ModelConfig
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.families.directory import CONFIG, open_directory
-from ppctl.model.stage_model import pieces
+from ppctl.geometry.canonical_names import expert_name
 from ppctl.pretrained.companion_files import tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
-from ppctl.topology import RankGrid
 from ppctl.train.session import Session
 
 
-class Shard(NamedTuple):
-    """A tensor as this rank holds it, and the whole tensor of a checkpoint."""
+def session_shards(session: Session) -> list[Shard]:
+    """`model.<name>` (master) and `optim.<name>.<key>`: what this rank holds of each, all uses of a shared one.
+
+    A stack of experts is taken apart into single ones; its count of optimizer steps is one number for the stack. A
+    master that is a run of its parameter read flat is several boxes. All are views of what is trained.
+    """
+    shards: list[Shard] = []
+    for name, master in session.weights.master.items():
+        places = list(_places(session, name))
+        for key, tensor in {"": master.detach(), **session.optimizer.state[name]}.items():
+            prefix, suffix = ("optim", f".{key}") if key else ("model", "")
+            if tensor.dim():
+                shards += [place.shard(prefix, suffix, tensor) for place in places]
+            else:
+                owner = session.rows[name].copy_of or name
+                shards.append(Shard(f"{prefix}.{owner}{suffix}", (), (), tensor))
+    for stage in session.stages.values():
+        shards += whole_shards({f"model.{name}": buffer for name, buffer in stage.canonical_buffers().items()})
+    return shards
+
+
+class _Place(NamedTuple):
+    """A box of a tensor of the model, and where it is in what a rank holds."""
 
     name: str
-    own: Tensor
-    whole: Tensor
+    whole: tuple[int, ...]
+    box: Box
+    parameter: tuple[int, ...]
+    """The shape of the rank's parameter."""
+    local: tuple[int | slice, ...]
+    """Where the box is in that."""
+    start: int
+    """Its first element in the rank's master read flat."""
+
+    def shard(self, prefix: str, suffix: str, own: Tensor) -> Shard:
+        """The box of a master or moment of which the rank holds `own`."""
+        if own.shape == self.parameter:
+            part = own[self.local]
+        else:
+            part = own[self.start : self.start + self.box.size].view(self.box.shape)
+        return Shard(f"{prefix}.{self.name}{suffix}", self.whole, self.box.offset, part)
 
 
-def named_tensors(session: Session, shards: list[Shard] | None = None) -> dict[str, Sequence[Tensor]]:
-    """`model.<name>` (master) and `optim.<name>.<key>` of what this rank holds, all uses of a shared one.
-
-    A stack of experts is taken apart into single ones; its count of optimizer steps is one number for the stack. What
-    this rank holds a part of is made whole, in a copy: `shards` takes both. A collective where there are such parts.
-    """
-    tensors: dict[str, list[Tensor]] = {}
-    experts = next((stage.experts for stage in session.stages.values()), range(0))
-
-    def add(prefix: str, name: str, tensor: Tensor, suffix: str = "") -> None:
-        row = session.rows[name]
-        named = pieces(name, tensor, row, experts) if tensor.dim() else [(row.copy_of or name, tensor)]
-        for piece, part in named:
-            tensors.setdefault(f"{prefix}.{piece}{suffix}", []).append(part)
-
-    for name, parameter in session.weights.master.items():
-        held_here = {"": parameter.detach()} | {
-            f".{key}": tensor for key, tensor in session.optimizer.state[name].items()
-        }
-        for suffix, own in held_here.items():
-            whole = session.slices.whole(session.rows[name], session.weights.whole(name, own))
-            if whole is not own:
-                whole = whole.cpu()  # a copy: a device has no room for those of all
-            add("optim" if suffix else "model", name, whole, suffix)
-            if shards is not None:
-                shards.append(Shard(name, own, whole))
-    for stage in session.stages.values():
-        for name, buffer in stage.canonical_buffers().items():
-            add("model", name, buffer)
-    return dict(tensors)
+def _places(session: Session, name: str) -> Iterator[_Place]:
+    """What this rank's master of a parameter is, as boxes of tensors that checkpoints know."""
+    row, shape = session.rows[name], tuple(session.weights.model[name].shape)
+    origin = tuple(run.start for run in session.parts.runs(row))
+    run, start = session.weights.run(name), 0
+    for box in boxes_of_run(shape, run.start, run.stop):
+        local, placed = box.within((0,) * len(shape)), box.moved(origin)
+        if not row.experts:
+            yield _Place(row.copy_of or name, row.shape, placed, shape, local, start)
+            start += box.size
+            continue
+        one = Box(placed.offset[1:], placed.shape[1:])
+        for number in range(box.offset[0], box.end[0]):
+            yield _Place(expert_name(name, origin[0] + number), row.shape, one, shape, (number, *local[1:]), start)
+            start += one.size
 
 
 def save_checkpoint(
@@ -93,10 +114,11 @@ def save_checkpoint(
         "model": asdict(session.config.model),
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
-    tensors, keep = named_tensors(session), session.config.checkpoint.keep
-    writer = RankGrid(session.plan.sizes).has_first_copy(session.own.rank)
+    config = session.config.checkpoint
     try:
-        return checkpoint.save(directory, step, tensors, state, writer=writer, keep=keep)
+        return checkpoint.save(
+            directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
+        )
     except CheckpointError as error:  # the existing checkpoints are good: it is training that failed
         raise TrainingError(error.problems) from error
 
@@ -107,34 +129,61 @@ def start_from(session: Session, path: Path) -> None:
     Values are cast to the masters' dtype; the optimizer's state stays. Raises CheckpointError as the sources do.
     Whether they fit the model was looked at before the first rank started.
     """
-    with torch.no_grad(), _filling(session) as tensors:
-        read = _source(path, session.config.model)
-        for name, value in tensors.items():
-            if name.startswith("model."):
-                tensor = read(name)
-                for each in copies(value):
-                    each.copy_(tensor)
-
-
-def _source(path: Path, model: ModelConfig) -> Callable[[str], Tensor]:
-    """What reads a tensor by its name in checkpoints, `model.<canonical name>`."""
+    shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
-        from ppctl.checkpoint.streaming import CheckpointReader  # it loads torch's checkpoint library
-
-        return CheckpointReader(path, read_manifest(path)).tensor
-    reader = Reader(open_directory(path, model=model))
-    reader.check_copies()
-    return lambda name: reader.tensor(name.removeprefix("model."))
-
-
-@contextmanager
-def _filling(session: Session) -> Iterator[dict[str, Sequence[Tensor]]]:
-    """The session's tensors, to be filled; afterwards every rank has its part, and the model its weights."""
-    shards: list[Shard] = []
-    yield named_tensors(session, shards)
-    for name, own, whole in shards:
-        session.weights.keep(name, own, session.slices.own(session.rows[name], whole))
+        fill(CheckpointReader(path, read_manifest(path)), shards)
+    else:
+        _fill_from_directory(Reader(open_directory(path, model=session.config.model)), shards)
     session.weights.publish()
+
+
+@torch.no_grad()
+def _fill_from_directory(reader: Reader, shards: Sequence[Shard]) -> None:
+    reader.check_copies()
+    for name, boxes in groupby(sorted(shards, key=lambda shard: shard.name), key=lambda shard: shard.name):
+        whole = reader.tensor(name.removeprefix("model."))
+        for shard in boxes:
+            shard.tensor.copy_(whole[shard.part.box.within((0,) * whole.dim())])
+
+
+class Loaded(NamedTuple):
+    """The checkpoint that a run goes on from, and the state saved in it."""
+
+    path: Path
+    state: dict[str, Any]
+
+
+def load_first(
+    session: Session, candidates: Callable[[], list[Found]], say: Callable[[str], None] = print
+) -> Loaded | None:
+    """Load the first of the candidates, as rank 0 finds them, that is not damaged; None where there are none.
+
+    A collective over the world. `say` takes, on rank 0, a line for every one that is passed over: which one, and why.
+    Raises CheckpointError where the last one is damaged, too, or one does not fit the run.
+    """
+    ranks = AgreeingRanks(None)
+    found = ranks.agree("look for a checkpoint", lambda: None, lambda _: candidates())
+    said = say if ranks.rank == 0 else _nothing
+    if not found and session.config.checkpoint.resume == AUTO:
+        said(f"note: checkpoint.resume={AUTO}: there is no checkpoint yet, and the run begins at step 0")
+    for one, following in zip_longest(found, found[1:]):
+        if one.warning:
+            said(f"warning: {one.warning}")
+        try:
+            return Loaded(one.path, load_checkpoint(session, one.path))
+        except CheckpointError as error:
+            if following is None or any(problem.code not in _DAMAGE for problem in error.problems):
+                raise
+            said(f"warning: {error.problems[0].message}; going on from {following.path.name} instead")
+    return None
+
+
+_DAMAGE = ("PP-E501", "PP-E503")
+"""Problems of a checkpoint alone; those of the disk or of the model are none that an earlier checkpoint would solve."""
+
+
+def _nothing(line: str) -> None:
+    pass
 
 
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
@@ -147,10 +196,10 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         start_from(session, path)
         return {"step": 0, "consumed_samples": 0, "sample_order": SAMPLE_ORDER}
     try:
-        with _filling(session) as tensors:
-            state = checkpoint.load(path, tensors)
+        state = checkpoint.load(path, session_shards(session))
     except CheckpointError as error:
         raise CheckpointError(_with_sizes(error.problems, path, session)) from error
+    session.weights.publish()
     if session.loss_scale is not None and state.get("loss_scale") is not None:
         session.loss_scale.restore(state["loss_scale"])
     now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}

@@ -106,12 +106,12 @@ def _arm_room() -> None:
     """A limit on the size of files stands in for a disk that fills while a rank writes its tensors."""
     import resource
 
-    from ppctl.checkpoint.writing import Writer
+    from ppctl.checkpoint.writing import Saver
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    write, saves = Writer.write_data, [0]
+    write, saves = Saver._write, [0]
 
-    def cramped_write(self: Writer, *arguments: object) -> object:
+    def cramped_write(self: Saver, *arguments: object) -> object:
         saves[0] += 1
         if os.environ["RANK"] != rank or saves[0] != int(number):
             return write(self, *arguments)
@@ -123,7 +123,7 @@ def _arm_room() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    Writer.write_data = cramped_write
+    Saver._write = cramped_write
 
 
 def _arm_update() -> None:
@@ -142,18 +142,19 @@ def _arm_update() -> None:
 
 
 def _arm_save() -> None:
-    from ppctl.checkpoint import writing
+    from ppctl.checkpoint.writing import Saver
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    sync, saves = writing.sync_files, [0]
+    write, saves = Saver._write, [0]
 
-    def spoilt_sync(path: object, pattern: str) -> dict:
-        saves[0] += pattern.startswith("__")
+    def spoilt_write(self: Saver, *arguments: object) -> object:
+        written = write(self, *arguments)
+        saves[0] += 1
         if os.environ["RANK"] == rank and saves[0] == int(number):
             _strike("kill")
-        return sync(path, pattern)
+        return written
 
-    writing.sync_files = spoilt_sync
+    Saver._write = spoilt_write
 
 
 def _watch() -> None:

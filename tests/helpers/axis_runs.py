@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from oracle.reference import train_reference
 from own_worlds import in_own_worlds
+from whole_tensors import whole_of
 
 from ppctl.config.mapping import from_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -184,8 +185,8 @@ class MaskedBatches:
 def whole(session: Session, name: str, tensor: torch.Tensor) -> dict[str, np.ndarray]:
     """A parameter's tensor as one process has it, by the names of checkpoints. A collective."""
     row = session.rows[name]
-    made = session.slices.whole(row, session.weights.whole(name, tensor))
-    experts = session.slices.parts.experts(row.experts)
+    made = whole_of(session, name, tensor)
+    experts = session.parts.experts(row.experts)
     named = {key: part.detach().numpy().copy() for key, part in pieces(name, made, row._replace(copy_of=None), experts)}
     return named
 

@@ -19,7 +19,7 @@ from typing import Any
 from ppctl import checkpoint_folder
 from ppctl.checkpoint_folder import LATEST, MANIFEST, STATE, prepare, publish, retain, step_path
 
-DATA = "__0_0.distcp"
+DATA = "rank-00000.safetensors"
 
 
 def write(path: Path, mark: str) -> Path:

@@ -51,7 +51,7 @@ def run(mapping: dict, directory: str) -> tuple[list[dict], list[str]]:
     train(
         session,
         Path(directory),
-        resume=None,
+        resume=list,
         write=lambda record: records.append(dict(record)),
         stop_requested=lambda: False,
         enter=lambda state, step: states.append(state),

@@ -43,7 +43,7 @@ def test_one_rank_hears_usr1_and_all_save_requeue_and_finish_with_the_same_losse
     os.kill(run.processes()[3], signal.SIGUSR1)
     wait(lambda: run.restarts() == 1, f"a requeue of {run.run}")
     (first,) = run.run.glob("checkpoints/step-*")
-    assert len(list(first.glob("__*.distcp"))) == 4
+    assert len(list(first.glob("rank-*.safetensors"))) == 4
     assert run.ends() == "COMPLETED", run.log()
     assert (run.restarts(), run.numbers()) == (1, whole.numbers())
     assert run.log().count("start-up ") == 2  # one log for both lives

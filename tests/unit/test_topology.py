@@ -1,6 +1,6 @@
 """Ranks stand on one grid with two views; groups cut it without gaps or overlaps."""
 
-from itertools import permutations, product
+from itertools import permutations
 
 import pytest
 from hypothesis import given
@@ -61,16 +61,6 @@ def test_both_views_agree_on_pp_where_their_strides_do(sizes: ParallelSizes) -> 
     same = all(grid.coordinates(rank)["pp"] == grid.coordinates(rank, "expert")["pp"] for rank in ranks)
     assert same == (sizes.pp == 1 or len({*sizes.pipeline_strides}) == 1)
     assert same or not sizes.order.endswith("pp")
-
-
-@given(sizes())
-def test_every_parameter_has_a_first_copy(sizes: ParallelSizes) -> None:
-    """On a rank of every pipeline rank; where both views have the same pipelines, of every expert, too."""
-    grid = RankGrid(sizes)
-    first = [rank for rank in range(sizes.world) if grid.has_first_copy(rank)]
-    assert {grid.coordinates(rank)["pp"] for rank in first} == set(range(sizes.pp))
-    held = {tuple(grid.coordinates(rank, "expert")[axis] for axis in ("etp", "ep", "pp")) for rank in first}
-    assert held == set(product(range(sizes.etp), range(sizes.ep), range(sizes.pp)))
 
 
 @given(sizes(), st.integers(1, 12))

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from ranks import RanksFailed, run_ranks
 
-from ppctl.checkpoint import load, save, verify
+from ppctl import checkpoint
+from ppctl.checkpoint import Shard, read_manifest, verify, whole_shards
+from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint_folder import find
 from ppctl.errors import CheckpointError
 
@@ -33,6 +35,14 @@ def stage_tensors(pp_rank, pp, *, fill=None, width=4):
     return found
 
 
+def save(directory, step, tensors, state, **settings):
+    return checkpoint.save(directory, step, whole_shards(tensors), state, **settings)
+
+
+def load(path, tensors):
+    return checkpoint.load(path, whole_shards(tensors))
+
+
 def value(name, width=4):
     generator = torch.Generator().manual_seed(sum(name.encode()))
     return torch.rand(() if name.endswith("step") else (width, 3), generator=generator)
@@ -41,7 +51,7 @@ def value(name, width=4):
 def save_cut(directory, pp, step, width=4):
     rank = dist.get_rank()
     tensors = stage_tensors(rank % pp, pp, width=width)
-    return save(Path(directory), step, tensors, {"step": step}, writer=rank < pp, keep=2)
+    return save(Path(directory), step, tensors, {"step": step}, keep=2)
 
 
 def load_cut(path, pp):
@@ -61,9 +71,57 @@ def test_a_checkpoint_of_any_cut_loads_into_any_other(tmp_path, world, pp):
             assert state == {"step": 5} and same and number > 0
 
 
-def test_each_tensor_is_written_by_one_rank_and_replicas_write_nothing(tmp_path):
+def test_each_part_is_written_once_and_replicas_share_the_work(tmp_path):
     path = run_ranks(save_cut, 4, tmp_path, 2, 1)[0]
-    assert [(path / f"__{rank}_0.distcp").stat().st_size > 0 for rank in range(4)] == [True, True, False, False]
+    places = [(shard.file, shard.bytes) for record in read_manifest(path).tensors.values() for shard in record.shards]
+    assert len(places) == len(set(places)) == len(stage_tensors(0, 1))
+    sizes = dict.fromkeys(("rank-00000", "rank-00001", "rank-00002", "rank-00003"), 0)
+    for file, (begin, end) in places:
+        sizes[file.removesuffix(".safetensors")] += end - begin
+    assert min(sizes.values()) > 0 and max(sizes.values()) - min(sizes.values()) <= 4 * 3 * 4, "a tensor of difference"
+
+
+def save_shards(directory, cut):
+    return checkpoint.save(Path(directory), 1, shards_of(cut), {}, keep=0)
+
+
+ROWS, COLUMNS = 12, 10
+CUTS = {
+    "whole, on all": lambda rank: [(0, 0, ROWS, COLUMNS)],
+    "rows": lambda rank: [(3 * rank, 0, 3, COLUMNS)],
+    "columns, the last ones shorter": lambda rank: [(0, 3 * rank, ROWS, min(3, COLUMNS - 3 * rank))],
+    "both, on two each": lambda rank: [(6 * (rank % 2), 0, 6, 4), (6 * (rank % 2), 4, 6, 6)],
+    "flat runs": lambda rank: [
+        (*box.offset, *box.shape) for box in boxes_of_run((ROWS, COLUMNS), 31 * rank, min(31 * rank + 31, 120))
+    ],
+    "on one": lambda rank: [(0, 0, ROWS, COLUMNS)] * (rank == 2),
+}  # fmt: skip
+
+
+def shards_of(cut, fill=None):
+    whole = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)
+    parts = []
+    for row, column, height, width in CUTS[cut](dist.get_rank()):
+        part = whole[row : row + height, column : column + width]
+        parts.append(((row, column), part.clone() if fill is None else torch.full_like(part, fill)))
+    return [Shard("w", (ROWS, COLUMNS), offset, part) for offset, part in parts]
+
+
+def load_shards(path):
+    answers = []
+    for cut in CUTS:
+        shards = shards_of(cut, fill=-1)
+        checkpoint.load(Path(path), shards)
+        answers.append(all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, shards_of(cut), strict=True)))
+    return answers
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_division_of_a_tensor_is_saved_as_it_is_and_loaded_into_any_other(tmp_path, cut):
+    path = run_ranks(save_shards, 4, tmp_path, cut)[0]
+    stored = read_manifest(path).tensors["w"].shards
+    assert sum(end - begin for shard in stored for begin, end in [shard.bytes]) == ROWS * COLUMNS * 4
+    assert run_ranks(load_shards, 4, path) == [[True] * len(CUTS)] * 4
 
 
 def listings_of_a_save(directory):
@@ -104,7 +162,7 @@ def save_drifted(directory):
     tensors = stage_tensors(0, 1)
     if dist.get_rank() == 2:
         tensors["model.layers.5.w"].view(-1)[7] += 1e-7
-    return refusal(lambda: save(Path(directory), 2, tensors, {}, writer=dist.get_rank() == 0, keep=1))
+    return refusal(lambda: save(Path(directory), 2, tensors, {}, keep=1))
 
 
 def refusal(call):
@@ -195,7 +253,7 @@ def save_failing_in_torch(directory):
     tensors = stage_tensors(dist.get_rank(), 2)
     if dist.get_rank() == 1:
         tensors["model.layers.1.w"] = torch.empty(2, device="meta")
-    return refusal(lambda: save(Path(directory), 2, tensors, {}, writer=True, keep=0))
+    return refusal(lambda: save(Path(directory), 2, tensors, {}, keep=0))
 
 
 def test_any_other_failure_on_one_rank_reaches_all_without_a_hang(tmp_path):
@@ -238,14 +296,14 @@ def assert_usable(directory, candidates):
     load(found, tensors)
     same = torch.utils._pytree.tree_map(torch.equal, tensors, stage_tensors(0, 1))
     assert all(torch.utils._pytree.tree_leaves(same))
-    save(directory, 9, stage_tensors(0, 1), {}, writer=True, keep=0)
+    save(directory, 9, stage_tensors(0, 1), {}, keep=0)
     assert latest(directory).name == "step-9"
     assert not [path.name for path in directory.iterdir() if path.suffix]
 
 
 @pytest.mark.parametrize(
     ("world", "doomed", "step", "points"),
-    [(1, 0, 3, 15), (1, 0, 2, 15), (2, 1, 3, 2)],
+    [(1, 0, 3, 12), (1, 0, 2, 12), (2, 1, 3, 1)],
     ids=["rank 0", "rank 0 replacing step-2", "rank 1 of 2"],
 )
 def test_a_kill_before_any_change_to_the_directory_leaves_a_checkpoint_that_loads(
@@ -282,5 +340,5 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_previous_checkpoint(tmp_path
     with pytest.raises(RanksFailed) as caught:
         run_ranks(save_killed_while_writing, 2, tmp_path, doomed, byte, timeout=20)
     assert "died" in [failure.kind for failure in caught.value.failures]
-    assert (tmp_path / "step-2.tmp" / f"__{doomed}_0.distcp").stat().st_size == byte
+    assert (tmp_path / "step-2.tmp" / f"rank-0000{doomed}.safetensors").stat().st_size == byte
     assert_usable(tmp_path, ("step-1",))

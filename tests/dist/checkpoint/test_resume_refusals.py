@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_refused_takes_nothing_from_the_run(text, tmp_path)
     assert ppctl(*train, "steps=4", cwd=tmp_path).returncode == 0
     run = only_run(tmp_path)
     before = metrics(run)
-    damaged = next((run / "checkpoints" / "step-2").glob("*.distcp"))
+    damaged = next((run / "checkpoints" / "step-2").glob("*.safetensors"))
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-1] + b"?")
     again = ("resume", f"checkpoint.resume={run / 'checkpoints' / 'step-2'}", "steps=6")

@@ -14,11 +14,12 @@ from dense_runs import STEPS, config_of, reference, session_of, trainer_of
 from expert_runs import config_of as config_with_experts
 from own_worlds import in_own_worlds
 from ranks import run_ranks
+from whole_tensors import whole_of
 
 from ppctl.config.mapping import to_mapping
 from ppctl.parallel.shard import gather_into, part_of, scatter_sums
 from ppctl.train.generate import write_sample
-from ppctl.train.snapshot import load_checkpoint, named_tensors, save_checkpoint
+from ppctl.train.snapshot import load_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,14 @@ def save_and_load(saves: list[dict], loads: list[tuple[dict, int]], root: str) -
 
 
 def tensors_of(session) -> dict[str, torch.Tensor]:
-    return {name: value[0].clone() for name, value in named_tensors(session).items()}
+    """Masters and moments, whole, and what is trained without a gradient."""
+    found = {
+        name: buffer.clone() for stage in session.stages.values() for name, buffer in stage.canonical_buffers().items()
+    }
+    for name, master in session.weights.master.items():
+        for key, own in {"master": master.detach(), **session.optimizer.state[name]}.items():
+            found[f"{name} {key}"] = whole_of(session, name, own).clone()
+    return found
 
 
 def test_a_checkpoint_knows_nothing_of_sharding(text: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hugging_face_models import DENSE, MOE, hugging_face_model, relative
 from oracle.data import whole_batches
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM
+from whole_tensors import whole_of
 
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -81,9 +82,7 @@ def loss_and_gradients(mapping: dict, save: Path | None = None) -> tuple[float, 
     gradients = {
         piece: part.clone()
         for name, master in session.weights.master.items()
-        for piece, part in pieces(
-            name, session.slices.whole(session.rows[name], master.grad), session.rows[name], experts
-        )
+        for piece, part in pieces(name, whole_of(session, name, master.grad), session.rows[name], experts)
     }
     return loss, gradients
 

@@ -16,7 +16,7 @@ from hugging_face_models import hugging_face_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.checkpoint.streaming import CheckpointReader
+from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.cli import main as front
 from ppctl.cli import train
 from ppctl.cli.main import main
@@ -99,7 +99,7 @@ def test_a_run_is_a_source_too(here: Path, run: Path, refused: Refused) -> None:
     experts = refused(3, f"model.from={run}", "model.num_moe_experts=4", "model.moe_router_topk=2")
     assert "PP-E524" in experts and "layers.0.moe.router.weight: not stored, [4, 24] needed" in experts
     shutil.copytree(run, here / "short")
-    file = next(latest(here / "short").glob("*.distcp"))
+    file = next(latest(here / "short").glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     assert f"PP-E503: the checkpoint at {file.parent}" in (told := refused(3, "model.from=short"))
     assert str(file) in told

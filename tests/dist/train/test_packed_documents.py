@@ -92,7 +92,7 @@ def whole_run(mapping: dict, directory: str) -> tuple[list[float | None], dict |
     session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
     records: list[dict] = []
     train(
-        session, Path(directory), resume=None, write=lambda record: records.append(dict(record)),
+        session, Path(directory), resume=list, write=lambda record: records.append(dict(record)),
         stop_requested=lambda: False, enter=lambda state, step: None,
     )  # fmt: skip
     return [record.get("eval_loss") for record in records], write_sample(session)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from evaluated_runs import config_of, text
 from ranks import RanksFailed, run_ranks
 
-from ppctl.checkpoint.manifest import MANIFEST, STATE, read_manifest, read_state, record_file
+from ppctl.checkpoint.manifest import MANIFEST, STATE, read_manifest, read_state, record_whole
+from ppctl.checkpoint_folder import candidates
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
 from ppctl.train.loop import train
@@ -34,7 +35,7 @@ def go_on(mapping: dict, directory: str, resume: str | None, sample_order: int |
     train(
         session,
         Path(directory),
-        resume=path,
+        resume=lambda: candidates(None if path is None else str(path), Path(directory)),
         write=lambda record: records.append(dict(record)),
         stop_requested=lambda: False,
         enter=lambda state, step: None,
@@ -56,7 +57,7 @@ def rewrite_state(path: Path, state: dict) -> None:
     """Give a checkpoint another state, and its manifest the digest of it."""
     (path / STATE).write_text(json.dumps(state))
     manifest = read_manifest(path)
-    files = {**manifest.files, STATE: record_file(path / STATE)}
+    files = {**manifest.files, STATE: record_whole((path / STATE).read_bytes())}
     (path / MANIFEST).write_text(replace(manifest, files=files).to_text())
 
 

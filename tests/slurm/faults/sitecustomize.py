@@ -11,11 +11,11 @@ import traceback
 
 
 def _arm() -> None:
-    import ppctl.checkpoint.writing as writing
+    from ppctl.checkpoint.writing import Saver
     from ppctl.engine.interpreter import Engine
     from ppctl.train.step import Trainer
 
-    run, step, sync, rank = Engine.run, Trainer.step, writing.sync_files, int(os.environ["RANK"])
+    run, step, write, rank = Engine.run, Trainer.step, Saver._write, int(os.environ["RANK"])
     begun = [0]
 
     def slow_step(self: Trainer, number: int) -> object:
@@ -28,12 +28,12 @@ def _arm() -> None:
         begun[0] += 1
         run(self)
 
-    def slow_sync(path: object, pattern: str) -> object:
-        if pattern.startswith("__") and "SLOW_SAVE" in os.environ:
+    def slow_write(self: Saver, *arguments: object) -> object:
+        if "SLOW_SAVE" in os.environ:
             time.sleep(float(os.environ["SLOW_SAVE"].split(",")[rank]))
-        return sync(path, pattern)
+        return write(self, *arguments)
 
-    Engine.run, Trainer.step, writing.sync_files = raising_run, slow_step, slow_sync
+    Engine.run, Trainer.step, Saver._write = raising_run, slow_step, slow_write
 
 
 if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "ppctl.rank.worker" in sys.orig_argv:

@@ -1,16 +1,32 @@
 """One process: what a checkpoint keeps, what it refuses, what it leaves behind."""
 
-import json
 import os
+import random
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from ppctl.checkpoint import load, read_state, save, verify
-from ppctl.checkpoint.manifest import TensorRecord
-from ppctl.checkpoint.replicas import Holding, elect_writers
+from ppctl import checkpoint, checkpoint_folder
+from ppctl.checkpoint import (
+    CheckpointReader,
+    Shard,
+    manifest,
+    read_manifest,
+    read_state,
+    shard_file,
+    verify,
+    whole_shards,
+)
+from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.shards import choose_writers
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 
@@ -30,13 +46,21 @@ def tensors(value=1.0):
     }
 
 
+def save(directory, step, held, state, **settings):
+    return checkpoint.save(directory, step, whole_shards(held), state, **settings)
+
+
+def load(path, held):
+    return checkpoint.load(path, whole_shards(held))
+
+
 def blank(value=1.0):
     return {name: torch.full_like(tensor, -1.0) for name, tensor in tensors(value).items()}
 
 
-def write(directory, step, value=None, *, keep=0):
+def write(directory, step, value=None, **settings):
     value = float(step) if value is None else value
-    return save(directory, step, tensors(value), {**STATE, "step": step}, writer=True, keep=keep)
+    return save(directory, step, tensors(value), {**STATE, "step": step}, **{"keep": 0, **settings})
 
 
 def assert_holds(path, value):
@@ -67,12 +91,12 @@ def test_what_was_saved_is_what_is_loaded_bit_by_bit(tmp_path):
     path = write(tmp_path / "checkpoints", 2)
     assert path == step_path(tmp_path / "checkpoints", 2) == latest(tmp_path / "checkpoints")
     assert assert_holds(path, 2.0) == read_state(path) == STATE
-    assert names(path) == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
+    assert names(path) == ["manifest.json", "rank-00000.safetensors", "state.json"]
 
 
 def test_a_parameter_is_filled_in_place_and_still_learns(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(3))
-    path = save(tmp_path, 1, {"w": torch.arange(3.0)}, {}, writer=True, keep=0)
+    path = save(tmp_path, 1, {"w": torch.arange(3.0)}, {}, keep=0)
     load(path, {"w": parameter})
     (parameter * 2).sum().backward()
     assert parameter.tolist() == [0.0, 1.0, 2.0] and parameter.grad.tolist() == [2.0, 2.0, 2.0]
@@ -80,7 +104,7 @@ def test_a_parameter_is_filled_in_place_and_still_learns(tmp_path):
 
 def test_both_uses_of_a_tied_weight_are_stored_once_and_filled_both(tmp_path):
     embedding, output = torch.ones(4, 2), torch.ones(4, 2)
-    path = save(tmp_path, 1, {"model.tok_embeddings.weight": [embedding, output]}, {}, writer=True, keep=0)
+    path = save(tmp_path, 1, {"model.tok_embeddings.weight": [embedding, output]}, {}, keep=0)
     first, second = torch.zeros(4, 2), torch.zeros(4, 2)
     load(path, {"model.tok_embeddings.weight": [first, second]})
     assert torch.equal(first, embedding) and torch.equal(second, output)
@@ -88,8 +112,8 @@ def test_both_uses_of_a_tied_weight_are_stored_once_and_filled_both(tmp_path):
 
 
 def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
-    path = save(tmp_path, 1, {"w": torch.zeros(1_000_000)[:10]}, {}, writer=True, keep=0)
-    assert (path / "__0_0.distcp").stat().st_size < 10_000
+    path = save(tmp_path, 1, {"w": torch.zeros(1_000_000)[:10]}, {}, keep=0)
+    assert (path / "rank-00000.safetensors").stat().st_size < 10_000
 
 
 @pytest.mark.parametrize(
@@ -131,36 +155,94 @@ def flip(path, offset=-40):
     path.write_bytes(data)
 
 
+DATA = "rank-00000.safetensors"
+
+
+def shard_of(path, name):
+    (shard,) = read_manifest(path).tensors[name].shards
+    return shard
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda path: flip(path / "__0_0.distcp"), "__0_0.distcp has changed"),
-        (lambda path: flip(path / "__0_0.distcp", 300), "__0_0.distcp has changed"),
-        (lambda path: os.truncate(path / "__0_0.distcp", 1000), "__0_0.distcp has 1000 bytes instead of"),
-        (lambda path: flip(path / ".metadata"), ".metadata has changed"),
-        (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+        (lambda path: flip(path / DATA, 12), f"{DATA} has changed since it was written: bytes 0 to"),
+        (lambda path: os.truncate(path / DATA, 1000), f"{DATA} has 1000 bytes instead of"),
+        (lambda path: os.truncate(path / DATA, 0), f"{DATA} has 0 bytes instead of"),
+        (lambda path: (path / DATA).unlink(), f"{DATA} is missing"),
         (lambda path: flip(path / "state.json"), "state.json has changed"),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
         (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+        (lambda path: flip(path / "manifest.json", 200), "manifest.json cannot be read"),
+        (lambda path: flip(path / "manifest.json", -20), "manifest.json cannot be read"),
     ],
-    ids=["flipped bit", "flipped early", "truncated", "metadata", "no metadata", "state", "manifest", "not a manifest"],
+    ids=lambda value: value.replace(DATA, "data") if isinstance(value, str) else "",
 )
-def test_a_damaged_file_is_named(tmp_path, damage, said):
+def test_a_damaged_file_is_named_and_fills_nothing(tmp_path, damage, said):
     path = write(tmp_path, 2)
     damage(path)
+    target = blank()
+    for call in (lambda: verify(path), lambda: load(path, target)):
+        (problem,) = refused(call)
+        assert problem.code == "PP-E503" and said in problem.message, problem.message
+    assert all((tensor == -1).all() for tensor in target.values())
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.attention.wq.weight", "optim.norm.weight.step"])
+def test_a_flipped_bit_is_told_with_tensor_file_and_bytes(tmp_path, name):
+    path = write(tmp_path, 2)
+    begin, end = shard_of(path, name).bytes
+    flip(path / DATA, end - 1)
     for call in (lambda: verify(path), lambda: load(path, blank())):
         (problem,) = refused(call)
+        said = f"damaged: {DATA} has changed since it was written: bytes {begin} to {end}, of {name} (their xxh3-128"
         assert problem.code == "PP-E503" and said in problem.message, problem.message
 
 
-def test_tensors_that_were_exchanged_within_valid_files_are_caught_by_their_own_digests(tmp_path):
+def test_every_chunk_of_a_large_shard_has_a_digest_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "CHUNK", 64)
+    monkeypatch.setattr(shard_file, "CHUNK", 64)
+    value = torch.arange(60.0).view(5, 12)  # 240 bytes: three chunks and three quarters
+    path = save(tmp_path, 1, {"w": value}, {}, keep=0)
+    assert len(shard_of(path, "w").digests) == 4
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 5), slice(0, 5)):
+        for columns in (slice(0, 12), slice(3, 5), slice(11, 12)):
+            out = torch.zeros(rows.stop - rows.start, columns.stop - columns.start)
+            CheckpointReader(path, read_manifest(path)).fill("w", (rows.start, columns.start), out)
+            assert torch.equal(out, value[rows, columns])
+    begin, _ = shard_of(path, "w").bytes
+    flip(path / DATA, begin + 130)
+    CheckpointReader(path, read_manifest(path)).fill("w", (0, 0), torch.zeros(2, 12))  # of the chunks before it
+    (problem,) = refused(CheckpointReader(path, read_manifest(path)).fill, "w", (3, 0), torch.zeros(1, 1))
+    assert f"bytes {begin + 128} to {begin + 192}, of w" in problem.message
+
+
+def test_shards_that_were_exchanged_are_caught(tmp_path):
+    """Two tensors of one size in one file; the manifest is the file's own, then one that fits the exchange."""
     path = write(tmp_path, 2)
-    manifest = json.loads((path / "manifest.json").read_text())
-    records = manifest["tensors"]
-    records["optim.norm.weight.exp_avg"]["sha256"] = records["empty"]["sha256"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    (problem,) = refused(load, path, blank())
-    assert problem.code == "PP-E503" and problem.place == "optim.norm.weight.exp_avg"
+    names = "model.layers.0.attention.wq.weight", "model.layers.1.attention.wq.weight"
+    (first, second), data = (shard_of(path, name).bytes for name in names), bytearray((path / DATA).read_bytes())
+    data[slice(*first)], data[slice(*second)] = data[slice(*second)], data[slice(*first)]
+    (path / DATA).write_bytes(data)
+    problems = refused(verify, path)
+    assert sorted(name for name in names for problem in problems if f"of {name} " in problem.message) == list(names)
+    assert "PP-E503" in str(refused(load, path, blank()))
+
+
+def test_a_manifest_of_another_run_is_caught(tmp_path):
+    one, other = write(tmp_path / "one", 2), write(tmp_path / "other", 2, 3.0)
+    shutil.copy(other / "manifest.json", one / "manifest.json")
+    problems = refused(verify, one)
+    assert {problem.code for problem in problems} == {"PP-E503"} and "of model.norm.weight " in str(problems)
+    assert "PP-E503" in str(refused(load, one, blank()))
+
+
+def test_a_file_of_the_checkpoint_is_read_by_safetensors_alone(tmp_path):
+    path = write(tmp_path, 2)
+    assert list(load_file(path / DATA)) and load_file(path / DATA).keys() == tensors(2.0).keys()
+    for name, value in load_file(path / DATA).items():
+        assert torch.equal(value, tensors(2.0)[name]), name
 
 
 @pytest.mark.parametrize(
@@ -220,6 +302,65 @@ def test_keep_deletes_the_oldest(tmp_path, keep, left):
     assert_holds(latest(tmp_path), 10.0)
 
 
+def test_every_so_many_steps_a_checkpoint_stays_besides(tmp_path):
+    for step in range(1, 8):
+        write(tmp_path, step, keep=2, keep_every=3)
+    assert set(names(tmp_path)) == {"latest", "step-3", "step-6", "step-7"}
+
+
+def save_in_child(directory, step):
+    """A process that saves `step`, without the tests' handlers."""
+    child = os.fork()
+    if child == 0:
+        try:
+            save(directory, step, {f"w{n}": torch.full((1 << 16,), float(step)) for n in range(32)}, {}, keep=2)
+        finally:
+            os._exit(0)
+    return child
+
+
+def test_a_kill_at_random_moments_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    """Ten of them between the begin of a save and its end."""
+    began = time.monotonic()
+    os.waitpid(save_in_child(tmp_path, 1), 0)
+    whole, draw = time.monotonic() - began, random.Random(16)
+    last, killed = 1, 0
+    for step in range(2, 12):
+        child = save_in_child(tmp_path, step)
+        time.sleep(draw.uniform(0, whole))
+        os.kill(child, signal.SIGKILL)
+        killed += os.waitpid(child, 0)[1] == signal.SIGKILL
+        found = latest(tmp_path)
+        assert found.name in (f"step-{last}", f"step-{step}")
+        last, reader = verify(found).step, CheckpointReader(found, read_manifest(found))
+        assert all(reader.tensor(f"w{n}").eq(last).all() for n in range(32))
+        checkpoint_folder.sweep(tmp_path)
+        assert not [name for name in names(tmp_path) if name.endswith((".tmp", ".old"))]
+    assert killed > 1, "hardly any save was killed"
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from ppctl.checkpoint import CheckpointReader, read_manifest
+def memory(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) * 1024
+reader = CheckpointReader(Path(sys.argv[1]), read_manifest(Path(sys.argv[1])))
+held = torch.ones(4096, 8192)  # 128 MiB: half of every row
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+before = memory("VmRSS")
+reader.fill("w", (0, 8192), held)
+print(memory("VmHWM") - before, held.nbytes, held.eq(3).all().item())
+"""
+
+
+def test_a_load_needs_little_more_memory_than_what_it_fills(tmp_path):
+    path = save(tmp_path, 1, {"w": torch.full((4096, 16384), 3.0)}, {}, keep=0)
+    command = [sys.executable, "-c", PEAK, str(path)]
+    extra, held, right = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert right == "True" and int(extra) <= 0.2 * int(held)
+
+
 def test_a_run_that_was_set_back_keeps_its_own_newest_and_replaces_what_it_reaches(tmp_path):
     for step in (1, 2, 3):
         write(tmp_path, step)
@@ -232,7 +373,7 @@ def test_a_run_that_was_set_back_keeps_its_own_newest_and_replaces_what_it_reach
 def test_leftovers_of_crashed_saves_are_removed_by_the_next_save(tmp_path):
     write(tmp_path, 1)
     (tmp_path / "step-2.tmp").mkdir()
-    (tmp_path / "step-2.tmp" / "__0_0.distcp").write_text("half")
+    (tmp_path / "step-2.tmp" / "rank-00000.safetensors").write_text("half")
     (tmp_path / "latest.tmp").write_text("step-")
     (tmp_path / "notes.tmp").write_text("mine")
     (tmp_path / "step-1").rename(tmp_path / "step-1.old")  # as if killed while step-1 was replaced
@@ -245,13 +386,27 @@ def test_leftovers_of_crashed_saves_are_removed_by_the_next_save(tmp_path):
 def test_copies_that_differ_on_one_rank_are_refused_by_name(tmp_path):
     tied = [torch.zeros(3), torch.zeros(3)]
     tied[1][2] = -0.0  # equal as numbers, not as bits
-    (problem,) = refused(save, tmp_path, 1, {"a": torch.ones(1), "tied": tied}, {}, writer=True, keep=0)
+    (problem,) = refused(save, tmp_path, 1, {"a": torch.ones(1), "tied": tied}, {}, keep=0)
     assert (problem.code, problem.place) == ("PP-E504", "tied") and not list(tmp_path.iterdir())
 
 
-def test_a_tensor_that_nobody_writes_is_refused(tmp_path):
-    (problem,) = refused(save, tmp_path, 1, {"a": torch.ones(1)}, {}, writer=False, keep=0)
-    assert (problem.code, problem.place) == ("PP-E506", "a")
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([(0, 0), (2, 0)], "a: 6 of 18 elements are in no part"),
+        ([(0, 0), (2, 0), (3, 0)], "a: [2:4, 0:3] and [3:5, 0:3] overlap"),
+        ([(0, 0), (2, 0), (5, 0)], "a: [5:7, 0:3] is outside of [6, 3]"),
+        ([(0, 0), (2, 0), (4, 1)], "a: [4:6, 1:4] is outside of [6, 3]"),
+    ],
+    ids=["missing", "overlapping", "behind the end", "beside it"],
+)
+def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path, offsets, said):
+    held = [Shard("a", (6, 3), offset, torch.ones(2, 3)) for offset in offsets]
+    (problem,) = refused(checkpoint.save, tmp_path, 1, held, {}, keep=0)
+    assert (problem.code, problem.place) == ("PP-E506", said) and not list(tmp_path.iterdir())
+    path = save(tmp_path, 1, {"a": torch.ones(6, 3)}, {}, keep=0)
+    (problem,) = refused(checkpoint.load, path, held)
+    assert (problem.code, problem.place) == ("PP-E506", said)
 
 
 @pytest.mark.parametrize("place", ["checkpoints", "."], ids=["the directory is a file", "its parent is a file"])
@@ -263,31 +418,32 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path, place):
     assert str(tmp_path / "file") in problem.place
 
 
-class Counted(dict):
-    """A rank's records that count how often they are asked."""
+class Counted(list):
+    """A rank's parts that count how often they are looked at."""
 
     asked = 0
 
-    def __getitem__(self, name):
+    def __getitem__(self, number):
         Counted.asked += 1
-        return super().__getitem__(name)
+        return super().__getitem__(number)
 
-    def get(self, name, default=None):
-        Counted.asked += 1
-        return super().get(name, default)
+    def __iter__(self):
+        Counted.asked += len(self)
+        return super().__iter__()
 
 
 @pytest.mark.parametrize("dp", [1, 4])
-def test_writers_are_elected_by_asking_each_tensors_holders_alone(dp):
+def test_writers_are_chosen_by_asking_each_tensors_holders_alone(dp):
     """2,048 ranks with tensors of their own and dp copies of each: what is asked grows with what is held."""
-    world, own = 2048, 3
-    record = TensorRecord((2,), "float32", "a" * 64)
-    Counted.asked = 0
-    holdings = [
-        Holding(Counted({f"layers.{rank // dp}.w{n}": (record,) for n in range(own)}), writer=rank % dp == 0)
-        for rank in range(world)
+    world, own = 2048, 8
+    whole = Box.whole((2,))
+    held = [
+        Counted(Part(f"layers.{rank // dp}.w{n}", (2,), "float32", whole) for n in range(own)) for rank in range(world)
     ]
-    writers, records = elect_writers(holdings)
+    Counted.asked = 0
+    writers = choose_writers(held)
     assert Counted.asked <= 2 * world * own
-    assert writers == {f"layers.{rank}.w{n}": rank * dp for rank in range(world // dp) for n in range(own)}
-    assert set(records) == set(writers)
+    written = [sum(each) for each in writers.own]
+    assert written == [own // dp] * world, "the load of copies is shared"
+    assert sorted(part.name for part in writers.holders) == sorted({part.name for parts in held for part in parts})
+    assert all(writers.own[rank][number] for (rank, number), *_ in writers.holders.values())

@@ -13,7 +13,8 @@ from hugging_face_models import DENSE, LEFT_OUT, MOE, hugging_face_model, our_lo
 from safetensors.torch import load_file, save_file
 
 from ppctl.checkpoint.manifest import read_manifest, verify
-from ppctl.checkpoint.streaming import CheckpointReader, save_streamed
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.streaming import save_streamed
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError
@@ -398,7 +399,7 @@ def test_a_place_that_is_taken_is_left_alone(saved):
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     path, _ = checkpoint_of(MTP, tmp_path / "run")
-    (file,) = path.glob("*.distcp")
+    (file,) = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

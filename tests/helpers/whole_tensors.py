@@ -1,0 +1,28 @@
+"""Tensors of which ranks hold parts, made whole again to be compared with one process's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ppctl.parallel.shard import gather_into
+from ppctl.parallel.slices import gather_runs
+from ppctl.train.session import Session
+from ppctl.train.sharded import ShardedWeights
+
+
+@torch.no_grad()
+def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
+    """The whole of a parameter, or of a tensor of its shape; a stack has the rank's own experts. A collective."""
+    if not own.dim():
+        return own
+    if isinstance(session.weights, ShardedWeights):
+        made = torch.empty(session.weights.model[name].shape, dtype=own.dtype)
+        gather_into([made], [own.detach()], session.weights.group_of(name))
+        own = made
+    row = session.rows[name]
+    shape = (row.experts, *row.shape) if row.experts else row.shape
+    for axis, dim in session.parts.splits(row).items():
+        if axis != "ep":
+            own = gather_runs(own, dim, shape[dim], session.groups[axis])
+    return own
