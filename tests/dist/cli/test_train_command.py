@@ -56,13 +56,11 @@ def test_the_losses_are_those_of_one_process(whole_run):
 
 
 def test_ranks_train_without_torchs_compiler_or_sympy(whole_run):
-    """More than a second of every rank's start. Only the library that saves needs sympy, and brings it along."""
+    """More than a second of every rank's start."""
     log = (whole_run[1] / "logs" / "rank-0001.log").read_text()
     imported = re.findall(r"^import time: .*\| +(\S+)$", log, re.MULTILINE)
-    assert "torch._dynamo" not in imported
-    assert (
-        imported.index("ppctl.rank.watchdog") < imported.index("sympy") < imported.index("ppctl.checkpoint.agreement")
-    )
+    assert "ppctl.checkpoint.writing" in imported
+    assert not {"torch._dynamo", "sympy"} & set(imported)
 
 
 def test_a_longer_warmup_is_in_the_schedule_that_a_run_executes(tmp_path):
