@@ -43,7 +43,8 @@ def read_own_config(directory: Path) -> Any:
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:
         raise _refused(directory, f"{kind} has several modalities; a language model alone can be cut")
-    if type(config) not in library.AutoModelForCausalLM._model_mapping:
+    masked = type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
+    if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
     return config
 
