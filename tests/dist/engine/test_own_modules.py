@@ -75,6 +75,6 @@ def test_the_readmes_example_has_the_gradients_of_one_process(tmp_path: Path) ->
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*torchrun, str(path)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    said = dict(re.findall(r"rank (\d): (.*)", done.stdout))
+    said = dict(re.findall(r"rank (\d): (\d+ losses, gradient \d+\.\d+)", done.stdout))
     first, last = (f"{norm:.4f}" for norm in gradients_of_one_process(2))
     assert said == {"0": f"0 losses, gradient {first}", "1": f"8 losses, gradient {last}"}
