@@ -272,7 +272,7 @@ def saved_before(run: RunDir, outcome: JobOutcome) -> str:
         return ""
     checkpoint = checkpoint_of(run)
     if checkpoint is None:
-        again = "checkpoint.interval=100 saves every 100 steps; `kill` in place of Ctrl-C saves before it ends"
+        again = "checkpoint.interval=100 saves every 100 steps; Ctrl-C saves too, once, after the first step"
         return f"\n  no checkpoint yet: {again}"
     return f"\n  go on from {checkpoint.name} with: {program()} resume {shlex.quote(short_path(run.path))}"
 

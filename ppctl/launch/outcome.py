@@ -46,7 +46,9 @@ class JobOutcome:
         """Replace status.json unless it holds this outcome already; `states` are the ranks' last ones."""
         status = run.status()
         if status["state"] != self.state or self.report:
-            step = max((state.step for state in states), default=status.get("step"))
+            step = status.get("step")
+            if status["state"] != self.state:  # else the ranks have said themselves after which step
+                step = max((state.step for state in states), default=step)
             line = self.report.partition("\n")[0]
             run.write_status(self.state, step=step, exit_code=self.exit_code, message=line)
 

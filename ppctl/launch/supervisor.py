@@ -30,7 +30,7 @@ def supervise(job: LocalJob, out: TextIO | None = None) -> JobOutcome:
     with Signals() as signals:
         for attempts_left in reversed(range(_PORT_ATTEMPTS)):
             port = choose_port(job.environment)
-            watch = Watch(job, signals, out or sys.stdout)
+            watch = Watch(job, signals, out or sys.stdout, _say)
             try:
                 watch.run(port)
             except OSError as error:
@@ -60,11 +60,16 @@ def _outcome(watch: Watch) -> JobOutcome:
     if watch.cause == "terminated":
         return JobOutcome(TERMINATED, "interrupted", "terminated: the ranks were ended before all had saved")
     if state == "stopped":
-        return JobOutcome(STOPPED, "stopped")
+        return JobOutcome(STOPPED, "stopped", "stopped by Ctrl-C" if watch.asked_by_key else "")
     if watch.asked is not None and state != "finished":
         text = "terminated: the ranks left when they were asked to stop, and did not report that they saved"
         return JobOutcome(TERMINATED, "interrupted", text)
     return JobOutcome(DONE, "finished")
+
+
+def _say(line: str) -> None:
+    """Print for the person at the terminal, on a line of its own behind the ^C that it shows."""
+    print(f"\n{line}" if sys.stderr.isatty() else line, file=sys.stderr, flush=True)
 
 
 def _port_was_lost(watch: Watch) -> bool:

@@ -5,7 +5,8 @@ Knows processes, signals and deadlines. Must not know exit codes of the launcher
     a rank fails               the launcher ends the others: SIGINT, then SIGKILL
     SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
                                when SIGTERM comes a second time
-    SIGINT                     all ranks are ended; a second time: killed at once
+    SIGINT                     before a step is done: all ranks are ended; else they are asked to save and leave, with no limit
+                               of time, since somebody is there: once more ends them. After that: they are killed
     SIGKILL                    the kernel kills the ranks (process.py)
 """
 
@@ -16,7 +17,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TextIO
@@ -101,7 +102,8 @@ class LocalJob:
 class Watch:
     """One attempt to run a job. Its result is in `exits`, `states`, `unwritten_errors`, `cause` and `asked`."""
 
-    def __init__(self, job: LocalJob, signals: Signals, out: TextIO) -> None:
+    def __init__(self, job: LocalJob, signals: Signals, out: TextIO, say: Callable[[str], None]) -> None:
+        """`out` takes rank 0's stdout; `say` lines for the person at the terminal."""
         self.job = job
         self.exits: dict[int, Exit] = {}
         self.states: dict[int, RankState] = {}
@@ -112,11 +114,14 @@ class Watch:
         """Why the launcher ended the ranks: `failure`, `interrupt`, `terminated`; None: it did not."""
         self.asked: int | None = None
         """The signal by which the ranks were asked to save and leave."""
+        self.asked_by_key = False
+        """Whether Ctrl-C asked them."""
         self._signals = signals
         self._out = out
+        self._say = say
         self._ranks: list[RankProcess] = []
-        self._first_time: dict[int, float] = {}
-        """Signal -> when it came first."""
+        self._counted: dict[int, float] = {}
+        """Signal -> when it counted last."""
         self._to_ask: set[int] = set()
         """Ranks to ask (again) to stop: a rank that is still starting ignores the request."""
         self._deadline: float | None = None
@@ -187,22 +192,42 @@ class Watch:
         return [rank for rank in self._ranks if rank.rank not in self.exits]
 
     def _timeout(self) -> float | None:
-        if self._deadline is None:
-            return None if self._progress is None else _PROGRESS_INTERVAL
-        left = max(0.0, self._deadline - time.monotonic())
-        return min(left, _ASK_AGAIN) if self._to_ask and self.cause is None else left
+        waits = [] if self._progress is None or self._deadline is not None else [_PROGRESS_INTERVAL]
+        if self._deadline is not None:
+            waits.append(max(0.0, self._deadline - time.monotonic()))
+        if self._to_ask and self.cause is None:
+            waits.append(_ASK_AGAIN)
+        return min(waits, default=None)
 
     def _handle(self, number: int) -> None:
         now = time.monotonic()
-        again = now - self._first_time.setdefault(number, now) > _ONE_PRESS
+        again = number in self._counted
+        if again and now - self._counted[number] <= _ONE_PRESS:
+            return
+        self._counted[number] = now
         if number == signal.SIGINT:
-            self._end("interrupt", signal.SIGKILL if again else signal.SIGINT)
+            self._handle_key()
         elif number == signal.SIGTERM and again:
             self._end("terminated")
         elif number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) and self.asked is None and self.cause is None:
-            self.asked = signal.SIGTERM if number == signal.SIGHUP else number
-            self._to_ask = set(range(self.job.world_size))
+            self._request_stop(signal.SIGTERM if number == signal.SIGHUP else number)
             self._deadline = now + self.job.stop_grace
+
+    def _handle_key(self) -> None:
+        """Ctrl-C: ask to save, where there is something to save; else, or once more, end; after that, kill."""
+        step = max((state.step for state in heartbeat.read_all(self.job.run.id, range(self.job.world_size))), default=0)
+        if self.cause is not None:
+            self._end("interrupt", signal.SIGKILL)
+        elif self.asked is not None or step <= self.job.first_step:
+            self._end("interrupt")
+        else:
+            self._say(f"saving after step {step + 1}, then stopping; Ctrl-C once more ends at once")
+            self.asked_by_key = True
+            self._request_stop(signal.SIGTERM)
+
+    def _request_stop(self, number: int) -> None:
+        self.asked = number
+        self._to_ask = set(range(self.job.world_size))
 
     def _ask(self, number: int) -> None:
         """Ask the ranks to save and leave: each once, but a rank that is still starting ignores it and is asked again.

@@ -115,6 +115,25 @@ def saves() -> None:
     time.sleep(1.2)
 
 
+def saves_steps() -> None:
+    """Has done 7 steps."""
+    beat.step = 7
+    saves()
+
+
+def trains_on() -> None:
+    """Has done 7 steps, and does not hear that it should save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    beat.step = 7
+    beat.set_state("training")
+    wait()
+
+
+def trains_on_stubbornly() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trains_on()
+
+
 def leaves_unsaved() -> None:
     signal.signal(signal.SIGTERM, lambda n, frame: sys.exit(0))
     beat.set_state("training")
@@ -150,6 +169,6 @@ def floods() -> None:
 
 
 ROLES = [finish, raises, raises_config, follows, is_killed, is_silent, saves, leaves_unsaved, is_stubborn, has_child]
-ROLES += [finds_the_disk_full, binds, floods, wait]
+ROLES += [finds_the_disk_full, binds, floods, wait, saves_steps, trains_on, trains_on_stubbornly]
 {role.__name__: role for role in ROLES}[BEHAVIOUR.partition("+")[0]]()
 beat.close()

@@ -207,7 +207,33 @@ def test_a_second_term_does_not_wait_for_the_grace(run: RunDir) -> None:
     assert time.monotonic() - started < 2.2
 
 
-def test_ctrl_c_ends_all_quietly_with_130(run: RunDir) -> None:
+def test_ctrl_c_saves_once_a_step_is_done_and_the_job_ends_with_75(run: RunDir) -> None:
+    launcher = Launcher(run, 2, "saves_steps")
+    launcher.wait_for("pid")
+    code, out, err = launcher.end(signal.SIGINT)
+    assert (code, out) == (75, "")
+    assert err == "saving after step 8, then stopping; Ctrl-C once more ends at once\nstopped by Ctrl-C\n"
+    status = run.status()
+    assert (status["state"], status["step"], status["message"]) == ("stopped", 7, "stopped by Ctrl-C")
+    assert launcher.wait_for("saved") == [str([int(signal.SIGTERM)])] * 2
+
+
+def test_ctrl_c_once_more_ends_all_with_130_and_after_that_they_are_killed(run: RunDir) -> None:
+    launcher = Launcher(run, 2, "trains_on", "trains_on_stubbornly")
+    pids = [int(pid) for pid in launcher.wait_for("pid")]
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launcher.process.send_signal(signal.SIGINT)  # make and the terminal both pass one press on
+    time.sleep(0.9)
+    assert launcher.process.poll() is None
+    code, _, err = launcher.end(signal.SIGINT)
+    assert code == 130
+    assert err.splitlines()[-1] == "interrupted: all ranks were ended, nothing more was saved"
+    assert run.status()["state"] == "interrupted"
+    assert all_gone(pids)
+
+
+def test_ctrl_c_before_a_step_is_done_ends_all_quietly_with_130(run: RunDir) -> None:
     launcher = Launcher(run, 2, "is_stubborn", "wait")
     pids = [int(pid) for pid in launcher.wait_for("pid")]
     code, out, err = launcher.end(signal.SIGINT)
