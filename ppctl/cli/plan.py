@@ -107,7 +107,7 @@ def plan_of(
     `before` is the plan of the run's last start, whose schedule is kept where one was searched for.
     """
     try:
-        with _search_noted():
+        with _patience_asked():
             plan = plan_checked(composed.config, composed.provenance, problems, before=before)
     except ConfigError as error:
         return None, list(dict.fromkeys(error.problems))
@@ -115,9 +115,12 @@ def plan_of(
 
 
 @contextmanager
-def _search_noted() -> Iterator[None]:
-    """Say after a second that a plan takes longer: only searches for a layout or a schedule do."""
-    waiting = Timer(_PATIENCE_S, note, ("note: searching; a plan without a search takes half a second",))
+def _patience_asked() -> Iterator[None]:
+    """Tell a person after a second that the plan takes longer."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    waiting = Timer(_PATIENCE_S, note, ("note: still planning; a search for a layout or a schedule takes seconds",))
     waiting.daemon = True
     waiting.start()
     try:

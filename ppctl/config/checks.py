@@ -14,7 +14,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import data_paths, launch_rules, model_rules, offloading_rules, precision, recompute_rules
+from ppctl.config import (
+    data_paths,
+    launch_rules,
+    learning_rate,
+    model_rules,
+    offloading_rules,
+    precision,
+    recompute_rules,
+)
 from ppctl.config.keys import (
     Finding,
     as_typed,
@@ -110,9 +118,7 @@ def in_batches(parallel: ParallelConfig) -> bool:
 def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _environment(config.launch.env, usual)
     yield from model_rules.broken_rules(config.model)
-    if config.optim.min_lr > config.optim.lr:
-        message = "the learning rate falls to min_lr, which is above lr"
-        yield ("optim.min_lr", "optim.lr"), message, f"optim.min_lr={config.optim.lr}"
+    yield from learning_rate.broken_rules(config)
     yield from precision.broken_rules(config)
     yield from _messages(config)
     yield from recompute_rules.broken_rules(config)

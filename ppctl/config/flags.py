@@ -45,7 +45,7 @@ FIXED = {
 }
 """Flags of other systems that mean one value of a key -> the override; of several keys, with blanks between."""
 
-AGREED = {"--optimizer": "adam", "--lr-decay-style": "cosine", "--lr-warmup-init": "0.0", "--rope-type": "rope"}
+AGREED = {"--optimizer": "adam", "--lr-warmup-init": "0.0", "--rope-type": "rope"}
 """Flags one value of which is what ppctl does in any case."""
 
 ABSENT = {
@@ -160,7 +160,12 @@ _TRANSLATED = {
 }
 """Flags whose values have other names here."""
 
-_IN_SAMPLES = {"--train-samples": "train.steps", "--lr-warmup-samples": "optim.warmup_steps"}
+_IN_SAMPLES = {
+    "--train-samples": "train.steps",
+    "--lr-warmup-samples": "optim.warmup_steps",
+    "--lr-decay-samples": "optim.lr_decay_steps",
+    "--lr-wsd-decay-samples": "optim.lr_wsd_decay_steps",
+}
 """Flags that count samples -> the key that counts steps."""
 
 _SWITCHED_ON = {"--cpu-offloading-num-layers": "parallel.cpu_offloading=true"}

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 LATER = {
-    "the ends of the learning rate's decay, other shapes of it and of its warm-up": (
-        "--lr-decay-style --lr-wsd-decay-style --lr-decay-iters --lr-decay-samples --lr-wsd-decay-iters "
-        "--lr-wsd-decay-samples --lr-warmup-init --decoupled-lr --decoupled-min-lr"
+    "a warm-up that begins above 0, or a rate of their own for embedding and output": (
+        "--lr-warmup-init --decoupled-lr --decoupled-min-lr"
     ),
     "a batch that grows while a run goes on": (
         "--rampup-batch-size --step-batch-size-schedule --decrease-batch-size-if-needed"
@@ -294,6 +293,7 @@ DEFAULTS = (
     Default("model.share_embeddings_and_output_weights", True),
     Default("model.kv_lora_rank", 32, "model.multi_latent_attention"),
     Default("model.rotary_scaling_factor", 8, "model.rotary_scaling_type"),
+    Default("optim.lr_decay_style", "linear"),
     Default("optim.beta2", 0.999),
     Default("optim.weight_decay", 0.01),
     Default("data.validation_split", 0.03, "data.path"),

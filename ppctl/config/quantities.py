@@ -1,4 +1,4 @@
-"""Amounts as people write them: times such as `11h50m`, SLURM's `2-12:00:00`, memory such as `80GiB`."""
+"""Amounts as people write them: times such as `11h50m`, SLURM's `2-12:00:00`, memory as `80GiB`, `10T tokens`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 _WORDS = re.compile(r"(?=[0-9])(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?", re.ASCII)
 _SLURM = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.ASCII)
 _MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
+_TOKENS = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([KMBT]?) ?tokens", re.ASCII)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -48,3 +49,11 @@ def memory_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not an amount of memory: a number and a unit, as 80GiB")
     return int(float(match[1]) * _UNITS[match[2] or "B"])
+
+
+def tokens(text: str) -> float:
+    """The number of `10T tokens`, `500B tokens`, `1e9 tokens`. Raises ValueError for anything else."""
+    match = _TOKENS.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is not a number of tokens, as 10T tokens")
+    return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]

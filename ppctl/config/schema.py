@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.accelerators import DEVICES
+from ppctl.config import learning_rate
 from ppctl.config.limits import (
     BELOW_ONE,
     DIRECTORY_NAME,
@@ -272,15 +273,34 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW, and a learning rate that rises linearly and then falls as lr_decay_style says."""
 
     lr: float = key(3e-4, positive(), names="lr", known_as="learning_rate")
     """Peak learning rate."""
     min_lr: float = key(0.0, not_negative())
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of its decay."""
     warmup_steps: int = key(0, not_negative(), known_as="--lr-warmup-iters")
-    """Updates over which the learning rate rises linearly. Neither this nor the cosine moves on in a step that fp16
+    """Updates over which the learning rate rises linearly. Neither this nor the decay moves on in a step that fp16
     leaves out."""
+    warmup_tokens: float | None = key(None, positive())
+    """The warm-up in tokens, in place of warmup_steps."""
+    lr_decay_style: str = key(
+        "cosine", one_of(*learning_rate.STYLES), names="--lr-decay-style", known_as="lr_scheduler_type"
+    )
+    """How the rate falls behind the warm-up: `cosine`, `linear`, `constant` (not at all), `inverse-square-root`, `WSD`
+    (stable until lr_wsd_decay_steps before the end), or `piecewise`, as lr_pieces say."""
+    lr_decay_steps: int | None = key(None, positive(), names="--lr-decay-iters")
+    """Updates, those of the warm-up included, after which the rate is min_lr; none: train.steps."""
+    lr_decay_tokens: float | None = key(None, positive())
+    """The end of the decay in tokens, in place of lr_decay_steps."""
+    lr_wsd_decay_style: str = key("exponential", one_of(*learning_rate.WSD_STYLES), names="--lr-wsd-decay-style")
+    """The shape of WSD's decay."""
+    lr_wsd_decay_steps: int | None = key(None, positive(), names="--lr-wsd-decay-iters")
+    """Updates of WSD's decay."""
+    lr_pieces: list[Any] | None = key(None, learning_rate.PIECES)
+    """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
+    before it a piece goes to `lr` (of constant: at once) until so many updates or tokens; lr by default min_lr, of
+    constant what it was."""
     weight_decay: float = key(0.1, not_negative())
     """Not applied to norms, biases and embeddings."""
     beta1: float = key(0.9, BELOW_ONE, known_as="--adam-beta1")

@@ -5,8 +5,8 @@ Knows processes, signals and deadlines. Must not know exit codes of the launcher
     a rank fails               the launcher ends the others: SIGINT, then SIGKILL
     SIGTERM, SIGUSR1, SIGHUP   passed on; the ranks have `stop_grace` seconds to save and leave, and are ended then, or
                                when SIGTERM comes a second time
-    SIGINT                     before a step is done: all ranks are ended; else they are asked to save and leave, with no limit
-                               of time, since somebody is there: once more ends them. After that: they are killed
+    SIGINT                     before a step is done: all ranks are ended; else they are asked to save and leave,
+                               without a limit of time, since somebody is there; once more ends them, then kills
     SIGKILL                    the kernel kills the ranks (process.py)
 """
 

@@ -1,11 +1,10 @@
-"""AdamW over parameters by canonical name, and the learning rate as a function of the updates made.
+"""AdamW over parameters by canonical name.
 
 Knows which parameters decay and how the optimizer's state is named. Must not know stages, ranks or how gradients came.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -17,21 +16,6 @@ from ppctl.geometry.parameters import Parameter
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar, on the CPU), "exp_avg", "exp_avg_sq" (the parameter's shape and dtype)}."""
-
-
-def lr_at(updates: int, optim: OptimConfig, steps: int) -> float:
-    """The learning rate of the update that follows `updates` others, of `steps` in all.
-
-    A linear warm-up, lr x (u + 1) / warmup_steps while u = updates < warmup_steps: no update is lost at rate 0. Then
-    half a cosine, min_lr + (lr - min_lr) x (1 + cos(pi p)) / 2 with p = (u - warmup_steps) / (steps - warmup_steps).
-    From update `steps` on, min_lr.
-    """
-    if updates < optim.warmup_steps:
-        return optim.lr * ((updates + 1) / optim.warmup_steps)
-    if updates >= steps:
-        return optim.min_lr
-    progress = (updates - optim.warmup_steps) / (steps - optim.warmup_steps)
-    return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class AdamW:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
@@ -17,7 +18,6 @@ from ppctl.errors import Problem, TrainingError
 from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
-from ppctl.train.optimizer import lr_at
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
@@ -67,7 +67,8 @@ class Trainer:
         reports = gather_reports(own, s.own.rank, s.world_groups)
         check_reports(reports, step + 1, s.plan.stages[-1].stage)
         # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
-        lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps)
+        tokens = s.config.train.global_batch_size * s.config.data.seq_length
+        lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps, tokens)
         s.reducer.finish()
         if s.partial_gradients:
             sum_partial_gradients([s.weights.master[name] for name in s.partial_gradients], s.groups["tp"])

@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from cuts import cut
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
-from ppctl.train.optimizer import AdamW, lr_at
+from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 
 

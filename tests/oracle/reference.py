@@ -13,13 +13,13 @@ import yaml
 from oracle import data
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.dropout import Draws, sample_key
 from ppctl.model.packing import ROWS
 from ppctl.model.stage import build_stage
 from ppctl.plan import StageSpec
-from ppctl.train.optimizer import lr_at
 
 
 class Trained(NamedTuple):

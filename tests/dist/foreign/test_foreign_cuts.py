@@ -16,6 +16,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from ppctl.comm.groups import make_group
+from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.foreign.anatomy import Anatomy, survey
@@ -29,7 +30,7 @@ from ppctl.parallel.ties import TiedGradients, TiedUse
 from ppctl.plan import Plan
 from ppctl.plan.build import build_plan
 from ppctl.train.grad_norm import GradientNorm, Location
-from ppctl.train.optimizer import AdamW, lr_at
+from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.session import Session, build_session
 from ppctl.train.step import Trainer

@@ -13,10 +13,11 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import to_mapping
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.stage import build_stage
-from ppctl.train.optimizer import AdamW, lr_at
+from ppctl.train.optimizer import AdamW
 
 
 def with_fsdp(mapping: dict) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from oracle.data import microbatches
 from ranks import run_ranks
 from torch import nn
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.parameters import Parameter
@@ -26,7 +27,7 @@ from ppctl.parallel.ties import TiedGradients
 from ppctl.plan.build import build_plan
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.grad_norm import GradientNorm, Location
-from ppctl.train.optimizer import AdamW, lr_at
+from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.session import Session, build_session
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from dense_runs import config_of, hold_to_reference, reference, session_of, train_cut, trainer_of
 from ranks import RanksFailed, run_ranks
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.train.optimizer import lr_at
 from ppctl.train.snapshot import load_checkpoint, save_checkpoint
 
 

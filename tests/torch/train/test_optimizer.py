@@ -1,7 +1,5 @@
 """AdamW's groups, the learning rate, and state that is known by canonical name."""
 
-import math
-
 import pytest
 import torch
 from cuts import cut, tiny
@@ -9,12 +7,13 @@ from live_memory import LiveBytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppctl.config.learning_rate import lr_at
 from ppctl.config.schema import OptimConfig
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.model.stage import build_stage
 from ppctl.train.grad_norm import GradientNorm, clip_gradients, locate_parameters
 from ppctl.train.loss_scale import LossScale
-from ppctl.train.optimizer import AdamW, lr_at
+from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights, unscale
 
 
@@ -44,33 +43,6 @@ def test_matrices_decay_and_norms_biases_and_embeddings_do_not(changes, spared):
     for name in own:
         exempt = name in spared or name.endswith(".bias") or "norm" in name
         assert decay[name] == (0.0 if exempt else 0.3), name
-
-
-OPTIM = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=4)
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (0, 0.25),
-        (1, 0.5),
-        (3, 1.0),
-        (4, 1.0),
-        (6, 0.2 + 0.4 * (1 + math.cos(math.pi / 4))),
-        (8, 0.6),
-        (11, 0.2 + 0.4 * (1 + math.cos(7 * math.pi / 8))),
-        (12, 0.2),
-        (500, 0.2),
-    ],
-)
-def test_the_rate_warms_up_and_then_follows_half_a_cosine(step, expected):
-    assert lr_at(step, OPTIM, 12) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 7), (1, 1), (3, 3), (5, 3), (3, 4)])
-def test_no_step_of_a_run_is_lost_at_rate_zero_and_the_rate_never_exceeds_lr(warmup, steps):
-    optim = OptimConfig(lr=0.1, min_lr=0.0, warmup_steps=warmup)
-    assert all(0 < lr_at(step, optim, steps) <= 0.1 for step in range(steps))
 
 
 def step_once(own, optimizer, seed):

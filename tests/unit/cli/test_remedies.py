@@ -51,6 +51,10 @@ WRONG = [
     ["model=tiny", "model=llama3_8b"], [QUICK, "pp=2", "--pipeline-model-parallel-size", "4"],
     [QUICK, "pp=3", "layout=Et|t|t|tL"], ["--bf16", QUICK], [DEEP, "gbs=100"], [DEEP, "gbs=abc"],
     [DEEP, "gbs=0"], [DEEP, "pp=0"], [DEEP, "nodes=1", "gbs=64"], [DEEP, "ep=3"], [DEEP, "tp=3", "gbs=128"],
+    [QUICK, "optim.lr_decay_style=WSD"], [QUICK, "optim.lr_wsd_decay_steps=3"],
+    [QUICK, "optim.lr_decay_style=piecewise"], [QUICK, "optim.lr_pieces=[{style: constant, until: 3}]"],
+    [QUICK, "optim.lr_pieces=[{until: 3}]"], [QUICK, "optim.warmup_steps=3", "optim.warmup_tokens=1e6"],
+    [QUICK, "optim.lr_decay_steps=3", "optim.lr_decay_tokens=1e6"], [DEEP, "optim.lr_decay_steps=4"],
     [DEEP, "pp=8", "vpp=1", "layout=Et*3|(tt|)*29,m|L"], [DEEP, "model.moe_router_topk=0"],
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What one value may be: every number has bounds, every bound is held and shown, and its remedy works."""
 
 import shlex
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,8 @@ def beyond(name: str) -> list[float | str]:
         return [-1 if limit.zero else 0, most, *([] if int in members(keys()[name].type) else [float("nan")])]
     if list[int] in members(keys()[name].type):
         return ["[2]", "[0,2]"]
+    if list[Any] in members(keys()[name].type) and str not in members(keys()[name].type):
+        return ["[]", "[{style: none of them, until: 3}]"]
     return ["" if isinstance(limit, Form) else "none of them"]
 
 

@@ -1,0 +1,166 @@
+"""The learning rate as a function of the updates made: a warm-up, then pieces, each of which ends at a rate.
+
+Every style of `optim.lr_decay_style` is such a list. Must not know optimizers: `lr_at` is a pure function, so that no
+cut and no resume changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ppctl.config.limits import Form
+from ppctl.config.quantities import tokens
+
+if TYPE_CHECKING:  # the schema names the styles and the form of pieces
+    from ppctl.config.schema import OptimConfig, RunConfig
+
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD", "piecewise")
+
+
+class Piece(NamedTuple):
+    """The rate from where the piece before it ended, until update `until`, where it is `lr`."""
+
+    style: str
+    until: int
+    lr: float
+
+
+SHAPES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda p: 0.0,
+    "linear": lambda p: 1.0 - p,
+    "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),
+    "exponential": lambda p: 2.0 * math.pow(0.5, p) - 1.0,
+    "minus_sqrt": lambda p: 1.0 - math.sqrt(p),
+}
+"""Style of a piece -> what is left at its share p in [0, 1] of the way from the rate before it to its own. The last two
+are Megatron's shapes of WSD's decay."""
+
+
+def lr_at(updates: int, optim: OptimConfig, steps: int, tokens_per_step: int = 0) -> float:
+    """The learning rate of the update that follows `updates` others, of `steps` in all.
+
+    A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
+    at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). Behind the last one, its rate.
+    `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, until its last step.
+    """
+    warmup = warmup_steps(optim, tokens_per_step)
+    if updates < warmup:
+        return optim.lr * ((updates + 1) / warmup)
+    begin, lr = warmup, optim.lr
+    for piece in pieces_of(optim, steps, tokens_per_step):
+        if updates < piece.until:
+            if piece.style == "inverse-square-root":
+                return max(piece.lr, lr * math.sqrt(max(warmup, 1) / max(updates, 1)))
+            return piece.lr + (lr - piece.lr) * SHAPES[piece.style]((updates - begin) / (piece.until - begin))
+        begin, lr = max(begin, piece.until), piece.lr
+    return lr
+
+
+def warmup_steps(optim: OptimConfig, tokens_per_step: int) -> int:
+    """Updates of the warm-up."""
+    return _steps(optim.warmup_steps, optim.warmup_tokens, tokens_per_step)
+
+
+def pieces_of(optim: OptimConfig, steps: int, tokens_per_step: int) -> list[Piece]:
+    """What follows the warm-up, in order. `tokens_per_step` counts where something is given in tokens."""
+    if optim.lr_decay_style == "constant":
+        return []
+    if optim.lr_decay_style == "piecewise":
+        return _given(optim, tokens_per_step)
+    end = _steps(optim.lr_decay_steps or steps, optim.lr_decay_tokens, tokens_per_step)
+    if optim.lr_decay_style != "WSD":
+        return [Piece(optim.lr_decay_style, end, optim.min_lr)]
+    stable = end - (optim.lr_wsd_decay_steps or 0)
+    return [Piece("constant", stable, optim.lr), Piece(optim.lr_wsd_decay_style, end, optim.min_lr)]
+
+
+def _given(optim: OptimConfig, tokens_per_step: int) -> list[Piece]:
+    pieces, lr = [], optim.lr
+    for row in optim.lr_pieces or ():
+        piece = read_piece(row)
+        lr = piece.lr if piece.lr is not None else lr if piece.style == "constant" else optim.min_lr
+        pieces.append(Piece(piece.style, _steps(piece.steps, piece.tokens, tokens_per_step), lr))
+    return pieces
+
+
+def _steps(given: int, given_tokens: float | None, tokens_per_step: int) -> int:
+    return given if given_tokens is None else math.ceil(given_tokens / tokens_per_step)
+
+
+class GivenPiece(NamedTuple):
+    """A row of `optim.lr_pieces`. It ends at `steps` updates, or after `tokens`."""
+
+    style: str
+    steps: int
+    tokens: float | None
+    lr: float | None
+
+
+def read_piece(row: Any) -> GivenPiece:
+    """A row as {style: constant|linear|cosine, until: STEPS or "10T tokens", lr: RATE}. Raises ValueError."""
+    if not isinstance(row, Mapping) or not {"style", "until"} <= set(row) <= {"style", "until", "lr"}:
+        raise ValueError(f"{row!r} is not a piece: it needs style and until, and may have lr")
+    style, until, lr = row["style"], row["until"], row.get("lr")
+    if style not in ("constant", "linear", "cosine"):
+        raise ValueError(f"the style of a piece is constant, linear or cosine, not {style!r}")
+    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf):
+        raise ValueError(f"a rate is a number, at least 0, not {lr!r}")
+    if isinstance(until, str):
+        return GivenPiece(style, 0, tokens(until), lr)
+    if isinstance(until, bool) or not isinstance(until, int) or until < 1:
+        raise ValueError(f"a piece ends after a number of steps, or after tokens as '10T tokens', not {until!r}")
+    return GivenPiece(style, until, None, lr)
+
+
+def _read_pieces(rows: Any) -> object:
+    if not rows:
+        raise ValueError(rows)
+    return [read_piece(row) for row in rows]
+
+
+PIECES = Form('rows as {style: cosine, until: "10T tokens", lr: 2e-5}: constant, linear or cosine', _read_pieces)
+
+
+def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(keys, what is wrong, remedy) of settings of the learning rate that contradict each other."""
+    optim = config.optim
+    if optim.min_lr > optim.lr:
+        message = "the learning rate falls to min_lr, which is above lr"
+        yield ("optim.min_lr", "optim.lr"), message, f"optim.min_lr={optim.lr}"
+    if optim.warmup_tokens is not None and optim.warmup_steps:
+        message = "the warm-up is given in steps and in tokens"
+        yield ("optim.warmup_tokens", "optim.warmup_steps"), message, "optim.warmup_steps=0"
+    if optim.lr_decay_tokens is not None and optim.lr_decay_steps is not None:
+        message = "the end of the decay is given in steps and in tokens"
+        yield ("optim.lr_decay_tokens", "optim.lr_decay_steps"), message, "optim.lr_decay_steps=null"
+    wsd, piecewise = optim.lr_decay_style == "WSD", optim.lr_decay_style == "piecewise"
+    if wsd and optim.lr_wsd_decay_steps is None:
+        message = "WSD decays over lr_wsd_decay_steps, which are not given"
+        remedy = f"optim.lr_wsd_decay_steps={max(config.train.steps // 10, 1)}"
+        yield ("optim.lr_wsd_decay_steps", "optim.lr_decay_style"), message, remedy
+    if not wsd and optim.lr_wsd_decay_steps is not None:
+        message = f"lr_wsd_decay_steps has no meaning for lr_decay_style={optim.lr_decay_style}"
+        yield ("optim.lr_wsd_decay_steps", "optim.lr_decay_style"), message, "optim.lr_decay_style=WSD"
+    if piecewise != (optim.lr_pieces is not None):
+        message = "lr_decay_style=piecewise and lr_pieces need each other"
+        remedy = "optim.lr_decay_style=cosine" if piecewise else "optim.lr_decay_style=piecewise"
+        yield ("optim.lr_pieces", "optim.lr_decay_style"), message, remedy
+    if piecewise and (optim.lr_decay_steps is not None or optim.lr_decay_tokens is not None):
+        message = "the pieces of the learning rate say themselves where they end"
+        yield ("optim.lr_pieces",), message, "optim.lr_decay_steps=null optim.lr_decay_tokens=null"
+    if piecewise and optim.lr_pieces is not None:
+        yield from _order(config)
+
+
+def _order(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Pieces that end where another one ended already."""
+    per_step = config.train.global_batch_size * config.data.seq_length
+    ends = [piece.until for piece in _given(config.optim, per_step)]
+    if any(after <= before for before, after in pairwise(ends)):
+        shown = ", ".join(f"{end:,}" for end in ends)
+        message = f"the pieces of the learning rate end after {shown} steps: each must end later than the one before"
+        yield ("optim.lr_pieces",), message, "ppctl explain optim.lr_pieces"

@@ -1,0 +1,118 @@
+"""The learning rate of every update, against values that Megatron's formulas give by hand."""
+
+import math
+
+import pytest
+
+from ppctl.config.compose import compose
+from ppctl.config.learning_rate import lr_at, pieces_of, read_piece
+from ppctl.config.schema import OptimConfig
+
+OPTIM = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (0, 0.25),
+        (1, 0.5),
+        (3, 1.0),
+        (4, 1.0),
+        (6, 0.2 + 0.4 * (1 + math.cos(math.pi / 4))),
+        (8, 0.6),
+        (11, 0.2 + 0.4 * (1 + math.cos(7 * math.pi / 8))),
+        (12, 0.2),
+        (500, 0.2),
+    ],
+)
+def test_the_rate_warms_up_and_then_follows_half_a_cosine(step, expected):
+    assert lr_at(step, OPTIM, 12) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 7), (1, 1), (3, 3), (5, 3), (3, 4)])
+def test_no_step_of_a_run_is_lost_at_rate_zero_and_the_rate_never_exceeds_lr(warmup, steps):
+    optim = OptimConfig(lr=0.1, min_lr=0.0, warmup_steps=warmup)
+    assert all(0 < lr_at(step, optim, steps) <= 0.1 for step in range(steps))
+
+
+def rates(steps=10, tokens=0, until=12, **settings):
+    optim = OptimConfig(**{"lr": 1.0, "min_lr": 0.2, "warmup_steps": 2} | settings)
+    return [lr_at(update, optim, steps, tokens) for update in range(until)]
+
+
+BEHIND = [1 - share / 8 for share in range(8)]
+"""What is left of the way from the warm-up's end, update 2, to update 10."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_decay_style": "constant"}, [1.0] * 10),
+        ({"lr_decay_style": "linear"}, [0.2 + 0.8 * left for left in BEHIND] + [0.2] * 2),
+        ({"lr_decay_style": "linear", "lr_decay_steps": 6}, [1.0, 0.8, 0.6, 0.4] + [0.2] * 6),
+        ({"lr_decay_style": "inverse-square-root"}, [math.sqrt(2 / u) for u in range(2, 10)] + [0.2] * 2),
+        ({"lr_decay_style": "inverse-square-root", "min_lr": 0.6},
+         [*(math.sqrt(2 / u) for u in range(2, 6)), *[0.6] * 6]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 4, "lr_wsd_decay_style": "linear"},
+         [1.0] * 5 + [0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 4},
+         [1.0] * 5 + [0.2 + 0.8 * (2 * 0.5 ** (part / 4) - 1) for part in (1, 2, 3)] + [0.2] * 2),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 4, "lr_wsd_decay_style": "minus_sqrt"},
+         [1.0] * 5 + [0.2 + 0.8 * (1 - math.sqrt(part / 4)) for part in (1, 2, 3)] + [0.2] * 2),
+    ],
+)  # fmt: skip
+def test_a_style_falls_as_megatron_says(settings, expected):
+    assert rates(**settings) == pytest.approx([0.5, 1.0, *expected], rel=1e-12)
+
+
+def test_pieces_follow_each_other_in_steps_and_tokens():
+    pieces = [
+        {"style": "constant", "until": "400 tokens"},
+        {"style": "linear", "until": 8, "lr": 0.4},
+        {"style": "constant", "until": 9},
+        {"style": "constant", "until": 10, "lr": 0.1},
+    ]
+    found = rates(tokens=100, lr_decay_style="piecewise", lr_pieces=pieces)
+    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.85, 0.7, 0.55, 0.4, 0.1, 0.1, 0.1], rel=1e-12)
+
+
+def test_tokens_count_for_warm_up_and_decay():
+    in_steps = rates(warmup_steps=3, lr_decay_steps=7)
+    assert rates(warmup_steps=0, warmup_tokens=250.0, lr_decay_tokens=700.0, tokens=100) == in_steps
+
+
+def test_deepseeks_recipe_has_the_published_rates():
+    config = compose(["+recipe=deepseek_v3"]).config
+    per_step = config.train.global_batch_size * config.data.seq_length
+
+    def at(tokens):
+        return lr_at(math.ceil(tokens / per_step), config.optim, config.train.steps, per_step)
+
+    assert at(5e12) == at(9.99e12) == 2.2e-4
+    assert at(12.15e12) == pytest.approx((2.2e-4 + 2.2e-5) / 2, rel=1e-4)
+    assert at(14.4e12) == 2.2e-5
+    assert at(14.7e12) == at(15e12) == 7.3e-6
+    assert [piece.style for piece in pieces_of(config.optim, 1, per_step)] == [
+        "constant",
+        "cosine",
+        "constant",
+        "constant",
+    ]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"style": "cosine"},
+        {"style": "step", "until": 3},
+        {"style": "cosine", "until": 0},
+        {"style": "cosine", "until": True},
+        {"style": "cosine", "until": "10 apples"},
+        {"style": "cosine", "until": 3, "lr": -1},
+        {"style": "cosine", "until": 3, "rate": 1},
+        "cosine",
+    ],
+)
+def test_what_is_no_piece_is_refused(row):
+    with pytest.raises(ValueError, match=r"piece|rate|tokens"):
+        read_piece(row)
