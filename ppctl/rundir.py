@@ -143,15 +143,15 @@ class RunDir:
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Append one step's record to metrics.jsonl, in a single write. Numbers that are not finite become null."""
-        append(self.path / "metrics.jsonl", json.dumps(_finite(record)) + "\n")
+        append(self.metrics_path, json.dumps(_finite(record)) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl, without damaged lines (a crash may have cut one)."""
-        return list(_records(self.path / "metrics.jsonl"))
+        return list(_records(self.metrics_path))
 
     def drop_metrics_from(self, step: int) -> None:
         """Delete the records of `step` and later: a run that continues from a checkpoint repeats these steps."""
-        if (self.path / "metrics.jsonl").exists():
+        if self.metrics_path.exists():
             kept = [json.dumps(record) + "\n" for record in self.metrics() if record["step"] < step]
             self._write("metrics.jsonl", "".join(kept))
 
@@ -260,6 +260,11 @@ class RunDir:
     def log(self, rank: int) -> Path:
         """The rank's log file."""
         return self.path / "logs" / f"rank-{rank:04d}.log"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One record a step."""
+        return self.path / "metrics.jsonl"
 
     @property
     def job_log(self) -> Path:

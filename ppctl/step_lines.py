@@ -5,7 +5,7 @@ Knows the keys of a metrics record and how wide a line may be. Must not know whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -26,9 +26,8 @@ def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> 
     done = f"{record['step']:>{len(str(steps))}}/{steps}"
     if columns < WIDE:
         return (
-            f"{done}  loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}"
-            f"  {record['tokens_per_s']:>6,.0f} tok/s  bubble {record['bubble_fraction']:3.0%}"
-            f"  slowest {record['slowest_stage']:<2}  ETA {clock_text(eta_s)}"
+            f"{done} loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}  {record['tokens_per_s']:>5,.0f} tok/s"
+            f" bubble {record['bubble_fraction']:3.0%} slow stage {record['slowest_stage']:<2} ETA {clock_text(eta_s)}"
         )
     return (
         f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
@@ -37,19 +36,29 @@ def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> 
     )
 
 
+RECENT = 20
+"""Steps from whose mean the time of those to come is estimated."""
+
+
+def mean_step_time(records: Sequence[Record]) -> float | None:
+    """Seconds of one of the last RECENT steps; None without one."""
+    recent = [record["step_time_s"] for record in records[-RECENT:] if record.get("step_time_s")]
+    return sum(recent) / len(recent) if recent else None
+
+
 class StepLines:
-    """The lines of consecutive steps; the remaining time is estimated from the last twenty steps."""
+    """The lines of consecutive steps."""
 
     def __init__(self, steps: int, columns: int) -> None:
         self.steps = steps
         self.columns = columns
-        self.recent: list[float] = []
+        self.recent: list[Record] = []
 
     def lines(self, record: Record) -> list[str]:
         """The step's line, and one for its evaluation if there was one."""
-        self.recent = [*self.recent[-19:], record["step_time_s"]]
-        left = self.steps - record["step"]
-        lines = [step_line(record, self.steps, left * sum(self.recent) / len(self.recent), self.columns)]
+        self.recent = [*self.recent, record][-RECENT:]
+        left = (self.steps - record["step"]) * (mean_step_time(self.recent) or 0.0)
+        lines = [step_line(record, self.steps, left, self.columns)]
         if "eval_loss" in record:
             lines.append(f"  held out  loss {record['eval_loss']:.4f}  over {record['eval_samples']:,} samples")
         return lines

@@ -18,7 +18,7 @@ from ppctl.cli.table import aligned
 from ppctl.errors import PpctlError
 from ppctl.hang.waits import published_states, root, waits
 from ppctl.rundir import RunDir
-from ppctl.step_lines import clock_text
+from ppctl.step_lines import clock_text, mean_step_time
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,8 +67,7 @@ def _progress(run: RunDir) -> dict[str, Any]:
     total = None
     with suppress(PpctlError, OSError):
         total = run.read_config().train.steps
-    recent = [record["step_time_s"] for record in records[-_RECENT:] if record.get("step_time_s")]
-    step = sum(recent) / len(recent) if recent else None
+    step = mean_step_time(records)
     tokens = records[-1].get("tokens") if records else None
     left = None if total is None or not records else max(total - records[-1]["step"], 0)
     return {
@@ -76,9 +75,6 @@ def _progress(run: RunDir) -> dict[str, Any]:
         "tokens_per_s": tokens / step if tokens and step else None,
         "eta_s": None if left is None or step is None else left * step,
     }
-
-
-_RECENT = 20
 
 
 def _next(report: dict[str, Any]) -> str | None:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
-from ppctl.cli.console import note, print_problems
+from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
 from ppctl.config.argv import retyped, typed_again
@@ -225,7 +225,8 @@ def run_to_end(
     tried = candidates(config.checkpoint.resume, run.checkpoints)
     limits, first_step = Limits.of(config.launch), step_of(tried[0].path if tried else None)
     job = LocalJob(run, launch.plan.sizes.world, config.launch.env, limits=limits, first_step=first_step)
-    outcome = supervise(job, out)
+    with _terminal(job, config, out) as lines:
+        outcome = supervise(job, lines)
     if outcome.exit_code == INTERRUPTED and sys.stderr.isatty():
         note("")  # the terminal has shown ^C
     if outcome.report:
@@ -235,6 +236,18 @@ def run_to_end(
     elif outcome.exit_code in (DONE, STOPPED):
         print("\n".join(ending(run, launch, outcome, overrides)))
     return outcome.exit_code
+
+
+@contextmanager
+def _terminal(job: LocalJob, config: RunConfig, out: TextIO) -> Iterator[TextIO]:
+    """Where rank 0's lines go: to `out`, on a terminal above a block that shows how far the run is."""
+    if out is not sys.stdout or not is_live():
+        yield out
+        return
+    from ppctl.cli.live import live_block  # rich
+
+    with live_block(job.run, job.world_size, config.train.steps) as lines:
+        yield lines
 
 
 # Problems

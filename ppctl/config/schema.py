@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.accelerators import DEVICES
-from ppctl.config import learning_rate
+from ppctl.config import lr_pieces
 from ppctl.config.limits import (
     BELOW_ONE,
     DIRECTORY_NAME,
@@ -285,7 +285,7 @@ class OptimConfig:
     warmup_tokens: float | None = key(None, positive())
     """The warm-up in tokens, in place of warmup_steps."""
     lr_decay_style: str = key(
-        "cosine", one_of(*learning_rate.STYLES), names="--lr-decay-style", known_as="lr_scheduler_type"
+        "cosine", one_of(*lr_pieces.STYLES), names="--lr-decay-style", known_as="lr_scheduler_type"
     )
     """How the rate falls behind the warm-up: `cosine`, `linear`, `constant` (not at all), `inverse-square-root`, `WSD`
     (stable until lr_wsd_decay_steps before the end), or `piecewise`, as lr_pieces say."""
@@ -293,11 +293,11 @@ class OptimConfig:
     """Updates, those of the warm-up included, after which the rate is min_lr; none: train.steps."""
     lr_decay_tokens: float | None = key(None, positive())
     """The end of the decay in tokens, in place of lr_decay_steps."""
-    lr_wsd_decay_style: str = key("exponential", one_of(*learning_rate.WSD_STYLES), names="--lr-wsd-decay-style")
+    lr_wsd_decay_style: str = key("exponential", one_of(*lr_pieces.WSD_STYLES), names="--lr-wsd-decay-style")
     """The shape of WSD's decay."""
     lr_wsd_decay_steps: int | None = key(None, positive(), names="--lr-wsd-decay-iters")
     """Updates of WSD's decay."""
-    lr_pieces: list[Any] | None = key(None, learning_rate.PIECES)
+    lr_pieces: list[Any] | None = key(None, lr_pieces.PIECES)
     """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
     before it a piece goes to `lr` (of constant: at once) until so many updates or tokens; lr by default min_lr, of
     constant what it was."""

@@ -16,6 +16,7 @@ PACKAGE = Path(ppctl.__file__).parent
 
 DOORS = {
     "rich": "a terminal",
+    "ppctl.cli.live": "rich, on a terminal",
     "ppctl.data": "numpy",
     "ppctl.launch.weights": "the room of families, for model.from alone",
     "ppctl.config.yaml_file": "yaml",

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from ppctl.config.compose import compose
-from ppctl.config.learning_rate import lr_at, pieces_of, read_piece
+from ppctl.config.learning_rate import lr_at, pieces_of
+from ppctl.config.lr_pieces import read_piece
 from ppctl.config.schema import OptimConfig
 
 OPTIM = OptimConfig(lr=1.0, min_lr=0.2, warmup_steps=4)

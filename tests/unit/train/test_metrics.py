@@ -14,7 +14,7 @@ RECORD = {
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
-        (80, "  7/400  loss 4.875  norm 13.14  11,600 tok/s  bubble 13%  slowest 2   ETA 3:17"),
+        (80, "  7/400 loss 4.875  norm 13.14  11,600 tok/s bubble 13% slow stage 2  ETA 3:17"),
         (
             120,
             "step   7/400  loss 4.8750  grad norm 13.139  lr 7.00e-04   11,600 tokens/s  bubble 12.9%"

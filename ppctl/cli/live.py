@@ -1,0 +1,141 @@
+"""A block at the foot of the terminal while ranks train on this machine: what they do, how far, how well.
+
+Knows rich, the records of metrics.jsonl and the ranks' heartbeats. What rank 0 prints scrolls by above it. Must not
+know how ranks are started.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ppctl import heartbeat
+from ppctl.checkpoint_folder import step_of
+from ppctl.cli.console import console
+from ppctl.cli.runs import checkpoint_of
+from ppctl.rundir import RunDir
+from ppctl.step_lines import RECENT, clock_text, mean_step_time
+
+_CURVE = 24
+"""Columns of the curve."""
+_A_SECOND = 2
+"""Drawings a second."""
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class _Lines:
+    """What the launcher writes rank 0's lines to: they are printed above the block."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+
+    def write(self, text: str) -> int:
+        """Print `text`, whose lines are whole."""
+        self._screen.out(text.removesuffix("\n"), highlight=False)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+@contextmanager
+def live_block(run: RunDir, world_size: int, steps: int) -> Iterator[TextIO]:
+    """Draw the block while entered; returns where rank 0's lines go. Nothing of the block stays on the screen."""
+    block, screen = Block(run, world_size, steps), console()
+    with Live(get_renderable=block.draw, console=screen, transient=True, refresh_per_second=_A_SECOND):
+        yield _Lines(screen)  # type: ignore[misc]  # of a stream, the launcher uses these two methods
+
+
+class Block:
+    """The block of one start of a run. It reads only what was appended to metrics.jsonl since it read last."""
+
+    def __init__(self, run: RunDir, world_size: int, steps: int) -> None:
+        self._run = run
+        self._ranks = range(world_size)
+        self._steps = steps
+        self._began = time.monotonic()
+        self._read_to = run.metrics_path.stat().st_size if run.metrics_path.exists() else 0
+        self._recent: list[dict[str, Any]] = []
+        self._losses: list[float] = []
+
+    def draw(self) -> Group | Text:
+        """The block as it is now: until the first step what the ranks wait for, then the last step."""
+        self._read()
+        return self._training() if self._recent else self._starting()
+
+    def _read(self) -> None:
+        try:
+            with open(self._run.metrics_path, "rb") as file:
+                # A resumed run drops the steps that it repeats.
+                self._read_to = min(self._read_to, file.seek(0, os.SEEK_END))
+                file.seek(self._read_to)
+                whole, _, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return
+        self._read_to += len(whole) + bool(whole)
+        for record in map(json.loads, whole.splitlines()):
+            self._recent = [*self._recent, record][-RECENT:]
+            self._losses.append(record["loss"] or math.nan)
+
+    def _starting(self) -> Text:
+        states = heartbeat.read_all(self._run.id, self._ranks)
+        doing = Counter(
+            "importing torch" if not state.pid else _STARTING.get(state.state, state.state) for state in states
+        )
+        shown = ", ".join(f"{word} ({count} of {len(self._ranks)} ranks)" for word, count in doing.most_common(2))
+        return Text(f"{clock_text(time.monotonic() - self._began)}  {shown or 'starting ranks'}", style="dim")
+
+    def _training(self) -> Group:
+        last = self._recent[-1]
+        step, left = last["step"], (self._steps - last["step"]) * (mean_step_time(self._recent) or 0.0)
+        bar = Table.grid(padding=(0, 2))
+        bar.add_row(
+            ProgressBar(total=self._steps, completed=step, width=30),
+            f"step {step:,} of {self._steps:,}, {step / self._steps:.0%}",
+            f"ETA {clock_text(left)}",
+        )
+        mfu = [] if last.get("mfu") is None else [f"MFU {last['mfu']:.1%}"]
+        speed = [f"{last['tokens_per_s']:,.0f} tokens/s", *mfu, f"bubble {last['bubble_fraction']:.0%}"]
+        facts = [*speed, f"slowest stage {last['slowest_stage']}", self._saved(step)]
+        return Group(bar, Text(f"loss {last['loss']:.4f}  {curve(self._losses, _CURVE)}"), Text("  ".join(facts)))
+
+    def _saved(self, step: int) -> str:
+        """The newest checkpoint, and what would be lost now."""
+        checkpoint = checkpoint_of(self._run)
+        if checkpoint is None:
+            return "no checkpoint yet"
+        return f"{checkpoint.name}, {step - step_of(checkpoint)} steps ago"
+
+
+_STARTING = {
+    "starting": "joining, building stages",
+    "warming up": "first messages on every connection",
+    "loading": "loading weights",
+    "training": "in the first step",
+}
+
+
+def curve(values: list[float], columns: int) -> str:
+    """`values` as bars in at most `columns` columns, each the mean of as many values; a level curve is low."""
+    if not values:
+        return ""
+    count = min(len(values), columns)
+    edges = [len(values) * column // count for column in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    least, span = min(finite), (max(finite) - min(finite)) or 1.0
+    heights = [round((mean - least) / span * (len(_BARS) - 1)) if math.isfinite(mean) else None for mean in means]
+    return "".join("!" if height is None else _BARS[height] for height in heights)
