@@ -248,6 +248,16 @@ class RunDir:
         """Write profile.json: measured seconds per stage, and per message by channel."""
         self._write_json("profile.json", record)
 
+    def write_measured_step(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write trace/step-N.json: what every rank did in `step`."""
+        self.trace.mkdir(exist_ok=True)
+        self._write_json(f"trace/step-{step}.json", record, durable=False)
+
+    def measured_steps(self) -> dict[int, Path]:
+        """The files of the steps that were traced, by step."""
+        found = {path: path.stem.removeprefix("step-") for path in self.trace.glob("step-*.json")}
+        return dict(sorted((int(number), path) for path, number in found.items() if number.isdigit()))
+
     def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
         """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends.
 

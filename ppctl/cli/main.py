@@ -53,6 +53,7 @@ COMMANDS = {
     "submit": Command("submit a run to SLURM", overrides=True),
     "status": Command("show the state of a run"),
     "logs": Command("show the output of a run"),
+    "trace": Command("show where the time of a measured step went (log.trace)"),
     "cancel": Command("cancel the job of a submitted run", place="jobs.cancel"),
     "requeue": Command("requeue the job of a submitted run", place="jobs.requeue"),
     "doctor": Command("check this machine, and measure messages between ranks"),

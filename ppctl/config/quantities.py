@@ -8,6 +8,7 @@ _WORDS = re.compile(r"(?=[0-9])(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-
 _SLURM = re.compile(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", re.ASCII)
 _MEMORY = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB|KB|MB|GB|TB|B)?", re.ASCII)
 _TOKENS = re.compile(r"([0-9]{1,18}(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([KMBT]?) ?tokens", re.ASCII)
+_STEPS = re.compile(r"([1-9][0-9]{0,11}):([1-9][0-9]{0,11})", re.ASCII)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -57,3 +58,16 @@ def tokens(text: str) -> float:
     if match is None or not float(match[1]):
         raise ValueError(f"{text!r} is not a number of tokens, as 10T tokens")
     return float(match[1]) * {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+
+
+MOST_STEPS = 100
+"""Steps of a range: each is kept whole, with every action of every rank."""
+
+
+def steps_of(text: str) -> range:
+    """The steps of `10:12`, 10 and 11. Raises ValueError for anything else, no step and too many included."""
+    match = _STEPS.fullmatch(text)
+    steps = range(0) if match is None else range(int(match[1]), int(match[2]))
+    if not 0 < len(steps) <= MOST_STEPS:
+        raise ValueError(f"{text!r} is not a range of 1 to {MOST_STEPS} steps, as 10:12 for steps 10 and 11")
+    return steps

@@ -33,6 +33,7 @@ from ppctl.config.limits import (
     RANK_ORDER,
     RESERVE,
     SLURM_TIME,
+    STEPS,
     TIME,
     each_of,
     not_negative,
@@ -478,6 +479,8 @@ class LogConfig:
     """Write the keys of metrics.jsonl for TensorBoard as well."""
     wandb: bool = key(False, known_as="--wandb-project")
     """Send the keys of metrics.jsonl to Weights & Biases as well."""
+    trace: str | None = key(None, STEPS)
+    """Steps in which every action of every rank is kept: 10:12 is steps 10 and 11. `ppctl trace` shows them."""
     profile: bool = key(False, known_as="profile", support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""
 

@@ -64,6 +64,10 @@ class Recorder:
         shift = self.clock_offset
         return [(index, self._starts[index] + shift, self._ends[index] + shift) for index in self._stamped]
 
+    def stamps_now(self) -> list[tuple[int, float, float]]:
+        """Those of the step that has just ended; empty where the device is not through with it."""
+        return self.stamps()
+
     def spans(self) -> list[Span]:
         """The stamps as spans of a trace."""
         return [Span(self.pp_rank, self.actions[index], start, end) for index, start, end in self.stamps()]
@@ -137,14 +141,26 @@ class CudaRecorder(Recorder):
         """The newest step that was read: one step late. Empty before that."""
         return self._readable
 
+    def stamps_now(self) -> list[tuple[int, float, float]]:
+        """Those of the step that has just ended: behind a wait for the device, such as that for the gradient norm."""
+        passed = self._stamped and self._now.ends[self._stamped[-1]].query()
+        return self._stamps_of(self._now, self._time_of(self._now)) if passed else []
+
     def _read(self, events: _EventSet) -> None:
-        self._origin_time += self._origin.elapsed_time(events.origin) / 1e3
-        zero, origin = self._origin_time + self.clock_offset, events.origin
-        self._readable = [
+        self._origin_time = self._time_of(events)
+        self._readable = self._stamps_of(events, self._origin_time)
+        self._origin, events.origin = events.origin, self._origin
+
+    def _time_of(self, events: _EventSet) -> float:
+        """The host's time of a step's origin."""
+        return self._origin_time + self._origin.elapsed_time(events.origin) / 1e3
+
+    def _stamps_of(self, events: _EventSet, origin_time: float) -> list[tuple[int, float, float]]:
+        zero, origin = origin_time + self.clock_offset, events.origin
+        return [
             (i, zero + origin.elapsed_time(events.starts[i]) / 1e3, zero + origin.elapsed_time(events.ends[i]) / 1e3)
             for i in self._stamped
         ]
-        self._origin, events.origin = origin, self._origin
 
 
 def _event() -> torch.cuda.Event:

@@ -1,6 +1,7 @@
 """Picture -> JSON in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Knows that format: complete events (`X`, microseconds), counters (`C`) and names (`M`), a thread for each pp_rank. Must
+Knows that format: complete events (`X`, microseconds), flows (`s`, `f`), counters (`C`) and names (`M`), a thread for
+each pp_rank. Must
 not know how a trace came about. Standard library only.
 """
 
@@ -10,13 +11,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ppctl.schedule.action import PASSED_ON, Op
 from ppctl.schedule.picture import KINDS, Picture, StageNote, memory_over_time
 from ppctl.schedule.trace import Span
 
 
 def perfetto_json(picture: Picture) -> str:
     """The picture as one JSON object: a process for the pipeline; for each pp_rank a thread and counters of memory."""
-    events = [*_names(picture), *_spans(picture), *_counters(picture)]
+    events = [*_names(picture), *_spans(picture), *_messages(picture), *_counters(picture)]
     return json.dumps({"displayTimeUnit": "ms", "otherData": {"title": picture.title}, "traceEvents": events})
 
 
@@ -41,6 +43,21 @@ def _spans(picture: Picture) -> Iterator[dict[str, Any]]:
             "dur": 1e6 * (span.end - span.start),
             "args": _arguments(span, notes.get(span.action.stage), pairs.get(span.action)),
         }
+
+
+def _messages(picture: Picture) -> Iterator[dict[str, Any]]:
+    """Arrows from what made a message to what used it, on another pp_rank."""
+    made = {
+        (op is Op.F, stage, mb): (rank, end) for rank, (op, stage, mb), _, end in picture.trace.spans if op in PASSED_ON
+    }
+    for rank, (op, stage, mb), start, _ in picture.trace.spans:
+        source, sent = made.get((op is Op.F, stage - 1 if op is Op.F else stage + 1, mb), (rank, 0.0))
+        if op not in PASSED_ON or source == rank:
+            continue
+        arrow = {"pid": 0, "cat": "message", "name": f"{'activations' if op is Op.F else 'gradients'} of {mb}"}
+        arrow["id"] = f"{op.value}{stage}.{mb}"
+        yield {"ph": "s", "tid": source, "ts": 1e6 * sent, **arrow}
+        yield {"ph": "f", "bp": "e", "tid": rank, "ts": 1e6 * start, **arrow}
 
 
 def _arguments(span: Span, note: StageNote | None, pair: str | None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from ppctl.checkpoint_folder import Found
 from ppctl.data.sampler import SAMPLE_ORDER
+from ppctl.schedule.measured_step import MeasuredStep
+from ppctl.step_lines import Record
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
 from ppctl.train.session import Session
@@ -41,6 +43,7 @@ def train(
     *,
     resume: Callable[[], list[Found]],
     write: Writer | None,
+    keep: Callable[[MeasuredStep], None] | None = None,
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
@@ -49,8 +52,9 @@ def train(
 
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
-    Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter(state, step)` is
-    called when `training`, `evaluating` or `saving` begins; `say` takes lines for the user (rank 0 only).
+    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`, and
+    `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
+    begins.
     """
     config = session.config
     first, consumed, sample_order = 0, 0, SAMPLE_ORDER
@@ -81,8 +85,7 @@ def train(
             enter("evaluating", step)
             record |= evaluator()
             eval_loss = record["eval_loss"]
-        if write is not None:
-            write(record)
+        _hand_out(record, result.measured, write, keep)
         due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
         if last or due or result.stop:
             enter("saving", step)
@@ -90,3 +93,15 @@ def train(
         if result.stop and not last:
             return TrainingEnd(done, True, loss, eval_loss, saved, result.stop)
     return TrainingEnd(max(first, config.train.steps), False, loss, eval_loss, saved)
+
+
+def _hand_out(
+    record: Record,
+    measured: MeasuredStep | None,
+    write: Writer | None,
+    keep: Callable[[MeasuredStep], None] | None,
+) -> None:
+    if write is not None:
+        write(record)
+    if keep is not None and measured is not None:
+        keep(measured)

@@ -16,6 +16,7 @@ from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
 from ppctl.parallel.tensor import sum_partial_gradients
+from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.precision import unscale
@@ -24,6 +25,7 @@ from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.router_balance import RouterBalance
 from ppctl.train.session import Session
+from ppctl.train.step_tracer import StepTracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class StepResult:
     """The line of metrics.jsonl, without what only the run knows."""
     stop: str | None
     """Why the run has to stop, where some rank was asked to."""
+    measured: MeasuredStep | None
+    """What every rank did, in a step of `log.trace`."""
 
 
 class Trainer:
@@ -43,6 +47,7 @@ class Trainer:
         self.session = session
         self.batches = batches
         self.stop_requested = stop_requested
+        self.tracer = StepTracer(session)
         self.stages = StagePrograms(session)
         self.programs = self.stages.make()
         self.figures = StepFigures(session)
@@ -61,10 +66,12 @@ class Trainer:
         """
         s, started = self.session, time.perf_counter()
         self._run_pipeline(step)
+        pipeline_end = time.perf_counter()
         if s.heartbeat is not None:
             s.heartbeat.set_state("updating")
         own = self.figures.report(self.stages, self.balance.losses(), self.stop_requested())
         reports = gather_reports(own, s.own.rank, s.world_groups)
+        agreed = time.perf_counter()
         check_reports(reports, step + 1, s.plan.stages[-1].stage)
         # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
         tokens = s.config.train.global_batch_size * s.config.data.seq_length
@@ -81,7 +88,8 @@ class Trainer:
             raise _bad_norm(step + 1, norm)
         if not overflow:
             self._update(norm, lr)
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter()
+        seconds = ended - started
         record = {"step": step + 1, "loss": reports.total("loss"), "grad_norm": grad_norm, "lr": lr}
         if s.loss_scale is not None:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
@@ -89,7 +97,8 @@ class Trainer:
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
         if self.replicas.is_due(step + 1):
             record["replicas_compared"] = self.replicas.compare(step + 1)
-        return StepResult(record, stop_reason(reports))
+        measured = self.tracer.take(step + 1, (started, pipeline_end, agreed, ended))
+        return StepResult(record, stop_reason(reports), measured)
 
     def _update(self, norm: GradNorm, lr: float) -> None:
         s = self.session

@@ -42,7 +42,7 @@ TWELVE = ("+recipe=quickstart", *TINY, "steps=12")
 def whole_run(text, tmp_path_factory):
     """An uninterrupted run of 12 steps in two ranks with two stages each, and where it ran."""
     cwd = tmp_path_factory.mktemp("whole")
-    trackers = ("log.tensorboard=true", "log.wandb=true")
+    trackers = ("log.tensorboard=true", "log.wandb=true", "log.trace=4:6")
     done = ppctl(
         "train", *TWELVE, "pp=2", "vpp=2", text, *trackers, cwd=cwd, WANDB_MODE="offline", PYTHONPROFILEIMPORTTIME="1"
     )
@@ -328,6 +328,28 @@ def test_two_replicas_of_two_stages_write_one_metrics_line_a_step_and_nothing_el
     assert steady.count(str(run / "metrics.jsonl")) == steps - 2
     others = {path for path in steady if not path.endswith("metrics.jsonl")}
     assert all("heartbeats" in path for path in others), others
+
+
+def test_a_traced_step_has_every_action_and_its_ledger_adds_up(whole_run, tmp_path):
+    _, run = whole_run
+    plan = json.loads((run / "plan.json").read_text())
+    assert sorted(path.name for path in (run / "trace").glob("step-*")) == ["step-4.json", "step-5.json"]
+    shown = json.loads(ppctl("trace", str(run), "--step", "5", "--json", cwd=tmp_path).stdout)
+    record = next(record for record in metrics(run) if record["step"] == 5)
+    assert shown["bubble_fraction"] == pytest.approx(record["bubble_fraction"], abs=1e-3)  # stamps in microseconds
+    for row in shown["ranks"]:
+        assert sum(row["seconds"].values()) == pytest.approx(shown["step_time_s"], abs=1e-6)
+        assert min(row["seconds"].values()) >= 0
+    assert shown["step_time_s"] == pytest.approx(record["step_time_s"], rel=0.5)
+    drawn = ppctl("trace", str(run), "--timeline", "step.json", cwd=tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    named = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
+    computed = {
+        word for row in plan["schedule"]["actions"] for word in row.split() if "SEND" not in word and "RECV" not in word
+    }
+    assert computed <= named
+    refused = ppctl("trace", str(run), "--step", "9", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr[:13]) == (2, "error PP-E643")
 
 
 def test_trackers_get_the_keys_of_metrics(whole_run):

@@ -164,3 +164,14 @@ def test_perfetto_counts_planned_and_measured_memory_apart() -> None:
         "memory of pp_rank 1": 1.0,
         "measured memory of pp_rank 0": 2.25,
     }
+
+
+def test_perfetto_draws_an_arrow_for_every_message() -> None:
+    events = json.loads(perfetto_json(picture(RankMemory(2**31, {0: 2**28}), None)))["traceEvents"]
+    ends = {phase: {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"}
+    assert ends["s"]
+    assert ends["s"].keys() == ends["f"].keys()
+    for number, sent in ends["s"].items():
+        used = ends["f"][number]
+        assert sent["tid"] != used["tid"]
+        assert sent["ts"] <= used["ts"]

@@ -117,7 +117,7 @@ def test_a_pair_takes_the_time_of_the_two_in_turn_and_is_marked_in_every_picture
     assert [letter for letter in "abcklm" if letter in second] == ["c", "k", "l"]
     picture = Picture("", "", trace, ())
     events = json.loads(perfetto_json(picture))["traceEvents"]
-    marked = {event["name"]: event["args"]["pair"] for event in events if "pair" in event["args"]}
+    marked = {event["name"]: event["args"]["pair"] for event in events if "pair" in event.get("args", {})}
     assert marked["0F2"] == marked["0B0"] == "(0F2;0B0)OVERLAP_F_B"
     assert len(marked) == 6
     assert '"pairs":[[[0,0,2],[1,0,0]],[[0,1,1],[1,1,0]],[[0,1,2],[1,1,1]]]' in timeline_html(picture)

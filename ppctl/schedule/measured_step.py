@@ -1,0 +1,156 @@
+"""A step as all ranks of a job ran it: the file of a traced step, the trace of one of its pipelines, and its ledger.
+
+Knows stamps and schedules. Must not know how stamps are taken, nor how anything is drawn. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ppctl.schedule.action import COMPUTE, PASSED_ON, Op, Placement, Schedule
+from ppctl.schedule.trace import Span, Trace
+
+_VERSION = 1
+
+
+class RankStamps(NamedTuple):
+    """One rank's step in seconds on the job's common clock."""
+
+    begin: float
+    pipeline_end: float
+    """Its last schedule call is over."""
+    agreed: float
+    """The reports of all ranks have come."""
+    end: float
+    """The optimizer has run."""
+    actions: Sequence[tuple[int, float, float]]
+    """(index in the rank's row, start, end) of what takes the rank's time, in order; of the last schedule call."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """What every rank did in `step`."""
+
+    step: int
+    ranks: tuple[RankStamps, ...]
+    """By rank."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Times in whole microseconds since the first rank began."""
+        zero = min(rank.begin for rank in self.ranks)
+
+        def since(seconds: float) -> int:
+            return round(1e6 * (seconds - zero))
+
+        ranks = [
+            [*map(since, rank[:4]), [[index, since(start), since(end)] for index, start, end in rank.actions]]
+            for rank in self.ranks
+        ]
+        return {"version": _VERSION, "step": self.step, "unit": "us", "ranks": ranks}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
+        """The inverse of `to_json`."""
+        ranks = tuple(
+            RankStamps(*(1e-6 * time for time in times), [(index, 1e-6 * a, 1e-6 * b) for index, a, b in actions])
+            for *times, actions in data["ranks"]
+        )
+        return cls(data["step"], ranks)
+
+    def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
+        """The spans of one pipeline, whose ranks are given in the order of pp_rank."""
+        spans = [
+            Span(pp_rank, schedule.actions[pp_rank][index], start, end)
+            for pp_rank, rank in enumerate(pipeline)
+            for index, start, end in self.ranks[rank].actions
+        ]
+        return Trace(len(pipeline), tuple(sorted(spans, key=lambda span: span.start)), schedule.pairs)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Where one rank's step went, in seconds: its rows add up to the time of the step, from the first rank's begin to
+    the last one's end."""
+
+    compute: float = 0.0
+    """In F, B, I and W."""
+    gradients: float = 0.0
+    """In what the schedule has beside them: sums of gradients."""
+    waiting: dict[int, float] = field(default_factory=dict)
+    """By pp_rank: until it had made what this rank needed next."""
+    messages: float = 0.0
+    """From there until this rank went on."""
+    host: float = 0.0
+    """Between actions whose input was there: the interpreter, sends, and the begin of the step."""
+    drain: float = 0.0
+    """Behind its last action, until the last one of its pipeline was over."""
+    agreement: float = 0.0
+    """From there until the reports of all ranks had come: other pipelines."""
+    optimizer: float = 0.0
+    """Norm, clipping, update."""
+    others: float = 0.0
+    """After its own end, until the last rank had ended."""
+
+    @property
+    def total(self) -> float:
+        """The sum of the rows."""
+        return sum(self.rows().values())
+
+    def rows(self) -> dict[str, float]:
+        """Name -> seconds, as they are shown."""
+        waits = {f"waiting for pp_rank {rank}": seconds for rank, seconds in sorted(self.waiting.items())}
+        rest = {name: getattr(self, name) for name in ("messages", "host", "drain", "agreement", "optimizer", "others")}
+        return {"compute": self.compute, "gradients": self.gradients, **waits, **rest}
+
+
+def ledgers(step: MeasuredStep, schedule: Schedule, pipeline: Sequence[int]) -> list[Ledger]:
+    """By pp_rank of one pipeline."""
+    trace = step.trace(schedule, pipeline)
+    made = {(op is Op.F, stage, mb): over for _, (op, stage, mb), _, over in trace.spans if op in PASSED_ON}
+    last = max((span.end for span in trace.spans), default=0.0)
+    begin, end = min(rank.begin for rank in step.ranks), max(rank.end for rank in step.ranks)
+    own = [[span for span in trace.spans if span.pp_rank == pp_rank] for pp_rank in range(len(pipeline))]
+    return [
+        _ledger(spans, step.ranks[rank], made, last, schedule.placement, begin, end)
+        for spans, rank in zip(own, pipeline, strict=True)
+    ]
+
+
+def _ledger(
+    spans: Sequence[Span],
+    rank: RankStamps,
+    made: Mapping[tuple[bool, int, int], float],
+    last: float,
+    placement: Placement,
+    begin: float,
+    end: float,
+) -> Ledger:
+    """One rank's ledger: a clock that goes from begin to end, and every stretch of it in one row."""
+    ledger, clock = Ledger(), begin
+
+    def until(time: float) -> float:
+        """Seconds from the clock to `time`, to which it goes; 0 for what is past."""
+        nonlocal clock
+        passed = max(time - clock, 0.0)
+        clock += passed
+        return passed
+
+    for pp_rank, (op, stage, mb), start, over in spans:
+        maker = stage - 1 if op is Op.F else stage + 1
+        sent = made.get((op is Op.F, maker, mb)) if op in PASSED_ON else None
+        if sent is not None and placement.rank_of(maker) != pp_rank and sent > clock:
+            source = placement.rank_of(maker)
+            ledger.waiting[source] = ledger.waiting.get(source, 0.0) + until(min(sent, start))
+            ledger.messages += until(start)
+        ledger.host += until(start)
+        if op in COMPUTE:
+            ledger.compute += until(over)
+        else:
+            ledger.gradients += until(over)
+    ledger.drain += until(min(last, rank.agreed))
+    ledger.agreement += until(rank.agreed)
+    ledger.optimizer += until(rank.end)
+    ledger.others += until(end)
+    return ledger

@@ -1,0 +1,69 @@
+"""A traced step: its file, and ledgers whose rows add up to the step."""
+
+import json
+
+import pytest
+
+from ppctl.schedule.action import Schedule
+from ppctl.schedule.measured_step import MeasuredStep, RankStamps, ledgers
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import make_schedule
+from ppctl.schedule.simulate import Costs, simulate
+
+
+def measured(schedule: Schedule, tail: float = 0.0) -> MeasuredStep:
+    """A simulated step as ranks would have stamped it; each of them ends `tail` seconds after the one before."""
+    trace = simulate(
+        schedule,
+        Costs.uniform(schedule.placement.num_stages, message=0.25),
+    )
+    index = [{action: at for at, action in enumerate(row)} for row in schedule.actions]
+    last = max(span.end for span in trace.spans)
+    ranks = [
+        RankStamps(
+            -0.5, last + 0.1, last + 0.2, last + 1.0 + tail * rank,
+            [(index[rank][span.action], span.start, span.end) for span in trace.spans if span.pp_rank == rank],
+        )
+        for rank in range(len(schedule.actions))
+    ]  # fmt: skip
+    return MeasuredStep(7, tuple(ranks))
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2), ("zb_h1", 1)])
+def test_the_rows_add_up_to_the_step_and_compute_is_what_was_computed(name, vpp):
+    schedule = lower(make_schedule(name, pp=4, vpp=vpp, num_microbatches=8))
+    step = measured(schedule, tail=0.25)
+    found = ledgers(step, schedule, range(4))
+    whole = max(rank.end for rank in step.ranks) + 0.5
+    for pp_rank, ledger in enumerate(found):
+        assert ledger.total == pytest.approx(whole, rel=1e-12)
+        assert ledger.compute == pytest.approx(8 * vpp * 3.0, rel=1e-12)
+        assert pp_rank not in ledger.waiting
+        assert ledger.others == pytest.approx(0.25 * (3 - pp_rank))
+        assert all(seconds >= 0 for seconds in ledger.rows().values())
+
+
+def test_a_rank_waits_for_the_one_that_makes_what_it_needs():
+    schedule = lower(make_schedule("1f1b", pp=2, vpp=1, num_microbatches=1))
+    first, second = ledgers(measured(schedule), schedule, range(2))
+    # 0F0 from 0 to 1, its message until 1.25; 1F0 and 1B0 until 4.25; back until 4.5; 0B0 until 6.5.
+    assert first.waiting == pytest.approx({1: 3.25})
+    assert (first.messages, first.host, first.drain) == pytest.approx((0.25, 0.5, 0.0))
+    assert second.waiting == pytest.approx({0: 1.5})
+    assert (second.messages, second.drain) == pytest.approx((0.25, 2.25))
+    assert (first.agreement, first.optimizer) == pytest.approx((0.2, 0.8))
+
+
+def test_the_file_has_microseconds_since_the_first_rank_began():
+    schedule = lower(make_schedule("1f1b", pp=2, vpp=1, num_microbatches=2))
+    step = measured(schedule)
+    record = json.loads(json.dumps(step.to_json()))
+    again = MeasuredStep.from_json(record)
+    assert (record["version"], again.step) == (1, 7)
+    assert again.ranks[0].begin == 0.0
+    assert again.to_json() == record
+    spans = again.trace(schedule, range(2)).spans
+    assert [str(span.action) for span in spans if span.pp_rank == 1] == [
+        "1F0", "1B0", "1F1", "1B1", "1REDUCE_GRAD",
+    ]  # fmt: skip
+    assert spans[0].end - spans[0].start == pytest.approx(1.0)
