@@ -111,6 +111,7 @@ def save_checkpoint(
         "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
+        "parallel": asdict(session.plan.sizes),
         "model": asdict(session.config.model),
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
