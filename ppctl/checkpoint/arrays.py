@@ -7,7 +7,6 @@ ml_dtypes adds them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +18,12 @@ from numpy.typing import NDArray
 
 from ppctl.checkpoint.boxes import Box, boxes_of_run, common
 from ppctl.checkpoint.chunks import ChunkReader
-from ppctl.checkpoint.manifest import Manifest, TensorRecord
+from ppctl.checkpoint.manifest import Manifest, TensorRecord, in_order
 from ppctl.checkpoint.shard_file import DTYPES, text_of
 from ppctl.errors import CheckpointError, Problem
 
 _BLOCK = 2**22
 """Elements that are compared at once."""
-
-_DIGITS = re.compile(r"(\d+)")
 
 
 class ArrayReader:
@@ -106,11 +103,6 @@ def compare(first: ArrayReader, second: ArrayReader, progress: Callable[[str], N
             different.append(found)
     missing, new = (sorted(a.keys() - b.keys(), key=in_order) for a, b in ((ours, theirs), (theirs, ours)))
     return Compared(missing, new, different, len(both) - len(different))
-
-
-def in_order(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers within names by their value."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def _alike(one: TensorRecord, other: TensorRecord) -> bool:

@@ -38,6 +38,7 @@ _LISTED = 8
 """Tensors that are named of a file that is missing or too short."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_DIGITS = re.compile(r"(\d+)")
 _SEAL = b',\n "seal": "'
 
 
@@ -211,7 +212,7 @@ def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
     It ends where a checkpoint of the way is not there any more, or cannot be read.
     """
     seen: set[str] = set()
-    while (named := state.get("source") or state["model"].get("from_")) and named not in seen:
+    while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
         seen.add(named)
         yield Path(named)
         if not (Path(named) / STATE).is_file():
@@ -289,6 +290,11 @@ def _another(path: Path) -> str:
         return f"ls {shlex.quote(str(path.parent))}"
     resume = f"checkpoint.resume={others[-1]}"
     return f"ppctl resume {shlex.quote(str(path.parent.parent))} {shlex.quote(resume)}"
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers within names by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def ranges(names: Iterable[str]) -> list[str]:

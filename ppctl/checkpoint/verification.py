@@ -6,17 +6,19 @@ verified on a login node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ppctl.checkpoint.boxes import tiling_fault
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, check_files, damaged, ranges, read_manifest
 from ppctl.checkpoint.shard_file import DTYPES, text_of
 from ppctl.checkpoint_folder import STATE
+from ppctl.config.keys import as_typed
 from ppctl.errors import CheckpointError, Problem
 
 Kind = tuple[tuple[int, ...], str]
@@ -130,3 +132,9 @@ def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind
 def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
     remedy = f"give the model the sizes that it was saved with: they are in '{path / STATE}'"
     return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
+
+
+def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
+    """The problems; where tensors do not fit, with the keys that give a model `here` the sizes that were `saved`."""
+    remedy = " ".join(as_typed(f"model.{key}", value) for key, value in saved.items() if here.get(key) != value)
+    return [replace(each, remedy=remedy) if remedy and each.code == "PP-E502" else each for each in problems]

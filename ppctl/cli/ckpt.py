@@ -11,17 +11,22 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import read_manifest, read_state
-from ppctl.checkpoint.verification import bytes_of_values, examine, misfits
+from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
+from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, with_sizes
 from ppctl.cli import ckpt_text
 from ppctl.cli.console import byte_progress, print_problems
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.run_starts import at_rest
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run
+
+if TYPE_CHECKING:
+    from ppctl.config.schema import RunConfig
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DIFFERENT, BROKEN = 1, 3
@@ -35,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one = "a checkpoint, or a run: its last one"
 
     inspect = actions.add_parser("inspect", help="show what is in a checkpoint, or list those of a run")
-    inspect.add_argument("path", metavar="PATH", help="a checkpoint, a run, or a directory of checkpoints")
+    words = "a checkpoint, a run, or a directory of checkpoints (default: the newest run)"
+    inspect.add_argument("path", nargs="?", metavar="PATH", help=words)
     inspect.add_argument("--tensors", action="store_true", help="list all tensors, too")
 
     verify = actions.add_parser("verify", help="check every byte; exit 3 where something is wrong")
@@ -109,8 +115,10 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folder(text: str, root: Path) -> Path | None:
-    """The directory of checkpoints that `text` means; None for a single checkpoint."""
+def _folder(text: str | None, root: Path) -> Path | None:
+    """The directory of checkpoints that `text` means, None of the newest run; None for a single checkpoint."""
+    if text is None:
+        return find_run(None, root).checkpoints
     path = Path(text).absolute()
     if checkpoint_folder.at(path) is not None:
         return None
@@ -131,7 +139,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    wanted = None if args.overrides is None else _planned_tensors(args.overrides)
+    wanted = None if args.overrides is None else _planned(args.overrides)
     path = find_checkpoint(args.path, args.dir, "ckpt verify")
     manifest = read_manifest(path)
     total = 0 if args.quick else bytes_of_values(manifest)
@@ -142,16 +150,7 @@ def _verify(args: argparse.Namespace) -> int:
         raise _unreadable(path, error) from error
     problems = list(found.problems)
     if wanted is not None:
-        weights_only = not problems and read_state(path).get("weights_only")
-        kinds = {name: {kind} for name, kind in wanted.items()}
-        if weights_only:  # whose dtypes are cast
-            saved = manifest.tensors
-            kinds = {
-                name: {(shape, saved[name].dtype if name in saved else dtype)}
-                for name, (shape, dtype) in wanted.items()
-                if name.startswith("model.")
-            }
-        problems += misfits(path, manifest, kinds)
+        problems += _unfit(path, manifest, wanted)
     report = {
         "path": str(path),
         "step": manifest.step,
@@ -167,11 +166,10 @@ def _verify(args: argparse.Namespace) -> int:
     return BROKEN if problems else 0
 
 
-def _planned_tensors(words: Sequence[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """What a checkpoint of a run with these overrides holds. Raises ConfigError with all of its problems."""
+def _planned(words: Sequence[str]) -> RunConfig:
+    """The config of a run with these overrides, which has a plan. Raises ConfigError with all of its problems."""
     from ppctl.cli import overrides
     from ppctl.cli.plan import OVER_MEMORY, planned
-    from ppctl.launch.weights import checkpoint_tensors
 
     parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)
     parser.add_argument("--recipes-dir", action="append")
@@ -180,7 +178,22 @@ def _planned_tensors(words: Sequence[str]) -> dict[str, tuple[tuple[int, ...], s
     problems = [problem for problem in problems if problem.code != OVER_MEMORY]  # memory is no matter of a checkpoint's
     if problems or composed is None:
         raise ConfigError(problems)
-    return checkpoint_tensors(composed.config)
+    return composed.config
+
+
+def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> list[Problem]:
+    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones."""
+    from ppctl.launch.weights import checkpoint_tensors
+
+    try:
+        state = read_state(path)
+    except CheckpointError:
+        return []  # it is among what is wrong with the files
+    only = bool(state.get("weights_only"))
+    kinds = {name: {kind} for name, kind in checkpoint_tensors(config, optimizer=not only).items()}
+    for name in kinds.keys() & manifest.tensors.keys() if only else ():
+        kinds[name] = {(shape, manifest.tensors[name].dtype) for shape, _ in kinds[name]}  # to which values are cast
+    return with_sizes(misfits(path, manifest, kinds), state.get("model", {}), asdict(config.model))
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.manifest import check_files, lineage, ranges, read_manifest, read_state
+from ppctl.checkpoint.manifest import check_files, in_order, lineage, ranges, read_manifest, read_state
 from ppctl.checkpoint.shard_file import DTYPES, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.cli.table import aligned
@@ -59,7 +59,7 @@ def contents(path: Path) -> dict[str, Any]:
         **{group: groups.get(group) for group in ("weights", "optimizer")},
         "layout": state.get("layout"),
         "parallel": {axis: sizes[axis] for axis in _AXES if axis in sizes} or None,
-        "model": {key: state["model"].get(key) for key in _MODEL},
+        "model": {key: state.get("model", {}).get(key) for key in _MODEL},
         **{key: state.get(key) for key in position},
         "lineage": {
             "run": run.id if (run.path / "config.yaml").is_file() else None,
@@ -68,7 +68,7 @@ def contents(path: Path) -> dict[str, Any]:
         },
         "tensors": {
             name: {"shape": record.shape, "dtype": record.dtype, "parts": max(1, len(record.shards))}
-            for name, record in manifest.tensors.items()
+            for name, record in sorted(manifest.tensors.items(), key=lambda each: in_order(each[0]))
         },
     }
 
@@ -80,8 +80,7 @@ def described(found: Mapping[str, Any], *, tensors: bool) -> str:
     rows.append(("cut", _cut(found)))
     rows.append(("model", ", ".join(f"{key} {value}" for key, value in found["model"].items() if value is not None)))
     if found["consumed_samples"]:
-        data = f"{found['consumed_samples']:,} samples of {found['seq_length']} tokens from {found['data_path']}"
-        rows.append(("data", f"{data}, seed {found['seed']}"))
+        rows.append(("data", _data(found)))
     origin = found["lineage"]
     rows += [("run", origin["run"])] if origin["run"] else []
     rows += [("began with", place) for place in origin["began_with"]]
@@ -101,6 +100,12 @@ def _cut(found: Mapping[str, Any]) -> str:
     sizes = " ".join(f"{axis} {number}" for axis, number in (found["parallel"] or {}).items())
     layout = f"layout {found['layout']}" if found["layout"] else ""
     return ", ".join(filter(None, (layout, sizes))) or "none: it was written whole"
+
+
+def _data(found: Mapping[str, Any]) -> str:
+    parts = [f"{found['consumed_samples']:,} samples"]
+    words = {"seq_length": "of {} tokens", "data_path": "from {}", "seed": "by seed {}"}
+    return " ".join(parts + [text.format(found[key]) for key, text in words.items() if found[key] is not None])
 
 
 def _tensors(tensors: Mapping[str, Mapping[str, Any]]) -> str:

@@ -44,7 +44,7 @@ def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
         return _mean(name, readers)
 
     first = read_state(sources[0])
-    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": first["model"]}
+    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": first.get("model", {})}
     state["averaged"] = [str(path.absolute()) for path in sources]
     state |= {key: first[key] for key in ("source", "tokenizer", "tokenizer_path") if key in first}
     with new_directory(out) as temporary:
