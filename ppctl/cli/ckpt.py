@@ -212,7 +212,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _average(args: argparse.Namespace) -> int:
     sources = [find_checkpoint(text, args.dir, "ckpt average") for text in args.paths]
-    return _convert("average", args.out, *sources)
+    return _convert("average", *sources, args.out)
 
 
 def _prune(args: argparse.Namespace) -> int:
@@ -264,18 +264,18 @@ def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
 
 
 def _import(args: argparse.Namespace) -> int:
-    return _convert("import", args.out, args.hf, *["--no-mtp"] * args.no_mtp)
+    return _convert("import", args.hf, args.out, *["--no-mtp"] * args.no_mtp)
 
 
 def _export(args: argparse.Namespace) -> int:
     source = find_checkpoint(args.hf, args.dir, "ckpt export --hf")
     options = [*["--no-mtp"] * args.no_mtp, *(["--dtype", args.dtype] if args.dtype else [])]
-    return _convert("export", args.out, source, *options)
+    return _convert("export", source, args.out, *options)
 
 
-def _convert(action: str, out: Path, *more: object) -> int:
-    arguments = [action, str(out), *map(str, more)]
-    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", *arguments], check=False).returncode
+def _convert(action: str, *words: object) -> int:
+    """Start what converts: its sources, the output, then options."""
+    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)], check=False).returncode
 
 
 _ACTIONS = {

@@ -1,4 +1,4 @@
-"""`python -m ppctl.pretrained import|export|average TO FROM...`: what `ppctl ckpt` starts.
+"""`python -m ppctl.pretrained import|export|average FROM... TO`: what `ppctl ckpt` starts.
 
 Knows the command line and what it prints. Must not know how a conversion is done.
 """
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
     parser.add_argument("action", choices=("import", "export", "average"))
-    parser.add_argument("out", type=Path)
     parser.add_argument("sources", type=Path, nargs="+")
+    parser.add_argument("out", type=Path)
     parser.add_argument("--dtype")
     parser.add_argument("--no-mtp", action="store_true")
     args = parser.parse_args(argv)
