@@ -82,10 +82,10 @@ def find(directory: Path) -> Found | None:
         found = None if named is None else _at(named) or _at(named)
         if found is not None:
             return Found(found)
-        kept = _kept(directory)
-        if not kept:
+        there = kept(directory)
+        if not there:
             return None
-        newest = max(kept, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
+        newest = max(there, key=lambda path: (is_complete(path), step_of(path), path.suffix != _OLD))
         which = "newest complete checkpoint" if is_complete(newest) else "newest (none is complete)"
     return Found(newest, f"{fault}; using {newest.name}, the {which} there")
 
@@ -125,8 +125,22 @@ def complete(directory: Path) -> list[Path]:
 
     Empty where there is no such directory. Raises OSError where it cannot be read.
     """
-    by_step = {step_of(path): path for path in sorted(_kept(directory), reverse=True) if is_complete(path)}
+    by_step = {step_of(path): path for path in sorted(kept(directory), reverse=True) if is_complete(path)}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def kept(directory: Path) -> list[Path]:
+    """Every step-N and step-N.old, complete or not.
+
+    Empty where there is no such directory. Raises OSError where it cannot be read.
+    """
+    try:
+        entries = list(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.lexists(directory):  # a file, or a link into a file system that is not mounted
+            raise
+        return []
+    return [path for path in entries if _KEPT.fullmatch(path.name) and path.is_dir()]
 
 
 def is_complete(path: Path) -> bool:
@@ -166,17 +180,6 @@ def _named_by_latest(directory: Path) -> tuple[Path | None, str]:
     if not _STEP.fullmatch(text):
         return None, f"{pointer} holds {text!r}, which is not the name of a checkpoint"
     return directory / text, f"{pointer} names {text}, which is not there"
-
-
-def _kept(directory: Path) -> list[Path]:
-    """Every step-N and step-N.old, complete or not."""
-    try:
-        entries = list(directory.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        if os.path.lexists(directory):  # a file, or a link into a file system that is not mounted
-            raise
-        return []
-    return [path for path in entries if _KEPT.fullmatch(path.name) and path.is_dir()]
 
 
 @contextmanager
@@ -245,16 +248,24 @@ def publish(directory: Path, step: int) -> Path:
 
 
 def retain(directory: Path, step: int, keep: int, keep_every: int = 0) -> None:
-    """Delete all but the last `keep` complete checkpoints up to `step` (0 keeps all), and every `keep_every`-th step's.
+    """Delete what `expired` names. What cannot be deleted now is tried again at the next save."""
+    for path in expired(directory, step, keep, keep_every):
+        remove(path)
 
-    Later ones are there if the run was resumed from an earlier step; they stay until it reaches them. Each is renamed
-    first, so that a half-deleted checkpoint is never read. What cannot be deleted now is tried again at the next save.
+
+def expired(directory: Path, step: int, keep: int, keep_every: int = 0) -> list[Path]:
+    """The complete checkpoints up to `step` but the last `keep` (0 keeps all) and those of every `keep_every`-th step.
+
+    Later ones are there if the run was resumed from an earlier step; they stay until it reaches them.
     """
     past = [path for path in complete(directory) if step_of(path) <= step]
-    for path in past[:-keep] if keep else []:
-        if keep_every and step_of(path) % keep_every == 0:
-            continue
-        discard(path.rename(temporary_path(directory, step_of(path))))
+    old = past[:-keep] if keep else []
+    return [path for path in old if not keep_every or step_of(path) % keep_every]
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint. It is renamed first, so that a half-deleted one is never read."""
+    discard(checkpoint.rename(temporary_path(checkpoint.parent, step_of(checkpoint))))
 
 
 def discard(path: Path) -> None:

@@ -30,10 +30,7 @@ def hold(run: RunDir) -> Iterator[None]:
     It stays held after an exec, and at most as long as the process exists. Raises ConfigError (PP-E613) if another
     process holds it. On a file system without locks nothing is held.
     """
-    descriptor = lock(run.path, patience=0.2)
-    if descriptor == TAKEN:
-        message = f"run {run.id} is still going on"
-        raise ConfigError(Problem("PP-E613", message, f"ppctl runs show {run.path}", str(run.path)))
+    descriptor = _taken(run)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)
     try:
@@ -42,6 +39,25 @@ def hold(run: RunDir) -> Iterator[None]:
         yield
     finally:
         release(descriptor)
+
+
+@contextmanager
+def at_rest(run: RunDir) -> Iterator[None]:
+    """Change files of a run that no process continues, and that none can continue meanwhile. Raises as `hold`."""
+    descriptor = _taken(run)
+    try:
+        yield
+    finally:
+        release(descriptor)
+
+
+def _taken(run: RunDir) -> int | None:
+    """A descriptor that holds the run; None without locks."""
+    descriptor = lock(run.path, patience=0.2)
+    if descriptor == TAKEN:
+        message = f"run {run.id} is still going on"
+        raise ConfigError(Problem("PP-E613", message, f"ppctl runs show {run.path}", str(run.path)))
+    return descriptor
 
 
 def holder(run: RunDir) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ppctl.checkpoint.manifest import read_manifest, read_state, verify
+    from ppctl.checkpoint.manifest import read_manifest, read_state
     from ppctl.checkpoint.reading import CheckpointReader, load
     from ppctl.checkpoint.shards import Shard, whole_shards
+    from ppctl.checkpoint.verification import verify
     from ppctl.checkpoint.writing import Saver, save
 
 _HOME_OF = {
@@ -19,10 +20,10 @@ _HOME_OF = {
     "read_manifest": "manifest",
     "read_state": "manifest",
     "save": "writing",
-    "verify": "manifest",
+    "verify": "verification",
     "whole_shards": "shards",
 }
-"""The files in which the names live; those of the manifest need no torch."""
+"""The files in which the names live; those of the manifest and of verification need no torch."""
 
 __all__ = [
     "CheckpointReader",

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from xxhash import xxh3_128
 
@@ -34,7 +34,11 @@ DIGEST = "xxh3-128"
 Chunk = tuple[int, int, str]
 """(begin, end, digest): bytes begin to end of a file."""
 
+_LISTED = 8
+"""Tensors that are named of a file that is missing or too short."""
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_DIGITS = re.compile(r"(\d+)")
 _SEAL = b',\n "seal": "'
 
 
@@ -202,53 +206,71 @@ def checked_state(path: Path, manifest: Manifest) -> dict[str, Any]:
     return state
 
 
-def verify(path: Path) -> Manifest:
-    """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged, and for
-    values also the tensor and the bytes."""
-    manifest = read_manifest(path)
-    faults = {name: fault for name in manifest.files if (fault := _fault(path, name, manifest))}
-    problems = [damaged(path, fault) for fault in faults.values()]
-    shards = [
-        (shard.file, shard.bytes, name, shard)
-        for name, record in manifest.tensors.items()
-        for shard in record.shards
-        if shard.file not in faults
-    ]
-    for file, _, name, shard in sorted(shards, key=lambda each: each[:3]):
-        with open(path / file, "rb") as stream:
-            for begin, end, digest in shard.chunks():
-                stream.seek(begin)
-                if xxh3_128(stream.read(end - begin)).hexdigest() != digest:
-                    problems.append(damaged(path, changed(file, begin, end, name)))
-    if problems:
-        raise CheckpointError(problems)
-    return manifest
+def lineage(state: Mapping[str, Any]) -> Iterator[Path]:
+    """Where the weights of a checkpoint's `state` began, and where those did: checkpoints, and at the end a directory.
+
+    It ends where a checkpoint of the way is not there any more, or cannot be read.
+    """
+    seen: set[str] = set()
+    while (named := state.get("source") or state.get("model", {}).get("from_")) and named not in seen:
+        seen.add(named)
+        yield Path(named)
+        if not (Path(named) / STATE).is_file():
+            return
+        try:
+            state = read_state(Path(named))
+        except CheckpointError:
+            return
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Compare size and header of some files with their records (in format 1 all of them): CheckpointError names those
-    that differ."""
-    problems = [damaged(path, fault) for name in names if (fault := _fault(path, name, manifest))]
+    that differ, and tensors that are lost with them."""
+    problems = [problem for name in names if (problem := _fault(path, name, manifest))]
     if problems:
         raise CheckpointError(problems)
 
 
-def _fault(path: Path, name: str, manifest: Manifest) -> str:
+def _fault(path: Path, name: str, manifest: Manifest) -> Problem | None:
     expected, file = manifest.files.get(name), path / name
     if expected is None:
-        return f"{name} is not in its {MANIFEST}"
+        return damaged(path, f"{name} is not in its {MANIFEST}")
     if not file.is_file():
-        return f"{name} is missing"
+        return damaged(path, f"{name} is missing", _lost(manifest, name, 0))
     size = file.stat().st_size
-    if size != expected.bytes:
-        return f"{name} has {size} bytes instead of {expected.bytes}"
     with open(file, "rb") as stream:
-        if manifest.format == 1:
+        if manifest.format == 1 and size == expected.bytes:
             same = hashlib.file_digest(stream, "sha256").hexdigest() == expected.digest
-            return "" if same else f"{name} has changed since it was written (its SHA-256 differs)"
-        same = xxh3_128(stream.read(expected.header)).hexdigest() == expected.digest
+            return None if same else damaged(path, f"{name} has changed since it was written (its SHA-256 differs)")
+        header = stream.read(expected.header)
+        same = xxh3_128(header).hexdigest() == expected.digest
+        if not same and (other := _written_as(manifest, header[:8], stream)):
+            fault = f"{name} holds what was written as {other}: bytes 0 to {expected.header}, its header, are others"
+            return damaged(path, fault, _lost(manifest, name, 0))
+    if size != expected.bytes:
+        return damaged(path, f"{name} has {size} bytes instead of {expected.bytes}", _lost(manifest, name, size))
     what = "" if expected.header == expected.bytes else f": bytes 0 to {expected.header}, its header"
-    return "" if same else f"{name} has changed since it was written{what} (their {DIGEST} differs)"
+    return None if same else damaged(path, f"{name} has changed since it was written{what} (their {DIGEST} differs)")
+
+
+def _written_as(manifest: Manifest, begin: bytes, stream: BinaryIO) -> str:
+    """The file of values that this one was, by its header; empty if it is none of this checkpoint."""
+    length = 8 + int.from_bytes(begin, "little")
+    same_length = {record.digest: name for name, record in manifest.files.items() if record.header == length}
+    stream.seek(0)
+    return same_length.get(xxh3_128(stream.read(length)).hexdigest(), "") if same_length else ""
+
+
+def _lost(manifest: Manifest, file: str, size: int) -> str:
+    """A line for each of the first tensors of which a file of `size` bytes has not everything."""
+    lost = sorted(
+        (shard.bytes, name)
+        for name, record in manifest.tensors.items()
+        for shard in record.shards
+        if shard.file == file and shard.bytes[1] > max(size, shard.bytes[0])
+    )
+    lines = [f"{name}: bytes {begin} to {end}" for (begin, end), name in lost[:_LISTED]]
+    return "\n".join([*lines, f"and {len(lost) - _LISTED} more"] if len(lost) > _LISTED else lines)
 
 
 def changed(file: str, begin: int, end: int, tensor: str) -> str:
@@ -256,9 +278,9 @@ def changed(file: str, begin: int, end: int, tensor: str) -> str:
     return f"{file} has changed since it was written: bytes {begin} to {end}, of {tensor} (their {DIGEST} differs)"
 
 
-def damaged(path: Path, fault: str) -> Problem:
+def damaged(path: Path, fault: str, place: str = "") -> Problem:
     """The problem of a checkpoint that is not what was written."""
-    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", _another(path))
+    return Problem("PP-E503", f"the checkpoint at {path} is damaged: {fault}", _another(path), place)
 
 
 def _another(path: Path) -> str:
@@ -268,6 +290,11 @@ def _another(path: Path) -> str:
         return f"ls {shlex.quote(str(path.parent))}"
     resume = f"checkpoint.resume={others[-1]}"
     return f"ppctl resume {shlex.quote(str(path.parent.parent))} {shlex.quote(resume)}"
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers within names by their value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def ranges(names: Iterable[str]) -> list[str]:

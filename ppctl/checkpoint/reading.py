@@ -6,7 +6,6 @@ wants, one after the other, and checks the digest of each before it takes anythi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from xxhash import xxh3_128
 
 from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.boxes import Box, boxes_of_run, common
+from ppctl.checkpoint.boxes import Box, common
+from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import (
-    CHUNK,
     Manifest,
     ShardRecord,
-    changed,
     check_files,
     checked_state,
-    damaged,
-    ranges,
     read_manifest,
     read_text,
 )
 from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.shards import Shard, check_tensors, text_of
-from ppctl.checkpoint_folder import STATE
-from ppctl.errors import CheckpointError, Problem
-
-_Kind = tuple[tuple[int, ...], str]
+from ppctl.checkpoint.shards import Shard, check_tensors
+from ppctl.checkpoint.verification import Kind, misfits
+from ppctl.errors import CheckpointError
 
 
 class CheckpointReader:
@@ -43,7 +36,7 @@ class CheckpointReader:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
-        self._chunk = bytearray(0)
+        self._chunks = ChunkReader(path)
         if manifest.format == 1:
             from ppctl.checkpoint.format_1 import Reader  # it loads torch's checkpoint library
 
@@ -75,32 +68,9 @@ class CheckpointReader:
 
     def _take(self, name: str, shard: ShardRecord, dtype: torch.dtype, wanted: Box, out: Tensor) -> None:
         """Copy what `shard` has of the box `wanted` into `out`."""
-        width, first = dtype.itemsize, shard.bytes[0]
-        with open(self.path / shard.file, "rb", buffering=0) as stream:
-            for begin, end, digest in shard.chunks():
-                run = ((begin - first) // width, (end - first) // width)
-                boxes = [(box, box.moved(shard.offset)) for box in boxes_of_run(shard.shape, *run)]
-                if not any(common(placed, wanted) for _, placed in boxes):
-                    continue
-                values = torch.frombuffer(
-                    self._checked(stream.fileno(), name, shard.file, begin, end, digest), dtype=dtype
-                )
-                taken = 0
-                for box, placed in boxes:
-                    here = values[taken : taken + box.size].view(box.shape)
-                    taken += box.size
-                    if shared := common(placed, wanted):
-                        out[shared.within(wanted.offset)].copy_(here[shared.within(placed.offset)])
-
-    def _checked(self, descriptor: int, name: str, file: str, begin: int, end: int, digest: str) -> memoryview:
-        """The bytes of one chunk. They are overwritten by the next."""
-        if len(self._chunk) < end - begin:
-            self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
-        data = memoryview(self._chunk)[: end - begin]
-        _read_into(descriptor, data, begin)
-        if xxh3_128(data).hexdigest() != digest:
-            raise CheckpointError(damaged(self.path, changed(file, begin, end, name)))
-        return data
+        for piece in self._chunks.pieces(name, shard, dtype.itemsize, wanted):
+            values = torch.frombuffer(piece.data, dtype=dtype).view(piece.shape)
+            out[piece.place].copy_(values[piece.taken])
 
 
 def load(path: Path, shards: Iterable[Shard], *, process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -141,32 +111,9 @@ def fill(reader: CheckpointReader, shards: Sequence[Shard]) -> None:
 
 def _check_fit(path: Path, manifest: Manifest, wanted: set[Part]) -> None:
     """Compare the checkpoint with all ranks' parts together."""
-    kinds: dict[str, set[_Kind]] = {}
+    kinds: dict[str, set[Kind]] = {}
     for part in wanted:
         kinds.setdefault(part.name, set()).add((part.whole, part.dtype))
-    problems = []
-    if missing := kinds.keys() - manifest.tensors.keys():
-        problems.append(_misfit(path, "lacks tensors of this model", ranges(missing)))
-    if unexpected := manifest.tensors.keys() - kinds.keys():
-        problems.append(_misfit(path, "has tensors that this model lacks", ranges(unexpected)))
-    different = [
-        f"{name}: {text_of(record.shape, record.dtype)} saved, {' and '.join(text_of(*o) for o in sorted(others))} here"
-        for name, record in manifest.tensors.items()
-        if (others := kinds.get(name, set()) - {(record.shape, record.dtype)})
-    ]
-    if different:
-        problems.append(_misfit(path, "has tensors of another shape or dtype", different))
-    if problems:
+    if problems := misfits(path, manifest, kinds):
         raise CheckpointError(problems)
     check_tensors(wanted)
-
-
-def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
-    remedy = f"give the model the sizes that it was saved with: they are in '{path / STATE}'"
-    return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
-
-
-def _read_into(descriptor: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from a file; what is behind its end stays as it is, and is found by the digest."""
-    while data and (count := os.preadv(descriptor, [data], offset)):
-        data, offset = data[count:], offset + count

@@ -56,6 +56,11 @@ class Part(NamedTuple):
         return f"{self.name}@{','.join(map(str, self.box.offset))}"
 
 
+def text_of(shape: tuple[int, ...], dtype: str) -> str:
+    """`float32[4, 8]`."""
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
 class Written(NamedTuple):
     """A file as it was written, and where each part is in it, in the order of the parts."""
 

@@ -1,24 +1,70 @@
-"""`ppctl ckpt`: convert weights between Hugging Face directories and checkpoints.
+"""`ppctl ckpt`: look at checkpoints, verify, compare, average, prune and convert them.
 
-Knows the arguments and where a checkpoint is found. Must not know torch: it starts `python -m ppctl.pretrained`, which
-converts and prints its own problems.
+Knows the arguments, where a checkpoint is found, and in which order its parts are asked. Must not know torch: what
+makes new weights is `python -m ppctl.pretrained`, which is started here and prints its own problems.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ppctl.runs import find_checkpoint
+from ppctl import checkpoint_folder
+from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
+from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, with_sizes
+from ppctl.cli import ckpt_text
+from ppctl.cli.console import byte_progress, print_problems
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.run_starts import at_rest
+from ppctl.rundir import RunDir
+from ppctl.runs import find_checkpoint, find_run
+
+if TYPE_CHECKING:
+    from ppctl.config.schema import RunConfig
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+DIFFERENT, BROKEN = 1, 3
+_SHOWN = 20
+"""Tensors that `diff` shows by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    one = "a checkpoint, or a run: its last one"
+
+    inspect = actions.add_parser("inspect", help="show what is in a checkpoint, or list those of a run")
+    words = "a checkpoint, a run, or a directory of checkpoints (default: the newest run)"
+    inspect.add_argument("path", nargs="?", metavar="PATH", help=words)
+    inspect.add_argument("--tensors", action="store_true", help="list all tensors, too")
+
+    verify = actions.add_parser("verify", help="check every byte; exit 3 where something is wrong")
+    verify.add_argument("path", metavar="PATH", help=one)
+    verify.add_argument("--quick", action="store_true", help="only sizes, headers and the manifest's seal")
+
+    diff = actions.add_parser("diff", help="compare two checkpoints of any cut; exit 1 if they differ")
+    for name in ("A", "B"):
+        diff.add_argument(name.lower(), metavar=name, help=one)
+    words = f"show the first N tensors that differ (default: {_SHOWN}; 0: all)"
+    diff.add_argument("--limit", type=int, default=_SHOWN, metavar="N", help=words)
+
+    average = actions.add_parser("average", help="write the mean of the weights of checkpoints")
+    average.add_argument("paths", nargs="+", metavar="PATH", help=one)
+    average.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
+
+    prune = actions.add_parser("prune", help="delete old checkpoints of a run that does not run")
+    prune.add_argument("path", metavar="PATH", help="a run, or a directory of checkpoints")
+    prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
+    words = "and those of every M-th step"
+    prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+
     importing = actions.add_parser("import", help="Hugging Face directory -> checkpoint")
     importing.add_argument("--hf", type=Path, required=True, metavar="DIR", help="with config.json and safetensors")
     importing.add_argument("out", type=Path, metavar="OUT", help="a new directory")
@@ -26,16 +72,218 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exporting.add_argument("--hf", required=True, metavar="RUN", help="a run, or one of its checkpoints")
     exporting.add_argument("out", type=Path, metavar="DIR", help="a new directory")
     exporting.add_argument("--dtype", choices=DTYPES, help="of the new weights (default: as they were saved)")
-    words = "the directory with all runs (default: runs)"
-    exporting.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help=words)
     for each in (importing, exporting):
         each.add_argument("--no-mtp", action="store_true", help="leave out multi-token prediction")
 
+    words = "the directory with all runs (default: runs)"
+    for each in (inspect, verify, diff, average, prune, exporting):
+        each.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help=words)
+    for each in (inspect, verify, diff, prune):
+        each.add_argument("--json", action="store_true", help="print one JSON object")
+    words = "the last option: would a run with these KEY=VALUE load it, names, shapes, dtypes and optimizer?"
+    verify.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return int(text)
+
 
 def run(args: argparse.Namespace) -> int:
-    """Convert. Exit codes: 0 done, 2 wrong family or output directory, 3 damaged weights or weights that do not fit."""
-    source = find_checkpoint(args.hf, args.dir, "ckpt export --hf") if args.action == "export" else args.hf
-    arguments = [args.action, str(source), str(args.out), *["--no-mtp"] * args.no_mtp]
-    if args.action == "export" and args.dtype:
-        arguments += ["--dtype", args.dtype]
-    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", *arguments], check=False).returncode
+    """Do one action. Exit codes: 0 done; 1 for `diff` if something differs; 2 usage, a wrong family or output
+    directory, a run that is going on; 3 a checkpoint that is missing, damaged or does not fit.
+    """
+    return _ACTIONS[args.action](args)
+
+
+# Looking
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    folder = _folder(args.path, args.dir)
+    if folder is None:
+        path = Path(args.path).absolute()
+        found = ckpt_text.contents(checkpoint_folder.at(path) or path)
+        text = ckpt_text.described(found, tensors=args.tensors)
+        if not args.tensors:
+            del found["tensors"]
+    else:
+        found = ckpt_text.listing(folder)
+        text = ckpt_text.listed(found)
+    print(json.dumps(found, indent=1) if args.json else text)
+    return 0
+
+
+def _folder(text: str | None, root: Path) -> Path | None:
+    """The directory of checkpoints that `text` means, None of the newest run; None for a single checkpoint."""
+    if text is None:
+        return find_run(None, root).checkpoints
+    path = Path(text).absolute()
+    if checkpoint_folder.at(path) is not None:
+        return None
+    try:
+        for each in (path, path / "checkpoints"):
+            if checkpoint_folder.kept(each):
+                return each
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if path.exists():
+        return path if path.name == "checkpoints" else None
+    return find_run(text, root).checkpoints
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    message = f"{path} cannot be read: {error.strerror}"
+    return CheckpointError(Problem("PP-E505", message, f"ls -ld '{path}'", str(error.filename or path)))
+
+
+def _verify(args: argparse.Namespace) -> int:
+    wanted = None if args.overrides is None else _planned(args.overrides)
+    path = find_checkpoint(args.path, args.dir, "ckpt verify")
+    manifest = read_manifest(path)
+    total = 0 if args.quick else bytes_of_values(manifest)
+    try:
+        with byte_progress("verifying", total) as progress:
+            found = examine(path, values=not args.quick, progress=progress)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    problems = list(found.problems)
+    if wanted is not None:
+        problems += _unfit(path, manifest, wanted)
+    report = {
+        "path": str(path),
+        "step": manifest.step,
+        "tensors": len(manifest.tensors),
+        "files": len(manifest.files),
+        "quick": args.quick,
+        "bytes_read": found.read,
+        "loadable": None if wanted is None else not problems,
+        "problems": [problem.to_json() for problem in problems],
+    }
+    print(json.dumps(report, indent=1) if args.json else ckpt_text.verified(report))
+    print_problems(problems)
+    return BROKEN if problems else 0
+
+
+def _planned(words: Sequence[str]) -> RunConfig:
+    """The config of a run with these overrides, which has a plan. Raises ConfigError with all of its problems."""
+    from ppctl.cli import overrides
+    from ppctl.cli.plan import OVER_MEMORY, planned
+
+    parser = argparse.ArgumentParser(prog="ppctl ckpt verify PATH --for", add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipes-dir", action="append")
+    typed = overrides.parse(parser, "ckpt verify PATH --for", words)
+    composed, _, problems = planned(typed.overrides, typed.problems)
+    problems = [problem for problem in problems if problem.code != OVER_MEMORY]  # memory is no matter of a checkpoint's
+    if problems or composed is None:
+        raise ConfigError(problems)
+    return composed.config
+
+
+def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> list[Problem]:
+    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones."""
+    from ppctl.launch.weights import checkpoint_tensors
+
+    try:
+        state = read_state(path)
+    except CheckpointError:
+        return []  # it is among what is wrong with the files
+    only = bool(state.get("weights_only"))
+    kinds = {name: {kind} for name, kind in checkpoint_tensors(config, optimizer=not only).items()}
+    for name in kinds.keys() & manifest.tensors.keys() if only else ():
+        kinds[name] = {(shape, manifest.tensors[name].dtype) for shape, _ in kinds[name]}  # to which values are cast
+    return with_sizes(misfits(path, manifest, kinds), state.get("model", {}), asdict(config.model))
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from ppctl.checkpoint.arrays import ArrayReader, compare
+
+    paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
+    first, second = (ArrayReader(path, read_manifest(path)) for path in paths)
+    found = compare(first, second)
+    report = ckpt_text.comparison(paths, found)
+    print(json.dumps(report, indent=1) if args.json else ckpt_text.differences(report, args.limit))
+    return 0 if found.same else DIFFERENT
+
+
+# Making and deleting
+
+
+def _average(args: argparse.Namespace) -> int:
+    sources = [find_checkpoint(text, args.dir, "ckpt average") for text in args.paths]
+    return _convert("average", *sources, args.out)
+
+
+def _prune(args: argparse.Namespace) -> int:
+    folder = _folder(args.path, args.dir)
+    if folder is None:
+        message = f"{args.path} is one checkpoint, and no directory of checkpoints or run"
+        parent = Path(args.path).absolute().parent
+        raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt prune '{parent}' --keep {args.keep}"))
+    with at_rest(RunDir(folder.parent)):
+        kept = checkpoint_folder.complete(folder)
+        needed = _needed(folder, kept)
+        last = max(map(checkpoint_folder.step_of, kept))
+        old = checkpoint_folder.expired(folder, last, args.keep, args.keep_every)
+        doomed = [path for path in old if path not in needed]
+        sizes = {path: ckpt_text.brief(path)["bytes"] for path in doomed}
+        try:
+            for path in [] if args.dry_run else doomed:
+                checkpoint_folder.remove(path)
+        except OSError as error:
+            message = f"{folder} cannot be changed: {error.strerror}"
+            raise CheckpointError(Problem("PP-E505", message, f"ls -ld '{folder}'", str(folder))) from error
+    report = {
+        "path": str(folder),
+        "dry_run": args.dry_run,
+        "deleted": [path.name for path in doomed],
+        "kept": [path.name for path in kept if path not in doomed],
+        "bytes": sum(size or 0 for size in sizes.values()),
+        "good": needed[0].name,
+    }
+    print(json.dumps(report, indent=1) if args.json else ckpt_text.pruned(report))
+    return 0
+
+
+def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
+    """What stays whatever `--keep` says: the newest good checkpoint, and the one that a start goes on from.
+
+    Raises CheckpointError (PP-E530) where none is good.
+    """
+    for path in reversed(kept):
+        try:
+            if not examine(path, values=False).problems:
+                named = checkpoint_folder.find(folder)
+                return [path, *([] if named is None else [named.path])]
+        except CheckpointError:
+            continue
+    message = f"none of the {len(kept)} checkpoints in {folder} is good, and nothing is deleted"
+    remedy = f"ppctl ckpt verify '{kept[-1]}'" if kept else f"ls -l '{folder}'"
+    raise CheckpointError(Problem("PP-E530", message, remedy, str(folder)))
+
+
+def _import(args: argparse.Namespace) -> int:
+    return _convert("import", args.hf, args.out, *["--no-mtp"] * args.no_mtp)
+
+
+def _export(args: argparse.Namespace) -> int:
+    source = find_checkpoint(args.hf, args.dir, "ckpt export --hf")
+    options = [*["--no-mtp"] * args.no_mtp, *(["--dtype", args.dtype] if args.dtype else [])]
+    return _convert("export", source, args.out, *options)
+
+
+def _convert(action: str, *words: object) -> int:
+    """Start what converts: its sources, the output, then options."""
+    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)], check=False).returncode
+
+
+_ACTIONS = {
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+    "average": _average,
+    "prune": _prune,
+    "import": _import,
+    "export": _export,
+}

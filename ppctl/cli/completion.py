@@ -109,12 +109,19 @@ def candidates(words: Sequence[str]) -> list[Word]:
         found = _schedules()
     elif word.startswith("-"):
         found = _flags(before)
-    elif front_door.COMMANDS[before[0]].overrides and ("=" in word or len(before) > 1 or before[0] != "resume"):
+    elif _takes_keys(before, word):
         found = _overrides(word)
     else:
         of_command = _ARGUMENTS.get(before[0])
         found = of_command(before) if of_command is not None else ()
     return [each for each in found if each[0].startswith(word)]
+
+
+def _takes_keys(before: Sequence[str], word: str) -> bool:
+    """Whether KEY=VALUE may stand here: not where a run does, and behind `ckpt verify RUN --for`."""
+    if front_door.COMMANDS[before[0]].overrides:
+        return "=" in word or len(before) > 1 or before[0] != "resume"
+    return "--for" in before
 
 
 def _overrides(word: str) -> Iterator[Word]:
@@ -192,14 +199,15 @@ def _of_recipes(before: Sequence[str]) -> Iterable[Word]:
 
 
 def _of_ckpt(before: Sequence[str]) -> Iterable[Word]:
-    return _runs(before) if before[1] == "export" and before[-1] == "--hf" else ()
+    looks = before[1] in ("inspect", "verify", "diff", "average", "prune") and before[-1] != "--out"
+    return _runs(before) if looks or (before[1] == "export" and before[-1] in ("--hf", "--dcp")) else ()
 
 
 _ARGUMENTS: dict[str, Callable[[Sequence[str]], Iterable[Word]]] = {
     "explain": _topics,
     "recipes": _actions("list", "show", "copy", then=_of_recipes),
     "runs": _actions("list", "show", then=lambda before: _runs(before) if before[1] == "show" else ()),
-    "ckpt": _actions("import", "export", then=_of_ckpt),
+    "ckpt": _actions("inspect", "verify", "diff", "average", "prune", "import", "export", then=_of_ckpt),
     "data": _actions("tokenize", "show", then=lambda _: ()),
     "completion": lambda before: ((shell, "") for shell in SHELLS) if len(before) == 1 else (),
     **dict.fromkeys(("resume", "status", "logs", "cancel", "requeue"), _runs),

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,3 +49,23 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     wide = None if stream.isatty() else PIPE_WIDTH
     return Console(file=stream, width=wide, highlight=False, soft_wrap=not stream.isatty())
+
+
+@contextmanager
+def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that takes bytes as they are done, and shows them as a bar if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda size: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda size: bar.advance(task, size)

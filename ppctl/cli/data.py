@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from ppctl.cli.console import console, note
+from ppctl.cli.console import byte_progress, note
 from ppctl.errors import DataError, Problem
 from ppctl.processes import unwinding_on_term
 
@@ -61,7 +58,10 @@ def tokenize(args: argparse.Namespace) -> int:
             files = list(dict.fromkeys(file for matched in found for file in matched))
             prefix = Path(args.output.removesuffix(".bin").removesuffix(".idx")).expanduser()
             dtype = token_dtype(tokenizer.vocab_size)
-            with IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer, _progress(files) as progress:
+            with (
+                IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer,
+                byte_progress("tokenizing", _sizes(files)) as progress,
+            ):
                 for encoded in encode_files(files, tokenizer, progress):
                     writer.add_document(encoded.tokens, end if len(encoded.tokens) else [], encoded.place)
                 if not writer.tokens:
@@ -114,22 +114,5 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _progress(files: list[Path]) -> Iterator[Callable[[int], None]]:
-    """A progress bar of the bytes read, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda size: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    total = sum(file.stat().st_size for file in files if file.exists())
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("tokenizing", total=total)
-        yield lambda size: bar.advance(task, size)
+def _sizes(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files if file.exists())

@@ -47,7 +47,7 @@ COMMANDS = {
     "simulate": Command("simulate and draw a schedule from the times of its operations"),
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("continue a run from its last checkpoint", overrides=True),
-    "ckpt": Command("convert weights between Hugging Face directories and checkpoints"),
+    "ckpt": Command("show, verify, compare, average, prune, import or export checkpoints"),
     "data": Command("write Megatron's .bin and .idx files from text, or show them"),
     "runs": Command("list runs, or show one"),
     "submit": Command("submit a run to SLURM", overrides=True),

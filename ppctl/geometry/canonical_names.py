@@ -121,3 +121,8 @@ def expert_name(stack: str, expert: int) -> str:
     """The canonical name of one expert's matrix in a stack: `layers.3.moe.experts.7.w1.weight` of `...experts.w1`."""
     experts, _, matrix = stack.rpartition(".")
     return f"{experts}.{expert}.{matrix}.weight"
+
+
+def stack_of(name: str) -> str:
+    """The stack of one expert's tensor, by which its count of optimizer steps goes; any other name as it is."""
+    return stack_name(_EXPERT.sub(".experts.{expert}.", name)) if _EXPERT.search(name) else name

@@ -1,5 +1,7 @@
 """The source of a run's first weights (`model.from`): which model it holds, and whether that fits the run's.
 
+Also which tensors a checkpoint of a run holds, so that one can be compared with a config.
+
 Knows model directories, checkpoints and runs. Must not know how a config is composed, nor torch: it reads headers and
 manifests, not weights.
 """
@@ -14,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.checkpoint_folder import MANIFEST, STATE
-from ppctl.config.schema import ModelConfig
+from ppctl.config.precision import weight_dtype
+from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import TRAINING, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, open_directory, read_config_file
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
+from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.runs import find_checkpoint
 
 KEY = "model.from"
@@ -87,6 +91,21 @@ def check_weights(path: Path, model: ModelConfig) -> None:
         message = f"the weights at {path} are not those of this model"
         remedy = f"leave out what changes the model's sizes: {KEY} gives them"
         raise CheckpointError(Problem("PP-E524", message, remedy, "\n".join(wrong[:20])))
+
+
+def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) of all that a checkpoint of a run holds: what `session_shards` of its ranks make up.
+
+    Masters and moments are as wide as sums are: float64 of a model in float64, else float32.
+    """
+    model, wide = config.model, "float64" if weight_dtype(config.parallel) == "float64" else "float32"
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, shape in model_tensors(model).items():
+        found[f"model.{name}"] = (shape, wide)
+        if optimizer and parameter_of(name, model).gradient != "none":
+            found |= {f"optim.{name}.{key}": (shape, wide) for key in ("exp_avg", "exp_avg_sq")}
+            found[f"optim.{stack_of(name)}.step"] = ((), "float32")
+    return found
 
 
 def _tokenizer(path: Path) -> str | None:

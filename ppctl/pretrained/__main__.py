@@ -1,4 +1,4 @@
-"""`python -m ppctl.pretrained import|export FROM TO`: what `ppctl ckpt` starts.
+"""`python -m ppctl.pretrained import|export|average FROM... TO`: what `ppctl ckpt` starts.
 
 Knows the command line and what it prints. Must not know how a conversion is done.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ppctl.errors import CheckpointError, PpctlError, Problem
+from ppctl.pretrained.average import average
 from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
 
 _EVERY = 5.0
@@ -23,8 +24,8 @@ _EVERY = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
-    parser.add_argument("action", choices=("import", "export"))
-    parser.add_argument("source", type=Path)
+    parser.add_argument("action", choices=("import", "export", "average"))
+    parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype")
     parser.add_argument("--no-mtp", action="store_true")
@@ -41,12 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(args: argparse.Namespace) -> Done:
-    progress = _Progress()
+    progress, out, (source, *_) = _Progress(), args.out.absolute(), args.sources
     try:
+        if args.action == "average":
+            return average(args.sources, out, progress)
         if args.action == "import":
-            return import_directory(args.source, args.out.absolute(), progress, mtp=not args.no_mtp)
+            return import_directory(source, out, progress, mtp=not args.no_mtp)
         dtype = getattr(torch, args.dtype) if args.dtype else None
-        return export_checkpoint(args.source, args.out.absolute(), progress, dtype=dtype, mtp=not args.no_mtp)
+        return export_checkpoint(source, out, progress, dtype=dtype, mtp=not args.no_mtp)
     except OSError as error:
         message = f"{args.out} cannot be written: {error.strerror}"
         raise CheckpointError(Problem("PP-E505", message, f"df -h '{args.out.absolute().parent}'")) from error
@@ -65,7 +68,8 @@ class _Progress:
 
 
 def _summary(done: Done) -> str:
-    what = f"{done.parameters:,} parameters of a {done.family} model, {done.tensors} tensors, {done.bytes:,} bytes"
+    family = f" of a {done.family} model" if done.family else ""
+    what = f"{done.parameters:,} parameters{family}, {done.tensors} tensors, {done.bytes:,} bytes"
     beside = [f"with {line}" for line in (done.tokenizer, done.settings) if line]
     return "\n".join([f"wrote {what}", *beside, str(done.path)])
 

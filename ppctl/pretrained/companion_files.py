@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ppctl.checkpoint.manifest import read_state
+from ppctl.checkpoint.manifest import lineage
 from ppctl.checkpoint_folder import STATE
 from ppctl.errors import PpctlError
 from ppctl.families.config_json import foreign_keys
@@ -64,16 +64,8 @@ def keep_settings(state: Mapping[str, Any], family: Family, out: Path) -> Kept:
 
 def _source(state: Mapping[str, Any]) -> Path | None:
     """The directory with which training began, also where that was by way of other checkpoints."""
-    seen: set[str] = set()
-    while (named := state.get("source") or state["model"].get("from_")) and named not in seen:
-        seen.add(named)
-        if not (Path(named) / STATE).is_file():
-            return Path(named)
-        try:
-            state = read_state(Path(named))
-        except PpctlError:
-            return None
-    return None
+    *_, last = (None, *lineage(state))
+    return None if last is None or (last / STATE).is_file() else last
 
 
 def _takes_its_tokens(state: Mapping[str, Any], source: Path) -> bool:

@@ -40,6 +40,7 @@ class Done:
 
     path: Path
     family: str
+    """Its model_type; empty where it did not matter."""
     parameters: int
     tensors: int
     bytes: int
@@ -68,7 +69,7 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
     state["source"] = str(source.absolute())
     if (source / TOKENIZER).is_file():
         state["tokenizer_path"] = tokenizer_path(str(source))
-    with _new_directory(out) as temporary:
+    with new_directory(out) as temporary:
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     parameters = sum(spec.numel() for spec in specs.values())
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
@@ -98,7 +99,7 @@ def export_checkpoint(
             progress(of, done, len(order))
             yield reader.tensor(f"model.{of}").to(dtypes[of])
 
-    with _new_directory(out) as temporary:
+    with new_directory(out) as temporary:
         tokenizer = copy_tokenizer(state, temporary)
         kept = keep_settings(state, family, temporary)
         total = write_shards(temporary, specs, tensors(), SHARD)
@@ -144,7 +145,7 @@ def _verify(directory: Path, specs: list[Spec]) -> None:
 
 
 @contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
+def new_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` that becomes `out` if all goes well, and is removed if not.
 
     Raises ConfigError (PP-E525) where `out` is taken.

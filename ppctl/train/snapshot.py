@@ -6,7 +6,7 @@ Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest, read_state
 from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
+from ppctl.checkpoint.verification import with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
@@ -111,6 +112,7 @@ def save_checkpoint(
         "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
+        "parallel": asdict(session.plan.sizes),
         "model": asdict(session.config.model),
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
@@ -198,7 +200,9 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     try:
         state = checkpoint.load(path, session_shards(session))
     except CheckpointError as error:
-        raise CheckpointError(_with_sizes(error.problems, path, session)) from error
+        misfit = any(problem.code == "PP-E502" for problem in error.problems)
+        saved = read_state(path)["model"] if misfit else {}
+        raise CheckpointError(with_sizes(error.problems, saved, asdict(session.config.model))) from error
     session.weights.publish()
     if session.loss_scale is not None and state.get("loss_scale") is not None:
         session.loss_scale.restore(state["loss_scale"])
@@ -235,13 +239,3 @@ def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
     if changed:
         return " ".join(changed)
     return "put back the files that the checkpoint was trained on: they have changed"
-
-
-def _with_sizes(problems: Sequence[Problem], path: Path, session: Session) -> list[Problem]:
-    """The problems; where tensors do not fit, with the keys that give the model its saved sizes as remedy."""
-    misfits = [problem for problem in problems if problem.code == "PP-E502"]
-    if not misfits:
-        return list(problems)
-    saved, here = read_state(path)["model"], asdict(session.config.model)
-    remedy = " ".join(as_typed(f"model.{key}", value) for key, value in saved.items() if here.get(key) != value)
-    return [replace(p, remedy=remedy) if remedy and p in misfits else p for p in problems]

@@ -22,7 +22,8 @@ DOORS = {
     "ppctl.config.yaml_file": "yaml",
     "ppctl.cli.overrides": "the room of configs, which commands without overrides do not need",
     "ppctl.cli.compare_runs": "the room of configs, for runs --compare alone",
-    "ppctl.cli.plan": "the planner and Hydra, for layout --suggest alone",
+    "ppctl.cli.plan": "the planner and Hydra, for layout --suggest and ckpt verify --for alone",
+    "ppctl.checkpoint.arrays": "numpy, for ckpt diff alone",
     "ppctl.config": "the room of configs, for an option or a problem alone",
     "difflib": "a misspelt command",
 }

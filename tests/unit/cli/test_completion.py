@@ -59,7 +59,9 @@ def test_commands_keys_recipes_codes_and_values() -> None:
     assert words("explain", "train.st") == ["train.steps"]
     assert words("recipes", "") == ["list", "show", "copy"]
     assert words("recipes", "show", "quick") == ["quickstart"]
-    assert words("ckpt", "e") == ["export"]
+    assert words("ckpt", "e") == ["export"] and words("ckpt", "v") == ["verify"]
+    assert "--quick" in words("ckpt", "verify", "-") and "--keep-every" in words("ckpt", "prune", "--k")
+    assert words("ckpt", "verify", "x", "--for", "train.st") == ["train.steps="]
     assert words("completion", "") == ["bash", "zsh", "fish"]
 
 
@@ -72,6 +74,8 @@ def test_runs_are_found_where_a_command_takes_one(home: Path) -> None:
         ["requeue"],
         ["runs", "show"],
         ["ckpt", "export", "--hf"],
+        ["ckpt", "inspect"],
+        ["ckpt", "diff", "runs/mine/x"],
     ):
         assert words(*typed, "") == RUNS, typed
     assert words("status", "--dir", "elsewhere", "") == words("runs", "list", "") == []

@@ -1,0 +1,153 @@
+"""Tensors of a checkpoint as numpy's arrays, where torch is not installed; and what of two checkpoints differs.
+
+Knows the values of one box at a time. Must not know torch, models or files. numpy lacks bfloat16 and 8-bit floats:
+ml_dtypes adds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ppctl.checkpoint.boxes import Box, boxes_of_run, common
+from ppctl.checkpoint.chunks import ChunkReader
+from ppctl.checkpoint.manifest import Manifest, TensorRecord, in_order
+from ppctl.checkpoint.shard_file import DTYPES, text_of
+from ppctl.errors import CheckpointError, Problem
+
+_BLOCK = 2**22
+"""Elements that are compared at once."""
+
+
+class ArrayReader:
+    """Reads boxes of tensors of one checkpoint. Holds one chunk besides."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Raises CheckpointError (PP-E509) for a checkpoint of format 1, which only torch reads."""
+        if manifest.format == 1:
+            message = f"the values of {path}, a checkpoint of format 1, are read with torch alone"
+            raise CheckpointError(Problem("PP-E509", message, f"ppctl ckpt average '{path}' --out DIR"))
+        self.manifest = manifest
+        self._chunks = ChunkReader(path)
+
+    def box(self, name: str, box: Box) -> NDArray[Any]:
+        """The values of a box of a tensor. Raises CheckpointError (PP-E503) where they are not what was saved."""
+        record = self.manifest.tensors[name]
+        dtype = np.dtype(getattr(ml_dtypes, record.dtype, record.dtype))
+        out = np.empty(box.shape, dtype)
+        for shard in record.shards:
+            if common(shard.box, box) is not None:
+                for piece in self._chunks.pieces(name, shard, DTYPES[record.dtype][1], box):
+                    out[piece.place] = np.frombuffer(piece.data, dtype).reshape(piece.shape)[piece.taken]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that both have, and in which they are not equal to the bit."""
+
+    name: str
+    kinds: tuple[str, str]
+    """`float32[4, 8]` of both. Where shapes differ, there is no more."""
+    different: int = 0
+    """Elements, of `elements`."""
+    elements: int = 0
+    at: tuple[int, ...] = ()
+    """The first of them, and its values in both."""
+    values: tuple[float, float] = (math.nan, math.nan)
+    norm: float = math.nan
+    """Of the second tensor less the first one, in float64."""
+    relative: float = math.nan
+    """That over the norm of the first."""
+    largest: float = math.nan
+    """The largest absolute difference of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What two checkpoints have that is not the same; names in the model's order."""
+
+    missing: list[str]
+    """Those that only the first one has."""
+    new: list[str]
+    """Those that only the second one has."""
+    different: list[Difference]
+    equal: int
+    """The number of tensors that are equal to the bit."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.new or self.different)
+
+
+def compare(first: ArrayReader, second: ArrayReader, progress: Callable[[str], None] = lambda name: None) -> Compared:
+    """Compare all tensors of two checkpoints of any cut.
+
+    Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
+    in memory. Raises CheckpointError (PP-E503) where values are not what was saved.
+    """
+    ours, theirs = first.manifest.tensors, second.manifest.tensors
+    different = []
+    both = sorted(ours.keys() & theirs.keys(), key=in_order)
+    for name in both:
+        progress(name)
+        if not _alike(ours[name], theirs[name]) and (found := _difference(name, first, second)):
+            different.append(found)
+    missing, new = (sorted(a.keys() - b.keys(), key=in_order) for a, b in ((ours, theirs), (theirs, ours)))
+    return Compared(missing, new, different, len(both) - len(different))
+
+
+def _alike(one: TensorRecord, other: TensorRecord) -> bool:
+    """Whether the manifests prove that both are equal."""
+    digests = [{shard.box: shard.digests for shard in record.shards} for record in (one, other)]
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and digests[0] == digests[1]
+
+
+def _difference(name: str, first: ArrayReader, second: ArrayReader) -> Difference | None:
+    """How a tensor differs in both; None if it does not."""
+    records = [reader.manifest.tensors[name] for reader in (first, second)]
+    kinds = (text_of(records[0].shape, records[0].dtype), text_of(records[1].shape, records[1].dtype))
+    shape = records[0].shape
+    if shape != records[1].shape:
+        return Difference(name, kinds)
+    count, at, values = 0, tuple[int, ...](), (math.nan, math.nan)
+    squares, whole, largest = 0.0, 0.0, 0.0
+    for block in _blocks(shape):
+        a, b = first.box(name, block), second.box(name, block)
+        unequal = _unequal(a, b)
+        wide, other = a.astype(np.float64), b.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = np.where(unequal, other - wide, 0.0)
+            squares, whole = squares + float(np.sum(apart * apart)), whole + float(np.sum(wide * wide))
+            largest = float(np.maximum(largest, np.max(np.abs(apart), initial=0.0)))
+        if not count and unequal.any():
+            place = np.unravel_index(int(np.argmax(unequal)), block.shape)
+            at = tuple(int(index) + begin for index, begin in zip(place, block.offset, strict=True))
+            values = (float(wide[place]), float(other[place]))
+        count += int(np.count_nonzero(unequal))
+    if not count and kinds[0] == kinds[1]:
+        return None
+    norm = math.sqrt(squares)
+    relative = norm / math.sqrt(whole) if whole else math.nan
+    return Difference(name, kinds, count, math.prod(shape), at, values, norm, relative, largest)
+
+
+def _unequal(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where two arrays differ: to the bit, or as numbers where their dtypes differ."""
+    if a.dtype != b.dtype:
+        return np.asarray(a.astype(np.float64) != b.astype(np.float64))
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    return np.asarray(a.view(bits) != b.view(bits))
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[Box]:
+    for start in range(0, math.prod(shape), _BLOCK):
+        yield from boxes_of_run(shape, start, min(start + _BLOCK, math.prod(shape)))

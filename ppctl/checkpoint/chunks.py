@@ -1,0 +1,83 @@
+"""Values out of a checkpoint's files: chunk by chunk, each compared with its digest before anything is taken from it.
+
+Knows where the bytes of a box are. Must not know torch, nor what is done with the values: `reading` makes tensors of
+them, `arrays` numpy's arrays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_128
+
+from ppctl.checkpoint.boxes import Box, Shape, boxes_of_run, common
+from ppctl.checkpoint.manifest import CHUNK, ShardRecord, changed, damaged
+from ppctl.errors import CheckpointError
+
+_Slices = tuple[slice, ...]
+
+
+class Piece(NamedTuple):
+    """Some of a wanted box: values[taken] of a contiguous array of `shape` belong at `place` of the box."""
+
+    data: memoryview
+    """The array's bytes; they are overwritten by the next chunk."""
+    shape: Shape
+    taken: _Slices
+    place: _Slices
+
+
+class ChunkReader:
+    """Reads chunks of one checkpoint, holding one of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._chunk = bytearray(0)
+
+    def pieces(self, name: str, shard: ShardRecord, width: int, wanted: Box) -> Iterator[Piece]:
+        """What `shard` has of the box `wanted` of the tensor `name`, whose values are `width` bytes wide.
+
+        Raises CheckpointError (PP-E503) where the bytes are not those that were saved, and OSError.
+        """
+        first = shard.bytes[0]
+        with open(self.path / shard.file, "rb", buffering=0) as stream:
+            for begin, end, digest in shard.chunks():
+                run = boxes_of_run(shard.shape, (begin - first) // width, (end - first) // width)
+                boxes = [box.moved(shard.offset) for box in run]
+                if not any(common(box, wanted) for box in boxes):
+                    continue
+                data, taken = self._checked(stream.fileno(), begin, end, digest), 0
+                if data is None:
+                    raise CheckpointError(damaged(self.path, changed(shard.file, begin, end, name)))
+                for box in boxes:
+                    values = data[taken : taken + box.size * width]
+                    taken += len(values)
+                    if shared := common(box, wanted):
+                        yield Piece(values, box.shape, shared.within(box.offset), shared.within(wanted.offset))
+
+    def faults(self, name: str, shard: ShardRecord) -> Iterator[tuple[int, str]]:
+        """Read every chunk of a shard of the tensor `name`: for each its bytes, and what is wrong with it, or nothing.
+
+        Raises OSError.
+        """
+        with open(self.path / shard.file, "rb", buffering=0) as stream:
+            for begin, end, digest in shard.chunks():
+                same = self._checked(stream.fileno(), begin, end, digest) is not None
+                yield end - begin, "" if same else changed(shard.file, begin, end, name)
+
+    def _checked(self, descriptor: int, begin: int, end: int, digest: str) -> memoryview | None:
+        """The bytes of one chunk; None if they are not those that were saved."""
+        if len(self._chunk) < end - begin:
+            self._chunk = bytearray(min(CHUNK, max(end - begin, 2 * len(self._chunk))))
+        data = memoryview(self._chunk)[: end - begin]
+        _read_into(descriptor, data, begin)
+        return data if xxh3_128(data).hexdigest() == digest else None
+
+
+def _read_into(descriptor: int, data: memoryview, offset: int) -> None:
+    """Fill `data` from a file; what is behind its end stays as it is, and is found by the digest."""
+    while data and (count := os.preadv(descriptor, [data], offset)):
+        data, offset = data[count:], offset + count

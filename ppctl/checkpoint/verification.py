@@ -1,0 +1,140 @@
+"""Whether a checkpoint is complete, is what was written, and holds what somebody needs.
+
+Knows what a manifest says and what the files are. Must not know torch, nor why something is needed: a checkpoint is
+verified on a login node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl.checkpoint.boxes import tiling_fault
+from ppctl.checkpoint.chunks import ChunkReader
+from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, check_files, damaged, ranges, read_manifest
+from ppctl.checkpoint.shard_file import DTYPES, text_of
+from ppctl.checkpoint_folder import STATE
+from ppctl.config.keys import as_typed
+from ppctl.errors import CheckpointError, Problem
+
+Kind = tuple[tuple[int, ...], str]
+"""Whole shape, and dtype by torch's name."""
+
+
+class Verified(NamedTuple):
+    """What was found."""
+
+    manifest: Manifest
+    problems: list[Problem]
+    read: int
+    """Bytes of values that were read."""
+
+
+def verify(path: Path) -> Manifest:
+    """Read every byte of the checkpoint at `path`; CheckpointError names each file that is missing or damaged, and for
+    values also the tensor and the bytes."""
+    found = examine(path)
+    if found.problems:
+        raise CheckpointError(found.problems)
+    return found.manifest
+
+
+def examine(path: Path, *, values: bool = True, progress: Callable[[int], None] = lambda size: None) -> Verified:
+    """Look at everything (without `values`: at sizes, headers and the manifest's seal), and collect what is wrong.
+
+    `progress` is told of bytes of values as they are read. Raises CheckpointError where the manifest cannot be read,
+    OSError where the disk cannot.
+    """
+    manifest = read_manifest(path)
+    problems = [damaged(path, f"{name}: {fault}") for name, fault in _untold(manifest)]
+    bad: set[str] = set()
+    for name in sorted(manifest.files):
+        try:
+            check_files(path, manifest, [name])
+        except CheckpointError as error:
+            problems += error.problems
+            bad.add(name)
+    if problems and not bad:
+        return Verified(manifest, problems, 0)  # what the manifest says means nothing
+    read, reader = 0, ChunkReader(path)
+    for name, shard in _in_order(manifest) if values else ():
+        if shard.file in bad:
+            continue
+        for size, fault in reader.faults(name, shard):
+            read += size
+            progress(size)
+            if fault:
+                problems.append(damaged(path, fault))
+    return Verified(manifest, problems, read)
+
+
+def bytes_of_values(manifest: Manifest) -> int:
+    """What `examine` reads if every file is there."""
+    return sum(shard.bytes[1] - shard.bytes[0] for record in manifest.tensors.values() for shard in record.shards)
+
+
+def _in_order(manifest: Manifest) -> Iterator[tuple[str, ShardRecord]]:
+    """Every shard with its tensor, file by file, as they lie on the disk."""
+    shards = [(name, shard) for name, record in manifest.tensors.items() for shard in record.shards]
+    yield from sorted(shards, key=lambda each: (each[1].file, each[1].bytes))
+
+
+def _untold(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Tensors that the manifest does not describe whole, each with why: nobody could read them."""
+    if manifest.format == 1:
+        return
+    for name, record in manifest.tensors.items():
+        if fault := tiling_fault(record.shape, (shard.box for shard in record.shards)):
+            yield name, fault
+        width = DTYPES.get(record.dtype, ("", -1))[1]
+        for shard in record.shards:
+            size = shard.bytes[1] - shard.bytes[0]
+            if size != width * prod(shard.shape) or len(shard.digests) != -(-size // CHUNK):
+                yield name, f"bytes {shard.bytes[0]} to {shard.bytes[1]} of {shard.file} are not its part"
+            elif shard.file not in manifest.files:
+                yield name, f"{shard.file} is not among its files"
+    yield from _overlaps(manifest)
+
+
+def _overlaps(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    for file, found in groupby(_in_order(manifest), key=lambda each: each[1].file):
+        end = 0
+        for name, shard in found:
+            if shard.bytes[0] < end:
+                yield name, f"bytes {shard.bytes[0]} to {end} of {file} are another tensor's, too"
+            end = shard.bytes[1]
+
+
+def misfits(path: Path, manifest: Manifest, wanted: Mapping[str, Collection[Kind]]) -> list[Problem]:
+    """Where the tensors of a checkpoint are not those of a model, strictly in both directions (PP-E502).
+
+    `wanted` are the kinds as which ranks hold each: one, if they agree.
+    """
+    problems = []
+    if missing := wanted.keys() - manifest.tensors.keys():
+        problems.append(_misfit(path, "lacks tensors of this model", ranges(missing)))
+    if unexpected := manifest.tensors.keys() - wanted.keys():
+        problems.append(_misfit(path, "has tensors that this model lacks", ranges(unexpected)))
+    different = [
+        f"{name}: {text_of(record.shape, record.dtype)} saved, {' and '.join(text_of(*o) for o in sorted(others))} here"
+        for name, record in manifest.tensors.items()
+        if (others := set(wanted.get(name, ())) - {(record.shape, record.dtype)})
+    ]
+    if different:
+        problems.append(_misfit(path, "has tensors of another shape or dtype", different))
+    return problems
+
+
+def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
+    remedy = f"give the model the sizes that it was saved with: they are in '{path / STATE}'"
+    return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
+
+
+def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
+    """The problems; where tensors do not fit, with the keys that give a model `here` the sizes that were `saved`."""
+    remedy = " ".join(as_typed(f"model.{key}", value) for key, value in saved.items() if here.get(key) != value)
+    return [replace(each, remedy=remedy) if remedy and each.code == "PP-E502" else each for each in problems]

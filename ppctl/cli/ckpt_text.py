@@ -1,0 +1,244 @@
+"""What `ppctl ckpt` shows of checkpoints: as values, which `--json` prints, and as text.
+
+Knows manifests, states and columns. Must not know where a checkpoint is found, nor change one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ppctl import checkpoint_folder
+from ppctl.checkpoint.manifest import check_files, in_order, lineage, ranges, read_manifest, read_state
+from ppctl.checkpoint.shard_file import DTYPES, text_of
+from ppctl.checkpoint_folder import STATE
+from ppctl.cli.table import aligned
+from ppctl.errors import CheckpointError
+from ppctl.plan.memory_limit import MIB, amount
+from ppctl.rundir import RunDir
+
+if TYPE_CHECKING:
+    from ppctl.checkpoint.arrays import Compared
+
+_AXES = ("pp", "vpp", "tp", "cp", "ep", "etp", "dp")
+_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "num_moe_experts", "mtp_num_layers")
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    return amount(count) if count >= MIB else f"{count:,} bytes"
+
+
+# One checkpoint
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """What is in a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
+    manifest, state = read_manifest(path), read_state(path)
+    groups: dict[str, dict[str, Any]] = {}
+    for name, record in manifest.tensors.items():
+        group = "optimizer" if name.startswith("optim.") else "weights"
+        entry = groups.setdefault(group, {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
+        entry["tensors"] += 1
+        entry["elements"] += prod(record.shape)
+        entry["bytes"] += prod(record.shape) * DTYPES[record.dtype][1]
+        entry["dtypes"] = sorted({*entry["dtypes"], record.dtype})
+    run = RunDir(path.parent.parent)
+    sizes = state.get("parallel", {})
+    position = ("consumed_samples", "seq_length", "seed", "data_path", "tokenizer")
+    return {
+        "path": str(path),
+        "format": manifest.format,
+        "step": manifest.step,
+        "bytes": sum(record.bytes for record in manifest.files.values()),
+        "files": len(manifest.files),
+        **{group: groups.get(group) for group in ("weights", "optimizer")},
+        "layout": state.get("layout"),
+        "parallel": {axis: sizes[axis] for axis in _AXES if axis in sizes} or None,
+        "model": {key: state.get("model", {}).get(key) for key in _MODEL},
+        **{key: state.get(key) for key in position},
+        "lineage": {
+            "run": run.id if (run.path / "config.yaml").is_file() else None,
+            "began_with": [str(place) for place in lineage(state)],
+            "averaged": state.get("averaged", []),
+        },
+        "tensors": {
+            name: {"shape": record.shape, "dtype": record.dtype, "parts": max(1, len(record.shards))}
+            for name, record in sorted(manifest.tensors.items(), key=lambda each: in_order(each[0]))
+        },
+    }
+
+
+def described(found: Mapping[str, Any], *, tensors: bool) -> str:
+    """One checkpoint in lines, then its tensors."""
+    rows = [("step", f"{found['step']}"), ("size", f"{size(found['bytes'])} in {found['files']} files")]
+    rows += [(group, _group(found[group])) for group in ("weights", "optimizer")]
+    rows.append(("cut", _cut(found)))
+    rows.append(("model", ", ".join(f"{key} {value}" for key, value in found["model"].items() if value is not None)))
+    if found["consumed_samples"]:
+        rows.append(("data", _data(found)))
+    origin = found["lineage"]
+    rows += [("run", origin["run"])] if origin["run"] else []
+    rows += [("began with", place) for place in origin["began_with"]]
+    rows += [("mean of", place) for place in origin["averaged"]]
+    text = f"{found['path']}, format {found['format']}\n{aligned([(f'  {key}', value) for key, value in rows])}"
+    return f"{text}\n\n{_tensors(found['tensors'])}" if tensors else text
+
+
+def _group(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return "none"
+    dtypes = ", ".join(entry["dtypes"])
+    return f"{entry['tensors']} tensors, {entry['elements']:,} elements, {dtypes}, {size(entry['bytes'])}"
+
+
+def _cut(found: Mapping[str, Any]) -> str:
+    sizes = " ".join(f"{axis} {number}" for axis, number in (found["parallel"] or {}).items())
+    layout = f"layout {found['layout']}" if found["layout"] else ""
+    return ", ".join(filter(None, (layout, sizes))) or "none: it was written whole"
+
+
+def _data(found: Mapping[str, Any]) -> str:
+    parts = [f"{found['consumed_samples']:,} samples"]
+    words = {"seq_length": "of {} tokens", "data_path": "from {}", "seed": "by seed {}"}
+    return " ".join(parts + [text.format(found[key]) for key, text in words.items() if found[key] is not None])
+
+
+def _tensors(tensors: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row for each tensor, with the parts in which it is stored."""
+    rows = [("tensor", "parts", "of")]
+    rows += [(name, str(each["parts"]), text_of(each["shape"], each["dtype"])) for name, each in tensors.items()]
+    return aligned(rows, 2)
+
+
+# A directory
+
+
+def brief(path: Path) -> dict[str, Any]:
+    """A checkpoint in a list: its size, when it was written, and what is wrong at first sight."""
+    entry: dict[str, Any] = {"name": path.name, "step": checkpoint_folder.step_of(path)}
+    entry |= {"bytes": None, "written": None, "fault": None}
+    try:
+        manifest = read_manifest(path)
+        entry["bytes"] = sum(record.bytes for record in manifest.files.values())
+        check_files(path, manifest, [STATE])
+        entry["written"] = (path / STATE).stat().st_mtime
+    except CheckpointError as error:
+        problem = error.problems[0]
+        entry["fault"] = (problem.place or problem.message).replace(f"{path}/", "").replace(str(path), path.name)
+    return entry
+
+
+def listing(folder: Path) -> dict[str, Any]:
+    """The checkpoints of a directory, by step, and the one that a start goes on from."""
+    last = checkpoint_folder.find(folder)
+    found = sorted(checkpoint_folder.kept(folder), key=lambda path: (checkpoint_folder.step_of(path), path.name))
+    return {
+        "path": str(folder),
+        "next_start": None if last is None else last.path.name,
+        "warning": "" if last is None else last.warning,
+        "checkpoints": [brief(path) for path in found],
+    }
+
+
+def listed(found: Mapping[str, Any]) -> str:
+    """A directory as a table."""
+    if not found["checkpoints"]:
+        return f"no checkpoints in {found['path']}"
+    rows = [("checkpoint", "size", "written", "")]
+    for entry in found["checkpoints"]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["written"])) if entry["written"] else ""
+        much = "" if entry["bytes"] is None else size(entry["bytes"])
+        note = entry["fault"] or ("the next start goes on here" if entry["name"] == found["next_start"] else "")
+        rows.append((entry["name"], much, when, note))
+    return f"{found['path']}\n{aligned(rows, 2)}" + (f"\nwarning: {found['warning']}" if found["warning"] else "")
+
+
+# What the other commands say
+
+
+def verified(report: Mapping[str, Any]) -> str:
+    """What `verify` has looked at, and how it ended."""
+    looked = "sizes, headers and seal" if report["quick"] else f"{size(report['bytes_read'])} of values read"
+    count = len(report["problems"])
+    end = "good" if not count else f"{count} problem{'s' if count > 1 else ''}, on stderr"
+    lines = [f"{report['path']}: {end}", f"  {report['tensors']} tensors in {report['files']} files; {looked}"]
+    if report["loadable"] is not None:
+        lines.append(f"  {'every' if report['loadable'] else 'not every'} name, shape and dtype fits that run")
+    return "\n".join(lines)
+
+
+def comparison(paths: Sequence[Path], found: Compared) -> dict[str, Any]:
+    """Two checkpoints compared. Numbers that are not finite are null."""
+    return {
+        "paths": [str(path) for path in paths],
+        "same": found.same,
+        "equal": found.equal,
+        "only_in_a": found.missing,
+        "only_in_b": found.new,
+        "different": [
+            {
+                "name": each.name,
+                "kinds": each.kinds,
+                "different": each.different,
+                "elements": each.elements,
+                "at": each.at,
+                "values": [_finite(value) for value in each.values],
+                "norm": _finite(each.norm),
+                "relative": _finite(each.relative),
+                "largest": _finite(each.largest),
+            }
+            for each in found.different
+        ],
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def differences(report: Mapping[str, Any], limit: int) -> str:
+    """The tensors that differ, each in two lines: how much, and where first."""
+    lines = [f"{name}  {path}" for name, path in zip("AB", report["paths"], strict=True)]
+    for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
+        lines += [f"only in {name}: {line}" for line in _ranges(report[key], limit)]
+    different = report["different"]
+    for each in different[: limit or None]:
+        kinds = list(dict.fromkeys(each["kinds"]))
+        lines.append(f"{each['name']}  {' in A, '.join(kinds)}{' in B' if len(kinds) > 1 else ''}")
+        if each["elements"]:
+            lines.append("  " + _how(each))
+    if limit and len(different) > limit:
+        lines.append(f"and {len(different) - limit} more tensors that differ (--limit 0 shows all)")
+    only = len(report["only_in_a"]) + len(report["only_in_b"])
+    lines.append(f"{report['equal']} tensors are equal to the bit, {len(different)} differ, {only} are in one alone")
+    return "\n".join(lines)
+
+
+def _how(each: Mapping[str, Any]) -> str:
+    relative = "" if each["relative"] is None else f" ({each['relative']:.3g} of A's)"
+    norm, largest = (_number(each[key]) for key in ("norm", "largest"))
+    text = f"{each['different']:,} of {each['elements']:,} elements; norm of B - A {norm}{relative}, largest {largest}"
+    first, second = map(_number, each["values"])
+    return f"{text}\n  first at {list(each['at'])}: {first} in A, {second} in B" if each["different"] else text
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.9g}"
+
+
+def _ranges(names: Sequence[str], limit: int) -> list[str]:
+    found = ranges(names)
+    return [*found[:limit], f"and {len(found) - limit} more lines"] if limit and len(found) > limit else found
+
+
+def pruned(report: Mapping[str, Any]) -> str:
+    """What was deleted, and what is left."""
+    verb = "would delete" if report["dry_run"] else "deleted"
+    lines = [f"{verb} {name}" for name in report["deleted"]] or ["nothing to delete"]
+    kept = ", ".join(report["kept"])
+    return "\n".join([*lines, f"{size(report['bytes'])} of {report['path']}; what stays: {kept}"])

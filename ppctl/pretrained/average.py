@@ -1,0 +1,96 @@
+"""The mean of the weights of several checkpoints of one model, whatever cut wrote each.
+
+Knows names, shapes and dtypes, not what they mean. One tensor of each is in memory at a time. Source: Izmailov et al.
+2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.checkpoint.shard_file import text_of
+from ppctl.checkpoint.streaming import save_streamed
+from ppctl.checkpoint_folder import step_path
+from ppctl.errors import CheckpointError, Problem
+from ppctl.pretrained.convert import Done, Progress, new_directory
+
+
+def average(sources: Sequence[Path], out: Path, progress: Progress) -> Done:
+    """Write the mean of the sources' weights as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
+
+    Sums are made in float64, in the order of the sources, and rounded once. Optimizer states are left out. Raises
+    ConfigError (PP-E525 where `out` is taken) and CheckpointError: PP-E531, naming every tensor that is not in all
+    sources with one shape and dtype, or whose values are no floats and not equal; and as reading does.
+    """
+    manifests = [read_manifest(path) for path in sources]
+    names = _weights(sources, manifests)
+    readers = [CheckpointReader(path, manifest) for path, manifest in zip(sources, manifests, strict=True)]
+    records = {name: manifests[0].tensors[name] for name in names}
+    specs = {
+        name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
+        for name, record in records.items()
+    }
+    counter = count(1)
+
+    def read(name: str) -> Tensor:
+        progress(name, next(counter), len(names))
+        return _mean(name, readers)
+
+    first = read_state(sources[0])
+    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": first.get("model", {})}
+    state["averaged"] = [str(path.absolute()) for path in sources]
+    state |= {key: first[key] for key in ("source", "tokenizer", "tokenizer_path") if key in first}
+    with new_directory(out) as temporary:
+        save_streamed(temporary / "checkpoints", 0, specs, read, state)
+    elements = [spec.numel() for spec in specs.values()]
+    size = sum(spec.numel() * spec.itemsize for spec in specs.values())
+    return Done(step_path(out / "checkpoints", 0), "", sum(elements), len(names), size)
+
+
+def _weights(sources: Sequence[Path], manifests: Sequence[Manifest]) -> list[str]:
+    """The names of the weights, in the first one's order. Raises CheckpointError (PP-E531) unless all have the same."""
+    first, *others = manifests
+    names = [name for name in first.tensors if name.startswith("model.")]
+    problems = []
+    for path, other in zip(sources[1:], others, strict=True):
+        if lines := list(_differences(first, other)):
+            message = f"the weights of {path} are not those of the model of {sources[0]}, and have no mean with them"
+            remedy = f"ppctl ckpt diff '{sources[0]}' '{path}'"
+            problems.append(Problem("PP-E531", message, remedy, "\n".join(lines)))
+    if problems:
+        raise CheckpointError(problems)
+    return names
+
+
+def _differences(first: Manifest, other: Manifest) -> Iterator[str]:
+    ours, theirs = ({n: r for n, r in each.tensors.items() if n.startswith("model.")} for each in (first, other))
+    yield from (f"missing: {line}" for line in ranges(ours.keys() - theirs.keys()))
+    yield from (f"not in the first: {line}" for line in ranges(theirs.keys() - ours.keys()))
+    for name, record in ours.items():
+        kinds = [text_of(each.shape, each.dtype) for each in (record, theirs.get(name, record))]
+        if kinds[0] != kinds[1]:
+            yield f"{name}: {kinds[1]}, not {kinds[0]}"
+
+
+def _mean(name: str, readers: Sequence[CheckpointReader]) -> Tensor:
+    first = readers[0].tensor(name)
+    floating = first.is_floating_point()
+    total = first.to(torch.float64, copy=True) if floating else first
+    for reader in readers[1:]:
+        value = reader.tensor(name)
+        if floating:
+            total += value
+        elif not torch.equal(value, first):
+            message = (
+                f"{name} holds {str(first.dtype).removeprefix('torch.')}, which have no mean, and is not equal in all"
+            )
+            remedy = f"ppctl ckpt diff '{readers[0].path}' '{reader.path}'"
+            raise CheckpointError(Problem("PP-E531", message, remedy, str(reader.path)))
+    return (total / len(readers)).to(first.dtype) if floating else first
