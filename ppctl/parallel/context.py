@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ppctl.parallel.all_to_all import all_to_all
+from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather, reduce_scatter
 from ppctl.sequence_halves import (
     Block,
@@ -162,6 +163,7 @@ class GatherAttention(_Blockwise):
     def parts(self, keys_values: Tensor, lengths: Lengths | None) -> Iterator[Part]:
         """Its own keys and values, half by half, then all that stand before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
+        starting(self.group)
         work = all_gather(gathered[0].view(-1), keys_values.view(-1), group=self.group, async_op=True)
         yield self._own(keys_values, lengths, apart=True)
         work.wait()
@@ -297,6 +299,7 @@ class _Hop(NamedTuple):
             dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
             dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
         ]
+        starting(group)
         return cls(dist.batch_isend_irecv(ops), sent, arriving)
 
     def wait(self) -> Tensor:
@@ -356,6 +359,7 @@ class _ScatteredSums(_Sums):
 
     def total(self) -> Tensor:
         scattered = torch.empty_like(self._own)
+        starting(self._group)
         work = reduce_scatter(scattered.view(-1), self._sent.view(-1), group=self._group, async_op=True)
         hand_over()
         work.wait()
