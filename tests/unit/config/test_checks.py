@@ -137,6 +137,8 @@ MOE = ["model.num_moe_experts=8"]
             ["parallel.cpu_offloading=true", "parallel.cpu_offloading_num_layers=2", "train.compile=true"],
             ["train.compile", "parallel.cpu_offloading"],
         ),
+        (["train.compile=true", "tp=2"], ["train.compile", "parallel.tensor_model_parallel_size"]),
+        (["train.compile=true", "cp=2"], ["train.compile", "parallel.context_parallel_size"]),
         (["parallel.cpu_offloading_num_layers=-2"], ["parallel.cpu_offloading_num_layers"]),
         (
             ["parallel.num_microbatches_with_partial_activation_checkpoints=1", "recompute=selective"],
