@@ -25,21 +25,23 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.processes import exists, is_stopped
-from ppctl.rank_records import NO_ACTION, STATES, RankFailure, RankState
+from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankFailure, RankState
 
-# mark, owner's pid, own pid, rank, state, step, action index, whether it computes, monotonic seconds
-_RECORD = struct.Struct("=8sqqqqqqqd")
+# mark, owner's pid, own pid, rank, state, step, action index, whether it computes, monotonic seconds, exchanges by axis
+_RECORD = struct.Struct(f"=8sqqqqqqqd{len(EXCHANGING_AXES)}q")
 _STATE = struct.Struct("=qqqqd")
 _MOVE = struct.Struct("=qqqd")
-_OWNER_AT, _PID_AT, _STATE_AT, _STEP_AT = 8, 16, 32, 40
-_MARK = b"ppctl-2\0"
+_COUNT = struct.Struct("=q")
+_OWNER_AT, _PID_AT, _STATE_AT, _STEP_AT, _EXCHANGES_AT = 8, 16, 32, 40, 72
+_MARK = b"ppctl-3\0"
+_NONE = (0,) * len(EXCHANGING_AXES)
 _monotonic = time.monotonic
 
 
 class HeartbeatFile:
     """A rank's own file, mapped into memory. `enter` and `work` are called for every action: they only write memory."""
 
-    __slots__ = ("_map", "_path", "step")
+    __slots__ = ("_exchanges", "_map", "_path", "step")
 
     def __init__(self, run_id: str, rank: int) -> None:
         """Open the file of global `rank`, which the launcher has made; make it if it is not there."""
@@ -48,6 +50,7 @@ class HeartbeatFile:
             self._map = mmap.mmap(file.fileno(), _RECORD.size)
         self.step = 0
         """The step that the next `enter` belongs to."""
+        self._exchanges = [0] * len(EXCHANGING_AXES)
         struct.pack_into("=q", self._map, _PID_AT, os.getpid())
         self.set_state("starting")
 
@@ -65,6 +68,12 @@ class HeartbeatFile:
     def set_state(self, state: str) -> None:
         """The rank enters one of STATES, outside any action."""
         _STATE.pack_into(self._map, _STATE_AT, STATES.index(state), self.step, NO_ACTION, 0, _monotonic())
+
+    def exchange(self, axis: str) -> None:
+        """The rank starts an exchange with others along one of EXCHANGING_AXES."""
+        place = EXCHANGING_AXES.index(axis)
+        self._exchanges[place] += 1
+        _COUNT.pack_into(self._map, _EXCHANGES_AT + place * _COUNT.size, self._exchanges[place])
 
     def close(self) -> None:
         """Close the file, and remove it if this process made it."""
@@ -89,7 +98,7 @@ def create(run_id: str, rank: int, owner: int) -> Path:
     """Make the file of `rank`, unless it exists, to be removed by process `owner`; returns its path."""
     path = _path(run_id, rank)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(_RECORD.pack(_MARK, owner, 0, rank, 0, 0, NO_ACTION, 0, _monotonic()))
+    draft.write_bytes(_RECORD.pack(_MARK, owner, 0, rank, 0, 0, NO_ACTION, 0, _monotonic(), *_NONE))
     try:
         with suppress(FileExistsError):
             os.link(draft, path)
@@ -102,12 +111,14 @@ def read(run_id: str, rank: int) -> RankState | None:
     """The state of `rank`, since a time of the monotonic clock; None where there is no file."""
     try:
         data = _path(run_id, rank).read_bytes()
-        mark, _, pid, own, state, step, index, working, since = _RECORD.unpack(data)
+        mark, _, pid, own, state, step, index, working, since, *exchanges = _RECORD.unpack(data)
     except (OSError, struct.error):
         return None
     if mark != _MARK:
         return None
-    return RankState(own, STATES[state], step, index, since, bool(working), is_stopped(pid), host_name(), pid)
+    return RankState(
+        own, STATES[state], step, index, since, bool(working), is_stopped(pid), host_name(), pid, tuple(exchanges)
+    )
 
 
 def read_all(run_id: str, ranks: Iterable[int]) -> list[RankState]:

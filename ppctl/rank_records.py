@@ -13,6 +13,8 @@ from typing import Any
 
 STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
 NO_ACTION = -1
+EXCHANGING_AXES = ("tp", "cp", "ep", "etp")
+"""Along which ranks exchange something within an action."""
 _VERSION = 1
 
 
@@ -36,6 +38,8 @@ class RankState:
     host: str = ""
     pid: int = 0
     """0 until the rank has opened its record."""
+    exchanges: tuple[int, ...] = (0,) * len(EXCHANGING_AXES)
+    """How many it has started along each of EXCHANGING_AXES, from its start on."""
 
     def to_json(self) -> dict[str, Any]:
         """The rank's row in the file of its host."""
@@ -44,7 +48,10 @@ class RankState:
     @classmethod
     def from_json(cls, row: Mapping[str, Any], host: str) -> RankState:
         """Read a row of the file of `host`. Raises TypeError if a field is missing that every version has."""
-        return cls(**{**_known(cls, row), "host": host})
+        known = _known(cls, row)
+        if "exchanges" in known:
+            known["exchanges"] = tuple(known["exchanges"])
+        return cls(**{**known, "host": host})
 
 
 @dataclass(frozen=True, slots=True)

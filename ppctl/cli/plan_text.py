@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, folded
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
@@ -103,8 +103,8 @@ def table(plan: Plan, width: int) -> str:
     for candidate, right in ((wide, 8), (joined, 8), (peak_alone, 5)):
         text = aligned(candidate, right)
         if max(map(len, text.splitlines())) <= width:
-            break
-    return text
+            return text
+    return aligned(folded(peak_alone, width, " | "), 5)
 
 
 def _costs(plan: Plan, row: Row, unit: Unit) -> list[str]:

@@ -17,3 +17,21 @@ def aligned(rows: Iterable[Sequence[str]], right: int = 0) -> str:
         return cell.rjust(widths[index]) if 0 < index < right else cell.ljust(widths[index])
 
     return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows)
+
+
+def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[str]]:
+    """Rows that `aligned` makes no wider than `width`, if that can be: last cells go on in rows below at `mark`s."""
+    rows = [list(row) for row in rows]
+    room = (
+        width
+        - len(mark.rstrip())
+        - sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in rows), strict=True))
+    )
+    found = []
+    for *ahead, last in rows:
+        lines = [""]
+        for part in last.split(mark):
+            longer = lines[-1] + mark + part if lines[-1] else part
+            lines[-1:] = [longer] if len(longer) <= room or not lines[-1] else [lines[-1] + mark.rstrip(), part]
+        found += [[*ahead, lines[0]], *([*[""] * len(ahead), line] for line in lines[1:])]
+    return found

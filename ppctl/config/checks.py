@@ -127,10 +127,20 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from launch_rules.broken_rules(config)
     yield from _schedule(config)
     yield from _samples(config)
-    tp = config.parallel.tensor_model_parallel_size
-    if config.pipeline.loss_fn is not None and tp > 1:
+    yield from _exchanging_layers(config)
+
+
+def _exchanging_layers(config: RunConfig) -> Iterator[Finding]:
+    tensor, context = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
+    if config.pipeline.loss_fn is not None and config.parallel.tensor_model_parallel_size > 1:
         message = "loss_fn reads logits of all words, and each tensor-parallel rank has those of its own words alone"
-        yield ("pipeline.loss_fn", "parallel.tensor_model_parallel_size"), message, "tp=1"
+        yield ("pipeline.loss_fn", tensor), message, "tp=1"
+    over = [key for key in (tensor, context) if getattr(config.parallel, key.partition(".")[2]) > 1]
+    if config.train.compile and over:
+        message = (
+            "layers that exchange columns or keys with other ranks are not compiled: the exchanges would break them up"
+        )
+        yield ("train.compile", *over), message, "train.compile=false"
 
 
 def _samples(config: RunConfig) -> Iterator[Finding]:

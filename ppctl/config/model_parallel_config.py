@@ -234,8 +234,11 @@ class ModelParallelConfig:
     """Internal."""
     cpu_offloading_activations: bool = True
     """With cpu_offloading: move activations."""
-    cpu_offloading_weights: bool = key(False, support=Support(LATER, "weights that wait in host memory"))
-    """With cpu_offloading: move weights."""
+    cpu_offloading_weights: bool = key(
+        False,
+        support=Support(NEEDS, "Transformer Engine", "its own switch has lost its effect: a weight lives in any case"),
+    )
+    """With cpu_offloading: move weights that autograd saves."""
     cpu_offloading_double_buffering: bool = key(
         False, support=Support(IGNORED, "a layer is always fetched while the one behind it computes")
     )

@@ -178,7 +178,7 @@ def ignored(config: RunConfig, provenance: Mapping[str, str]) -> list[str]:
 def not_trained(config: RunConfig) -> list[Problem]:
     """One problem that names all features that this config needs and this release cannot train yet; none otherwise."""
     missing: dict[str, list[str]] = {}
-    for what, keys in (*_models_without_modules(config), *_uncombined_axes(config)):
+    for what, keys in _models_without_modules(config):
         missing.setdefault(what, []).extend(keys)
     if not missing:
         return []
@@ -202,14 +202,3 @@ def _models_without_modules(config: RunConfig) -> Iterator[tuple[str, Collection
                 yield f"biases of {what}", ["model.add_bias_linear=true"]
     if model.fp8 is not None and model.num_moe_experts is not None and config.launch.device == "cuda":
         yield "products of experts in 8 bits on a GPU", [f"model.fp8={model.fp8}"]
-
-
-def _uncombined_axes(config: RunConfig) -> Iterator[tuple[str, Collection[str]]]:
-    """What axes do not go together with yet: (what is missing, the keys that need it)."""
-    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    if config.train.compile and max(tp, cp) > 1:
-        keys = "train.compile=true", f"tensor_model_parallel_size={tp}", f"context_parallel_size={cp}"
-        yield "compiled layers that exchange columns or keys", keys
-    if config.model.attention_dropout and cp > 1:
-        what = "attention with dropout over ranks that share sequences"
-        yield what, [f"model.attention_dropout={config.model.attention_dropout}"]

@@ -1,10 +1,9 @@
-"""What one rank sends in collectives and messages: their number and bytes, by axis and kind.
+"""What one rank sends in collectives and messages of a microbatch: their number and bytes, by axis and kind.
 
-Knows where blocks of `ppctl/model` and sums of `ppctl/train` exchange something, and what recomputation exchanges
-again. Must not know seconds or links. Bytes are those of rings: of a gather or scatter every other rank's part of the
-whole (n - 1) / n, of an all_reduce both, of an all_to_all all but the own part, of a send the message. Rows to experts
-are spread evenly. Left out are a step's few numbers (ranks' reports, norms, counts that move routers' biases), and the
-sum of a table that several stages share.
+Knows where blocks of `ppctl/model` exchange something, and what recomputation exchanges again. Must not know seconds or
+links, nor what is exchanged once a step (`step_traffic`). Bytes are those of rings: of a gather or scatter every other
+rank's part of the whole (n - 1) / n, of an all_reduce both, of a broadcast once, of an all_to_all all but the own part,
+of a send the message. Rows to experts are spread evenly.
 """
 
 from __future__ import annotations
@@ -15,18 +14,15 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import Setting
 from ppctl.cost.context import context_traffic, exchanging
-from ppctl.cost.parameters import held
-from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import Kind, Layer, layer_kinds, recomputed_modules, recomputed_runs
-from ppctl.geometry.parameters import Parameter, Sizes
-from ppctl.geometry.parts import tp_sums
-from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+from ppctl.geometry.parameters import Sizes
 
 COUNT = 8
 """Bytes of a number of rows."""
 
 Key = tuple[str, str]
-"""(axis, kind): `tp`, `cp`, `ep`, `etp`, `dp`, `cp-dp`, `edp` or `pp`, and a collective by torch's name, or `send`."""
+"""(axis, kind): `tp`, `cp`, `ep`, `etp`, `dp`, `cp-dp`, `edp`, `pp` or `ties` (the stages that share a table), and a
+collective by torch's name, or `send`."""
 
 
 class Traffic(dict[Key, tuple[int, float]]):
@@ -249,78 +245,3 @@ def _unneeded(model: ModelConfig, kind: Kind, setting: Setting, *, inside: bool 
     if kept or (model.hidden_dropout and not inside):
         return Traffic()
     return _Tensor(setting).total(model.hidden_size)
-
-
-class Sums(NamedTuple):
-    """How gradients are summed, and weights shared."""
-
-    sharding: str
-    """`none` where there is nobody to share with."""
-    gradient: int
-    """Bytes of an element of a gradient, a sum or a master."""
-    weight: int
-    scatters: bool
-    """Whether the backend sums in parts; gloo sums the whole."""
-
-
-def step_sums(
-    model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
-) -> Traffic:
-    """Of the step's end on a rank with these stages: gradients over replicas and tensor-parallel ranks, and weights.
-
-    Of what is cut into uneven runs the first rank's. Buckets are those of `parallel/replicate.py`.
-    """
-    found, every, partial = Traffic(), [], []
-    apart = any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
-    for layers in stages:
-        rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
-        every += rows
-        for axis, ranks, own in _groups(rows, sizes, apart):
-            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
-                _sum_of(found, axis, ranks, bucket, sums)
-    if sums.sharding == "optimizer_gradients":
-        for axis, ranks, own in _groups(every, sizes, apart):
-            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
-                part = sum(-(-elements // ranks) for elements in bucket)
-                found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
-    for row in every:
-        if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
-            ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
-            partial.append(-(-held(row.elements, row.axes, sizes) // ranks))
-    for bucket in buckets(partial):
-        found.note("tp", "all_reduce", 2 * sum(bucket) * sums.gradient * (sizes.tp - 1) / sizes.tp)
-    return found
-
-
-def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterator[tuple[str, int, list[Parameter]]]:
-    """(axis, ranks, rows) of the groups that hold the same parameters; those of one rank have nothing to send."""
-    dense = "cp-dp" if sizes.cp > 1 else "dp"
-    for axis, ranks, spread in ((dense, sizes.dp * sizes.cp, False), ("edp", sizes.edp, True)):
-        own = [row for row in rows if (apart and bool(row.experts)) == spread]
-        if ranks > 1 and own:
-            yield axis, ranks, own
-
-
-def _sum_of(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
-    if sums.sharding == "none":
-        found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
-        return
-    sent = sum(-(-elements // ranks) for elements in bucket) * (ranks - 1)
-    if sums.scatters:
-        found.note(axis, "reduce_scatter", sent * sums.gradient)
-    else:
-        found.note(axis, "all_reduce", 2 * sent * sums.gradient)
-    if sums.sharding == "full":
-        found.note(axis, "all_gather", sent * sums.weight)
-
-
-def buckets(elements: Iterable[int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[int]]:
-    """Neighbours, as many as fit into `limit` elements; a larger one is a bucket of its own."""
-    bucket: list[int] = []
-    for size in elements:
-        if bucket and sum(bucket) + size > limit:
-            yield bucket
-            bucket = []
-        bucket.append(size)
-    if bucket:
-        yield bucket

@@ -87,6 +87,14 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
     return [Kind(layer.kind, _has_experts(layer, pattern), cp_comm_type(model, layer)) for layer in layers]
 
 
+def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
+    """How many of these layers have a router with an auxiliary loss."""
+    balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
+    if not (model.num_moe_experts and (balanced or model.moe_z_loss_coeff)):
+        return 0
+    return sum(kind.moe for kind in layer_kinds(model, layers))
+
+
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:
     """How this layer's attention exchanges what ranks that share a sequence have of it: MTP's as the last layer's.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.hang.waits import Wait, root, waits
+from ppctl.hang.waits import Wait, root, same_exchange, waits
 from ppctl.plan import Plan
 from ppctl.rank_records import RankFailure, RankState
 
@@ -24,6 +24,8 @@ def verdict(plan: Plan, states: Sequence[RankState], still: float, now: float) -
     culprit = root(found)
     assert culprit is not None  # of no states none is late
     code, message = STILL, _message(found, culprit, still)
+    if culprit.on is None and not culprit.state.stopped and (same := same_exchange(plan, found, culprit)) is not None:
+        message = _no_exchange(*same, found, still)
     if culprit.sent and culprit.on is not None and not culprit.state.stopped:  # else its state is old
         by_rank = {wait.state.rank: wait.state for wait in found}
         code, message = DEAD_EDGE, _dead_edge(culprit, by_rank[culprit.on], still)
@@ -48,8 +50,28 @@ def _message(found: Sequence[Wait], culprit: Wait, still: float) -> str:
     if not waiting and len(found) > 1 and len(states) == 1 and culprit.current is None:
         return f"{nothing}, and all ranks wait in the same collective: a connection between two of them may be dead"
     ranks = f"{len(waiting)} of {len(found)} ranks wait for this one in the end" if waiting else "this rank the longest"
+    ranks += _along(waiting, own.rank)
     beside = f"; it runs {culprit.current} beside {culprit.beside}" if culprit.beside is not None else ""
     return f"{nothing}, and {ranks}" + (f" (it is on {own.host})" if own.host else "") + beside
+
+
+def _along(waiting: Sequence[Wait], rank: int) -> str:
+    """Which ranks wait for this one in an exchange, by axis."""
+    by_axis: dict[str, list[str]] = {}
+    for wait in waiting:
+        if wait.axis is not None and wait.on == rank:
+            by_axis.setdefault(wait.axis, []).append(str(wait.state.rank))
+    return "".join(
+        f", {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} in an exchange along {axis}"
+        for axis, ranks in by_axis.items()
+    )
+
+
+def _no_exchange(axis: str, ranks: Sequence[int], found: Sequence[Wait], still: float) -> str:
+    states = {wait.state.rank: wait.state for wait in found}
+    all_of = " and ".join(f"{rank}{_on(states[rank])}" for rank in ranks)
+    ends = f"ranks {all_of} have all started the same exchange along {axis}, and it does not end"
+    return f"nothing has moved for {still:.0f} s: {ends}; a connection between two of them may be dead"
 
 
 def _dead_edge(culprit: Wait, sender: RankState, still: float) -> str:
@@ -72,4 +94,5 @@ def _row(wait: Wait, now: float) -> str:
     if wait.on is not None:
         sent = ", which was sent" if wait.sent else ""
         on += f", waits for rank {wait.on}" + (f" ({wait.needs}{sent})" if wait.needs is not None else "")
+        on += f" in an exchange along {wait.axis}" if wait.axis is not None else ""
     return f"rank {own.rank}: step {own.step + 1}, {where}{last}, for {max(0.0, now - own.since):.0f} s{on}"

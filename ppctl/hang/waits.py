@@ -5,12 +5,12 @@ Knows what every action of a list needs, and which states are collective. Must n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ppctl.plan import Plan
-from ppctl.rank_records import NO_ACTION, RankState
+from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, RankState
 from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, SENDS, Action, Op, Pair, Schedule, input_gradient_of
 from ppctl.topology import RankGrid
 
@@ -51,6 +51,8 @@ class Wait:
     """The rank that it waits for; None if that is not known, or if it waits for none."""
     sent: bool = False
     """Whether that rank has sent the message: then only the message is missing."""
+    axis: str | None = None
+    """The axis along which both exchange something, where it waits for no message."""
 
 
 def waits(plan: Plan, states: Iterable[RankState]) -> tuple[Wait, ...]:
@@ -92,7 +94,8 @@ def _follow(by_rank: Mapping[int, Wait], wait: Wait) -> Wait:
 
 def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
     if own.index == NO_ACTION or own.state not in _LISTED:
-        return Wait(own, on=_furthest_behind(by_rank, own))
+        axis, behind = _behind_in_exchanges(plan, by_rank, own)
+        return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)
     schedule = schedule_of(plan, own.state)
     row = schedule.actions[plan.for_rank(own.rank).pp_rank]
     done = next((action for action in reversed(row[: own.index]) if action.op not in MESSAGES), None)
@@ -100,7 +103,8 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
     if current is None:
         return Wait(own, done)
     if own.working:
-        return Wait(own, done, current, _beside(schedule, row, own.index))
+        axis, behind = _behind_in_exchanges(plan, by_rank, own)
+        return Wait(own, done, current, _beside(schedule, row, own.index), on=behind, axis=axis)
     needs = _need(schedule, current)
     owner = None if needs is None else _peer(plan, own.rank, schedule.placement.rank_of(needs.stage))
     other = None if owner in (None, own.rank) else by_rank.get(owner)
@@ -110,6 +114,45 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
         received = _is_past(plan, schedule, other, own, needs)
         return Wait(own, done, current) if received else Wait(own, done, current, None, needs, owner)
     return Wait(own, done, current, None, needs, owner, _is_past(plan, schedule, other, own, _send_of(needs)))
+
+
+def _behind_in_exchanges(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> tuple[str | None, int | None]:
+    """(axis, the rank along it that has started the fewest exchanges), where these are fewer than its own."""
+    for axis, started, others in _exchanging(plan, by_rank, own):
+        behind = min(others, key=lambda other: (other.exchanges[started], other.rank), default=own)
+        if behind.exchanges[started] < own.exchanges[started]:
+            return axis, behind.rank
+    return None, None
+
+
+def _exchanging(
+    plan: Plan, by_rank: Mapping[int, RankState], own: RankState
+) -> Iterator[tuple[str, int, list[RankState]]]:
+    """(axis, its place in `exchanges`, the other ranks along it) of the axes along which `own` exchanged something."""
+    for place, axis in enumerate(EXCHANGING_AXES):
+        if own.exchanges[place] and getattr(plan.sizes, axis) > 1:
+            group = RankGrid(plan.sizes).group_of(axis, own.rank)
+            yield axis, place, [by_rank[rank] for rank in group if rank != own.rank and rank in by_rank]
+
+
+def same_exchange(plan: Plan, found: Sequence[Wait], culprit: Wait) -> tuple[str, tuple[int, ...]] | None:
+    """(axis, ranks along it) where all of them are in the action of `culprit` and have started the same exchanges.
+
+    A rank that computes would be behind the others: they go on to the next exchange.
+    """
+    own = culprit.state
+    if culprit.current is None or culprit.current.op is Op.REDUCE_GRAD or not own.working:
+        return None
+    by_rank = {wait.state.rank: wait.state for wait in found}
+    for axis, _, others in _exchanging(plan, by_rank, own):
+        alike = [other for other in others if _at(other) == _at(own)]
+        if alike and len(alike) == len(others) == getattr(plan.sizes, axis) - 1:
+            return axis, tuple(sorted([own.rank, *(other.rank for other in alike)]))
+    return None
+
+
+def _at(state: RankState) -> tuple[object, ...]:
+    return state.state, state.step, state.index, state.working, state.stopped, state.exchanges
 
 
 def _beside(schedule: Schedule, row: Sequence[Action], index: int) -> Action | None:

@@ -23,17 +23,24 @@ def holder_of(model: Any, attribute: str) -> Any:
 def config_of(model: nn.Module) -> Any:
     """`model.config`, of the model or of what it wraps.
 
-    Raises ConfigError where there is none, or where it switches on what the schedules cannot do yet.
+    Raises ConfigError where there is none, or where it switches on what the schedules cannot do: yet, or at all, as
+    moving what layers keep, which is for the layers (Megatron's set `_cpu_offloading_context` when they do).
     """
     holder = holder_of(model, "config")
     if holder is None:
         raise misuse(f"{type(model).__name__} has no config", "model.config = ModelParallelConfig(...)")
     config = holder.config
-    if problems := [
+    problems = [
         Problem("PP-E110", f"config.{name} comes in a later release", f"config.{name} = False")
         for name in _LATER
         if setting(config, name, False)
-    ]:
+    ]
+    if setting(config, "cpu_offloading", False) and setting(config, "_cpu_offloading_context") is None:
+        message = (
+            "config.cpu_offloading is on, and no layer of the model has taken it up (_cpu_offloading_context is None)"
+        )
+        problems.append(Problem("PP-E396", message, "config.cpu_offloading = False"))
+    if problems:
         raise ConfigError(problems)
     return config
 

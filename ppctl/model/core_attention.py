@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from ppctl.model.dropout import Dropped
-from ppctl.model.dropped_attention import attention_with_dropout
+from ppctl.model.dropped_attention import DroppedBlocks, attention_with_dropout
 from ppctl.model.kernels import AttendDocuments, Kernels
 from ppctl.model.packing import Documents
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, float | None, DroppedBlocks | None], Tensor]
 """`attend` with its kernels, or what stands in its place where ranks share sequences (`parallel/context.py`)."""
 
 
@@ -37,20 +37,34 @@ def core_attention(
     q, k, v, `documents` and `scale` as in `attend`, or, of a rank's part of the rows, as in `shared`.
     With `dropped` probabilities no kernel of torch's can be taken.
     """
-    if dropped is not None:
+    if shared is not None:
+        mixed = shared(q, k, v, documents, scale, None if dropped is None else DroppedBlocks(dropped))
+    elif dropped is not None:
         return attention_with_dropout(q, k, v, dropped, documents, scale)
-    mixed = attend(q, k, v, documents, scale, kernels) if shared is None else shared(q, k, v, documents, scale)
+    else:
+        mixed = attend(q, k, v, documents, scale, kernels=kernels)
     return mixed.transpose(1, 2).flatten(2)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scale: float | None, kernels: Kernels
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents | None,
+    scale: float | None,
+    dropped: DroppedBlocks | None = None,
+    *,
+    kernels: Kernels,
 ) -> Tensor:
     """Causal attention within each row, or document, of whole rows: [b, heads, s, values' width].
 
     q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s, values' width], where a group of neighbouring
     heads shares keys and values. `scale` of the scores is 1 / sqrt(width) by default.
     """
+    if dropped is not None:
+        mixed = attention_with_dropout(q, k, v, dropped.dropped, documents, scale)
+        by_head: Tensor = mixed.unflatten(2, (q.shape[1], -1)).transpose(1, 2)
+        return by_head
     if documents is not None and kernels.attend_documents is not None:
         return _documents_at_once(kernels.attend_documents, q, k, v, documents, scale)
     of_rows = partial(F.scaled_dot_product_attention, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])

@@ -3,6 +3,9 @@
 Knows heads' queries, keys and values, and draws. Must not know weights or modules. Kept for the backward are queries,
 keys and values alone: it computes a block's probabilities and draws again. In memory at once are the scores of
 `score_rows` queries of each head.
+
+Where ranks share sequences, `DroppedBlocks` draws for the blocks of `parallel/context.py`, by the global positions of
+their queries and keys: results of blocks merge as others do, as their log-sums are those of all probabilities.
 """
 
 from __future__ import annotations
@@ -46,6 +49,89 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, scale: float, fir
     call = _Call(dropped.p, dropped.first_head, scale, first)
     out: Tensor = _Attention.apply(q, k, v, dropped.keys, call)  # type: ignore[no-untyped-call]  # torch's own
     return out
+
+
+class DroppedBlocks(NamedTuple):
+    """The draws of an attention over ranks that share sequences."""
+
+    dropped: Dropped
+
+    def of_heads(self, rank: int, heads: int) -> DroppedBlocks:
+        """Those of the rank-th `heads` of these."""
+        return DroppedBlocks(self.dropped._replace(first_head=self.dropped.first_head + rank * heads))
+
+    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> DroppedBlock:
+        """The kernel of a block of these samples, whose queries and keys have these positions (int64)."""
+        return DroppedBlock(self.dropped._replace(keys=self.dropped.keys[rows]), queries, keys)
+
+
+class DroppedBlock(NamedTuple):
+    """Attention of some queries to some keys: as `model/block_attention.py` has it, with dropped probabilities."""
+
+    dropped: Dropped
+    queries: Tensor
+    keys: Tensor
+    joins_documents: bool = False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the log-sums of all scores."""
+        b, heads, s, _ = q.shape
+        out, log_sums = v.new_empty(b, heads, s, v.shape[-1]), q.new_empty(b, heads, s, dtype=wide_dtype(q.dtype))
+        for rows in self._runs(q, k):
+            scores = self._scores(q, k, rows, scale, causal=causal)
+            log_sums[:, :, rows] = _by_head(scores, heads).logsumexp(-1)
+            _by_head(scores, heads).sub_(log_sums[:, :, rows, None]).exp_()
+            weights = scores.mul_(self._kept(rows, heads, k.shape[1])).mul_(1 / (1 - self.dropped.p)).to(v.dtype)
+            out[:, :, rows] = _by_head(weights @ v, heads)
+        return out, log_sums
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        log_sum: Tensor,
+        scale: float,
+        causal: bool,
+        documents: object = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, of the merged result and log-sums: sums over all keys are gradient x result."""
+        heads, groups, wide = q.shape[1], k.shape[1], wide_dtype(q.dtype)
+        of_q = torch.empty_like(q)
+        of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+        sums = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+        for rows in self._runs(q, k):
+            shares = self._scores(q, k, rows, scale, causal=causal)
+            _by_head(shares, heads).sub_(log_sum[:, :, rows, None]).exp_()
+            drop = self._kept(rows, heads, groups).to(wide).mul_(1 / (1 - self.dropped.p))
+            of_rows = _by_group(gradient[:, :, rows], groups)
+            of_v += (shares * drop).to(v.dtype).transpose(2, 3) @ of_rows
+            of_scores = (of_rows @ v.transpose(2, 3)).to(wide).mul_(drop)
+            _by_head(of_scores, heads).sub_(sums[:, :, rows])
+            of_scores = of_scores.mul_(shares).mul_(scale).to(q.dtype)
+            of_q[:, :, rows] = _by_head(of_scores @ k, heads)
+            of_k += of_scores.transpose(2, 3) @ _by_group(q[:, :, rows], groups)
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+    def _runs(self, q: Tensor, k: Tensor) -> Iterator[slice]:
+        """Neighbouring queries whose scores are in memory at once."""
+        step = score_rows(q.shape[0] * q.shape[1], k.shape[2])
+        return (slice(first, min(first + step, q.shape[2])) for first in range(0, q.shape[2], step))
+
+    def _scores(self, q: Tensor, k: Tensor, rows: slice, scale: float, *, causal: bool) -> Tensor:
+        """[b, groups, heads of a group x rows, keys]."""
+        scores = (_by_group(q[:, :, rows], k.shape[1]) @ k.transpose(2, 3)).to(wide_dtype(q.dtype)).mul_(scale)
+        if causal:
+            _by_head(scores, q.shape[1]).masked_fill_(self.keys > self.queries[rows, None], -torch.inf)
+        return scores
+
+    def _kept(self, rows: slice, heads: int, groups: int) -> Tensor:
+        """The same shape, bool."""
+        return _by_group(kept_probabilities(self.dropped, heads, self.queries[rows], self.keys), groups)
 
 
 class _Call(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ppctl.parallel.exchange_counts import starting
 from ppctl.turns import hand_over
 
 Rows = Sequence[int] | None
@@ -41,6 +42,7 @@ def start_exchange(
     arrived: Tensor, rows: Tensor, group: dist.ProcessGroup, sends: Rows = None, receives: Rows = None
 ) -> dist.Work:
     """Start to fill `arrived`; both tensors are contiguous."""
+    starting(group)
     work: dist.Work = dist.all_to_all_single(arrived, rows, receives, sends, group=group, async_op=True)
     return work
 

@@ -21,6 +21,7 @@ buffer is held until then. Never run there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import gcd
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +31,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ppctl.parallel.all_to_all import all_to_all
-from ppctl.parallel.shard import all_gather, reduce_scatter
+from ppctl.parallel.context_gradients import Gradients, GradientSums, Hop, RingGradients, ScatteredGradients
+from ppctl.parallel.exchange_counts import starting
+from ppctl.parallel.shard import all_gather
 from ppctl.sequence_halves import (
     Block,
     Halves,
@@ -40,8 +43,7 @@ from ppctl.sequence_halves import (
     own_lengths,
     ring_blocks,
 )
-from ppctl.tensor_halves import to_ranks, to_whole
-from ppctl.turns import hand_over
+from ppctl.tensor_halves import own_positions, to_ranks, to_whole
 from ppctl.wide_dtype import wide_dtype
 
 
@@ -69,10 +71,20 @@ class HasLengths(Protocol):
         """Of the whole rows."""
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any, float | None], Tensor]
+class Drops(Protocol):
+    """Which probabilities are dropped, by positions: `model/dropped_attention.py`'s DroppedBlocks."""
+
+    def of_heads(self, rank: int, heads: int) -> Drops:
+        """Those of the rank-th `heads` of these."""
+
+    def at(self, rows: slice, queries: Tensor, keys: Tensor) -> BlockKernel:
+        """The kernel of a block: of these samples, queries and keys at these positions in their rows (int64)."""
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any, float | None, Any], Tensor]
 """Causal attention within rows, or documents: (q [b, heads, s, width], k [b, groups, s, width], v [b, groups, s,
-values' width], documents of the whole rows or None, scale of the scores or None for 1 / sqrt(width)) -> [b, heads, s,
-values' width]. All ways below are such functions, with s a rank's part of the rows."""
+values' width], documents of the whole rows or None, scale of the scores or None for 1 / sqrt(width), Drops or None) ->
+[b, heads, s, values' width]. All ways below are such functions, with s a rank's part of the rows."""
 
 
 class Part(NamedTuple):
@@ -83,10 +95,8 @@ class Part(NamedTuple):
     """[b, groups, tokens, width + values' width]."""
     documents: Lengths | None = None
     """For a kernel that joins them: all documents of the one block."""
-
-
-Gradients = tuple[Block, Tensor, Tensor]
-"""Of the keys and of the values that a block saw."""
+    halves: Halves | None = None
+    """Whose keys they are; None: those of whole sequences."""
 
 
 class _Blockwise:
@@ -96,7 +106,13 @@ class _Blockwise:
         self.group, self.kernel = group, kernel
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: HasLengths | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: HasLengths | None = None,
+        scale: float | None = None,
+        drops: Drops | None = None,
     ) -> Tensor:
         """An `Attend`. Under autocast, heads are cast as torch's own attention casts them."""
         kind = q.device.type
@@ -104,24 +120,33 @@ class _Blockwise:
             q, k, v = (heads.to(torch.get_autocast_dtype(kind)) for heads in (q, k, v))
         lengths = None if documents is None else documents.lengths
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = _Attention.apply(q, k, v, self, lengths, scale)  # type: ignore[no-untyped-call]  # torch's own
+        out: Tensor = _Attention.apply(q, k, v, self, lengths, scale, drops)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None) -> Iterator[Part]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[Part]:
         """All that this rank's queries see, its own keys first. Each part's exchange starts before the part ahead."""
         raise NotImplementedError
 
-    def sums(self, k: Tensor, v: Tensor) -> _Sums:
+    def sums(self, k: Tensor, v: Tensor) -> GradientSums:
         """For the backward over the same parts."""
         raise NotImplementedError
 
-    def _own(self, keys_values: Tensor, lengths: Lengths | None, *, apart: bool) -> Part:
+    def _own(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None, *, apart: bool) -> Part:
         """A rank's own tokens; `apart` looks at its halves as rows of their own."""
-        own = own_lengths(self._lengths(keys_values, lengths), self._halves(keys_values), apart=apart)
-        if lengths is not None and self.kernel.joins_documents:
+        halves = self._halves(keys_values)
+        own = own_lengths(self._lengths(keys_values, lengths), halves, apart=apart)
+        if lengths is not None and drops is None and self.kernel.joins_documents:
             every = slice(0, keys_values.shape[2])
             return Part([Block(slice(0, len(own)), every, every, causal=True)], keys_values, own)
-        return Part(own_blocks(own), keys_values)
+        return Part(own_blocks(own), keys_values, halves=halves)
+
+    def kernels(self, q: Tensor, part: Part, drops: Drops | None) -> Callable[[Block], BlockKernel]:
+        """The kernel of each of a part's blocks: one for all, unless probabilities are dropped."""
+        if drops is None:
+            return lambda _: self.kernel
+        queries, whole = own_positions(self._halves(q), q.device), part.keys_values.shape[2]
+        seen = torch.arange(whole, device=q.device) if part.halves is None else own_positions(part.halves, q.device)
+        return lambda block: drops.at(block.rows, queries[block.queries], seen[block.keys])
 
     def _lengths(self, keys_values: Tensor, lengths: Lengths | None) -> Lengths:
         """A row without documents is one."""
@@ -137,41 +162,43 @@ class RingAttention(_Blockwise):
     A hop of keys and values runs beside the blocks of the part before, one of gradients beside those of the part after.
     """
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None) -> Iterator[Part]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[Part]:
         """Its own keys and values, then those of the rank before, and so on."""
         rank, size = self.group.rank(), self.group.size()
         rows, halves = self._lengths(keys_values, lengths), self._halves(keys_values)
-        part = self._own(keys_values, lengths, apart=False)
+        part = self._own(keys_values, lengths, drops, apart=False)
         del keys_values  # here and below: what is free when a hop has ended must have no other name
         for number in range(1, size):
-            hop = _Hop.start(part.keys_values, self.group)
+            hop = Hop.start(part.keys_values, self.group)
             yield part
-            part = Part(ring_blocks(rows, halves, (rank - number) % size), hop.wait())
+            source = (rank - number) % size
+            part = Part(ring_blocks(rows, halves, source), hop.wait(), halves=replace(halves, rank=source))
             del hop
         yield part
 
-    def sums(self, k: Tensor, v: Tensor) -> _Sums:
+    def sums(self, k: Tensor, v: Tensor) -> GradientSums:
         """For the backward over the same parts."""
-        return _RingSums(k, v, self.group)
+        return RingGradients(k, v, self.group)
 
 
 class GatherAttention(_Blockwise):
     """Keys and values of all ranks are gathered beside the blocks within the rank's own halves, in the backward again;
     their gradients are summed and scattered."""
 
-    def parts(self, keys_values: Tensor, lengths: Lengths | None) -> Iterator[Part]:
+    def parts(self, keys_values: Tensor, lengths: Lengths | None, drops: Drops | None) -> Iterator[Part]:
         """Its own keys and values, half by half, then all that stand before each half."""
         gathered = [keys_values.new_empty(self.group.size(), *keys_values.shape)]
+        starting(self.group)
         work = all_gather(gathered[0].view(-1), keys_values.view(-1), group=self.group, async_op=True)
-        yield self._own(keys_values, lengths, apart=True)
+        yield self._own(keys_values, lengths, drops, apart=True)
         work.wait()
         blocks = gathered_blocks(self._lengths(keys_values, lengths), self._halves(keys_values))
         del keys_values, work  # from here on only whoever computes the part holds what it sees
         yield Part(blocks, to_whole(gathered.pop(), 2))
 
-    def sums(self, k: Tensor, v: Tensor) -> _Sums:
+    def sums(self, k: Tensor, v: Tensor) -> GradientSums:
         """For the backward over the same parts."""
-        return _ScatteredSums(k, v, self.group)
+        return ScatteredGradients(k, v, self.group)
 
 
 class HeadExchange:
@@ -184,7 +211,13 @@ class HeadExchange:
         self.group, self.attend = group, attend
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: HasLengths | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: HasLengths | None = None,
+        scale: float | None = None,
+        drops: Drops | None = None,
     ) -> Tensor:
         """An `Attend`, for a number of heads that the ranks divide."""
         size, widths = self.group.size(), (q.shape[-1], k.shape[-1], v.shape[-1])
@@ -197,7 +230,8 @@ class HeadExchange:
         parts = whole.split([heads.shape[1] // size * heads.shape[-1] for heads in (q, k, v)], -1)
         del q, k, v
         q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part, width in zip(parts, widths, strict=True))
-        mixed = self.attend(q, k, v, documents, scale).transpose(1, 2).flatten(2)
+        drops = None if drops is None else drops.of_heads(self.group.rank(), q.shape[1])
+        mixed = self.attend(q, k, v, documents, scale, drops).transpose(1, 2).flatten(2)
         back = all_to_all(to_ranks(mixed, size, 1), self.group)  # [heads' rank, b, own tokens, its heads' values]
         out: Tensor = back.permute(1, 2, 0, 3).flatten(2).unflatten(-1, (-1, widths[2])).transpose(1, 2)
         return out
@@ -228,25 +262,33 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, way: _Blockwise, lengths: Lengths | None, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        way: _Blockwise,
+        lengths: Lengths | None,
+        scale: float,
+        drops: Drops | None,
     ) -> Tensor:
         wide = wide_dtype(q.dtype)
         b, heads, s, _ = q.shape
         # Strides of [b, s, heads, width], so that heads lie side by side without a copy.
         merged = q.new_empty(b, s, heads, v.shape[-1], dtype=wide).transpose(1, 2)
         log_sums = q.new_empty(b, heads, s, dtype=wide)
-        for part in way.parts(torch.cat((k, v), -1), lengths):
+        for part in way.parts(torch.cat((k, v), -1), lengths, drops):
             keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
+            kernel = way.kernels(q, part, drops)
             for block in part.blocks:
                 seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
                 asking = (block.rows, slice(None), block.queries)
-                found = way.kernel.forward(q[asking], *seen, scale, block.causal, part.documents)
+                found = kernel(block).forward(q[asking], *seen, scale, block.causal, part.documents)
                 _merge(merged[asking], log_sums[asking], *found, first=block.causal)
                 del seen, found
-            del part, keys, values
+            del part, keys, values, kernel
         out = merged.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.way, ctx.lengths, ctx.scale = way, lengths, scale
+        ctx.way, ctx.lengths, ctx.scale, ctx.drops = way, lengths, scale, drops
         return out
 
     @staticmethod
@@ -255,21 +297,22 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, log_sums = ctx.saved_tensors
         way, of_queries = ctx.way, torch.zeros_like(q, dtype=log_sums.dtype)
         sums = way.sums(k, v)
-        for part in way.parts(torch.cat((k, v), -1), ctx.lengths):
+        for part in way.parts(torch.cat((k, v), -1), ctx.lengths, ctx.drops):
             keys, values = part.keys_values.split((k.shape[-1], v.shape[-1]), -1)
             found: list[Gradients] = []
+            kernel = way.kernels(q, part, ctx.drops)
             for block in part.blocks:
                 asking = (block.rows, slice(None), block.queries)
                 seen = keys[block.rows, :, block.keys], values[block.rows, :, block.keys]
                 mixed = out[asking], log_sums[asking], ctx.scale, block.causal, part.documents
-                of_q, of_k, of_v = way.kernel.backward(gradient[asking], q[asking], *seen, *mixed)
+                of_q, of_k, of_v = kernel(block).backward(gradient[asking], q[asking], *seen, *mixed)
                 of_queries[asking] += of_q
                 found.append((block, of_k, of_v))
                 del seen, of_q, of_k, of_v
-            del part, keys, values
+            del part, keys, values, kernel
             sums.add(found)
         of_keys, of_values = sums.total().split((k.shape[-1], v.shape[-1]), -1)
-        return of_queries.to(q.dtype), of_keys, of_values, None, None, None
+        return of_queries.to(q.dtype), of_keys, of_values, None, None, None, None
 
 
 def _merge(merged: Tensor, log_sums: Tensor, out: Tensor, log_sum: Tensor, *, first: bool) -> None:
@@ -281,97 +324,3 @@ def _merge(merged: Tensor, log_sums: Tensor, out: Tensor, log_sum: Tensor, *, fi
         return
     merged.lerp_(out.to(merged.dtype), (log_sum - log_sums).sigmoid_()[..., None])
     log_sums.copy_(torch.logaddexp(log_sums, log_sum))
-
-
-class _Hop(NamedTuple):
-    """A tensor on its way to the next rank, and one that arrives from the rank before."""
-
-    works: list[dist.Work]
-    sent: Tensor
-    arriving: Tensor
-
-    @classmethod
-    def start(cls, sent: Tensor, group: dist.ProcessGroup) -> _Hop:
-        rank, size, arriving = group.rank(), group.size(), torch.empty_like(sent)
-        ops = [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
-        ]
-        return cls(dist.batch_isend_irecv(ops), sent, arriving)
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.arriving
-
-
-class _Sums:
-    """Gradients of keys and values on their way to the ranks that these are of; subclasses say which way."""
-
-    def __init__(self, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> None:
-        self._own = k.new_zeros(*k.shape[:-1], k.shape[-1] + v.shape[-1])
-        """Of the rank's own keys and values, side by side, as they travel."""
-        self._group = group
-        self._is_own = True
-
-    def add(self, gradients: list[Gradients]) -> None:
-        """Take those of a part's blocks out of the list and add them; parts come in their order, the own one first."""
-        if self._is_own:
-            self._is_own = False
-            _add(self._own, gradients)
-        else:
-            self._add_others(gradients)
-
-    def total(self) -> Tensor:
-        """The sum for this rank's own keys and values."""
-        raise NotImplementedError
-
-    def _add_others(self, gradients: list[Gradients]) -> None:
-        """Those of other ranks' keys and values."""
-        raise NotImplementedError
-
-
-class _RingSums(_Sums):
-    """Gradients follow the keys and values that they are of, one hop behind, and get every rank's share on the way."""
-
-    _hop: _Hop | None = None
-
-    def total(self) -> Tensor:
-        if self._hop is not None:
-            hand_over()
-            self._own += self._hop.wait()
-        return self._own
-
-    def _add_others(self, gradients: list[Gradients]) -> None:
-        sums = torch.zeros_like(self._own) if self._hop is None else self._hop.wait()
-        self._hop = None
-        _add(sums, gradients)
-        self._hop = _Hop.start(sums, self._group)
-
-
-class _ScatteredSums(_Sums):
-    """Gradients of all ranks' keys and values at once; each rank gets the sum of its own."""
-
-    _sent: Tensor
-
-    def total(self) -> Tensor:
-        scattered = torch.empty_like(self._own)
-        work = reduce_scatter(scattered.view(-1), self._sent.view(-1), group=self._group, async_op=True)
-        hand_over()
-        work.wait()
-        self._own += scattered
-        return self._own
-
-    def _add_others(self, gradients: list[Gradients]) -> None:
-        b, groups, s, width = self._own.shape
-        whole = self._own.new_zeros(b, groups, s * self._group.size(), width)
-        _add(whole, gradients)
-        self._sent = to_ranks(whole, self._group.size(), 2)
-
-
-def _add(sums: Tensor, gradients: list[Gradients]) -> None:
-    while gradients:
-        block, of_keys, of_values = gradients.pop()
-        of_both = sums[block.rows, :, block.keys]
-        of_both[..., : of_keys.shape[-1]] += of_keys
-        of_both[..., of_keys.shape[-1] :] += of_values

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ppctl.parallel.all_to_all import all_to_all, exchange, start_exchange
+from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.shard import all_gather
 from ppctl.row_order import reorder
 
@@ -124,5 +125,6 @@ def _scatter_rows(rows: Tensor, shared: list[int], group: dist.ProcessGroup) -> 
 def _gathered(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The counts of all ranks, [rank, *counts]."""
     found = counts.new_empty(group.size(), *counts.shape)
+    starting(group)
     all_gather(found.view(-1), counts.contiguous().view(-1), group=group)
     return found

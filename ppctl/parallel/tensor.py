@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ppctl.parallel.exchange_counts import starting
 from ppctl.parallel.replicate import buckets
 from ppctl.parallel.shard import all_gather, reduce_scatter
 from ppctl.topology import BUCKET_ELEMENTS
@@ -30,6 +31,7 @@ class TensorParallel:
         if not self.sequence:
             return lambda: x
         own, rows = x.contiguous(), x.new_empty(self.size, *x.shape)
+        starting(self.group)
         work = all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
 
         def gathered(_: Tensor = own) -> Tensor:  # held until then, whatever the backend holds
@@ -40,6 +42,7 @@ class TensorParallel:
 
     def start_sum(self, x: Tensor) -> Callable[[], Tensor]:
         """The sum over ranks of x [b, s, ...]: of the own tokens [b, s / size, ...], or of all, in the memory of x."""
+        starting(self.group)
         if not self.sequence:
             found = rows = x.contiguous()
             work = dist.all_reduce(found, group=self.group, async_op=True)
@@ -56,11 +59,13 @@ class TensorParallel:
 
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the memory of x."""
+        starting(self.group)
         dist.all_reduce(x, group=self.group)
         return x
 
     def largest(self, x: Tensor) -> Tensor:
         """The maximum over ranks, in the memory of x."""
+        starting(self.group)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 
@@ -77,6 +82,7 @@ class SharedTokens:
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in the memory of x."""
         for group in self.groups:
+            starting(group)
             dist.all_reduce(x, group=group)
         return x
 
@@ -87,6 +93,7 @@ def sum_partial_gradients(parameters: Iterable[nn.Parameter], group: dist.Proces
     for bucket in buckets(parameters, nn.Parameter.numel, lambda parameter: parameter.dtype, BUCKET_ELEMENTS):
         parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in bucket]
         flat = torch.cat([part.reshape(-1) for part in parts])
+        starting(group)
         dist.all_reduce(flat, group=group)
         for parameter, total in zip(bucket, flat.split([part.numel() for part in parts]), strict=True):
             parameter.grad = total.view_as(parameter)

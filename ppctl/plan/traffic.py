@@ -1,6 +1,6 @@
 """What a rank of every pp_rank sends in a step, by axis and kind.
 
-Knows which keys of the config decide over it. Must not know what layers exchange (`ppctl.cost.traffic`).
+Knows which keys of the config decide over it. Must not know what is exchanged (`ppctl.cost.traffic`, `.step_traffic`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ppctl.config.schema import RunConfig
-from ppctl.cost.traffic import Sums, stage_passes, step_sums
+from ppctl.cost.step_traffic import Stages, Sums, once_a_step
+from ppctl.cost.traffic import stage_passes
 from ppctl.plan.memory import message_bytes, setting_of, sharding_of
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Exchange, StageSpec
@@ -28,10 +29,12 @@ def step_traffic(
     model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
     microbatches = calls * schedule.num_microbatches
     sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, config.launch.device != "cpu")
+    sp = config.parallel.sequence_parallel
+    by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
+    layers = [[stage.layers for stage in own] for own in by_rank]
     found = []
-    for pp_rank in range(sizes.pp):
-        own = [stage for stage in stages if stage.pp_rank == pp_rank]
-        total = step_sums(model, [stage.layers for stage in own], sizes, sums, config.parallel.sequence_parallel)
+    for pp_rank, own in enumerate(by_rank):
+        total = once_a_step(model, Stages(layers, pp_rank), sizes, sums, sequence_parallel=sp)
         for stage in own:
             total.add(stage_passes(model, stage.layers, setting, stage.stage).all, microbatches)
             for edge, other in ((stage.sends, stage.stage + 1), (stage.receives, stage.stage - 1)):

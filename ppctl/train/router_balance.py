@@ -12,7 +12,7 @@ from itertools import chain, islice
 import torch
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import layer_kinds
+from ppctl.geometry.layers import routers_with_losses
 from ppctl.model.router import Router
 from ppctl.parallel.tensor import SharedTokens
 from ppctl.plan import StageSpec
@@ -63,7 +63,4 @@ class RouterBalance:
 
 def auxiliary_width(stages: Sequence[Sequence[StageSpec]], model: ModelConfig) -> int:
     """The most routers with auxiliary losses that a rank has; `stages` are the stages of each rank."""
-    balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
-    if not (model.num_moe_experts and (balanced or model.moe_z_loss_coeff)):
-        return 0
-    return max(sum(kind.moe for spec in own for kind in layer_kinds(model, spec.layers)) for own in stages)
+    return max(sum(routers_with_losses(model, spec.layers) for spec in own) for own in stages)

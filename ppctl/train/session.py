@@ -40,10 +40,12 @@ from ppctl.model.stage import build_stage
 from ppctl.model.stage_model import StageModel
 from ppctl.parallel.context import context_attention
 from ppctl.parallel.dispatch import ExpertExchange
+from ppctl.parallel.exchange_counts import watch
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients, tied_uses
 from ppctl.plan import Plan, RankPlan, StageSpec
+from ppctl.rank_records import EXCHANGING_AXES
 from ppctl.topology import RankGrid, axes_with_groups, levels
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
@@ -139,6 +141,8 @@ class Session:
         """End the connections of the pipeline's messages; every rank calls it, before the process groups go."""
         if self.communicator is not None:
             self.communicator.close()
+        if self.heartbeat is not None:
+            watch({})
 
     @property
     def world_groups(self) -> list[ProcessGroup]:
@@ -215,6 +219,10 @@ def build_session(
         inner, *_ = config.parallel.hierarchical_context_parallel_sizes
         both = levels(grid.group_of("cp", rank), inner)
         groups |= {name: make_group(level) for name, level in zip(("cp-inner", "cp-outer"), both, strict=True)}
+    if heartbeat is not None:
+        levels_of_cp = {name: groups[name] for name in ("cp-inner", "cp-outer") if name in groups}
+        counted = {axis: groups[axis] for axis in EXCHANGING_AXES if axis in groups} | levels_of_cp
+        watch({group: partial(heartbeat.exchange, axis.partition("-")[0]) for axis, group in counted.items()})
     pp_group = groups["pp"]
     communicator = parts.connect(config, plan, pp_group, device) if plan.sizes.pp > 1 else None
     data = parts.load_data(config.data) if any(reads_data(spec, config.data) for spec in own.stages) else None

@@ -3,9 +3,10 @@
 PPCTL_FAULT is `KIND RANK STEP ACTION`, as `raise 1 2 3B0`: on that rank, in that step, when that action begins. Kinds:
 raise, kill (SIGKILL), stop (SIGSTOP), hold (a C call that never returns and holds the GIL), slow (every forward
 takes a tenth of a second longer, from that step on), deaf-N and cut-N (the connections with rank N lose everything; are
-shut), full (no room on the disk for metrics any more), dumb (nor for this rank's log, to which every step then writes),
-noise (from that step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when
-this rank's tensors are written), room (no room for them), update (raise in the STEP-th optimizer step).
+shut), stall-AXIS and die-AXIS (held, or killed, when its next exchange along tp, cp, ep or etp starts), full (no room
+on the disk for metrics any more), dumb (nor for this rank's log, to which every step then writes), noise (from that
+step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when this rank's
+tensors are written), room (no room for them), update (raise in the STEP-th optimizer step).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -69,6 +70,9 @@ def _strike(kind: str) -> None:
     if kind == "dumb":
         _write_to_a_full_log()
         return
+    if kind.startswith(("stall-", "die-")):
+        _strike_exchanges(*kind.split("-"))
+        return
     if kind.startswith(("deaf-", "cut-")):
         import connections
 
@@ -83,6 +87,18 @@ def _strike(kind: str) -> None:
         while True:
             lock(mutex)
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def _strike_exchanges(kind: str, axis: str) -> None:
+    """The next one along the axis does not start: what others wait for in it never comes."""
+    from ppctl.parallel import exchange_counts
+
+    def strike() -> None:
+        _strike("hold" if kind == "stall" else "kill")
+
+    for group, count in exchange_counts._counters.items():
+        if count.args[0] == axis:
+            exchange_counts._counters[group] = strike
 
 
 def _no_room_for_metrics() -> None:

@@ -17,7 +17,8 @@ from axis_runs import train_all
 
 from ppctl.geometry.parts import tp_sums
 from ppctl.model import router
-from ppctl.parallel import dispatch, shard
+from ppctl.parallel import context, dispatch, shard
+from ppctl.parallel.context_gradients import GradientSums, RingGradients, ScatteredGradients
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.parallel.tensor import SharedTokens, TensorParallel
 from ppctl.parallel.ties import TiedGradients
@@ -145,6 +146,32 @@ def _without_rows_in(function: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _without_gradients_of_others(kind: type[GradientSums]) -> Iterator[None]:
+    """Of keys and values: those that other ranks' queries give them, which make their exchange with nothing in it."""
+    add = kind._add_others
+
+    def some(self: GradientSums, gradients: Any) -> None:
+        add(self, [(block, of_keys * 0, of_values * 0) for block, of_keys, of_values in gradients])
+        gradients.clear()
+
+    with patch.object(kind, "_add_others", some):
+        yield
+
+
+@contextmanager
+def _without_merged_blocks() -> Iterator[None]:
+    """Of attention over ranks that share sequences: what comes from other blocks than a rank's own."""
+    merge = context._merge
+
+    def own(merged: Any, log_sums: Any, out: Any, log_sum: Any, *, first: bool) -> None:
+        if first:
+            merge(merged, log_sums, out, log_sum, first=first)
+
+    with patch.object(context, "_merge", own):
+        yield
+
+
 MUTANTS: dict[str, tuple[Mutant, str, dict[str, Any]]] = {
     "gradients of norms over tp": (partial(_without_gradients, "tokens"), "grouped", dict(tp=2, sp=True)),
     "gradients of routers over tp": (partial(_without_gradients, "tokens"), "experts", dict(tp=2, sp=True)),
@@ -178,6 +205,23 @@ MUTANTS: dict[str, tuple[Mutant, str, dict[str, Any]]] = {
         partial(_without_rows_in, "_Share.backward"),
         "experts",
         dict(tp=2, sp=True),
+    ),
+    "gradients of keys on their way round": (
+        partial(_without_gradients_of_others, RingGradients),
+        "grouped",
+        dict(cp=2),
+    ),
+    "gradients of gathered keys": (
+        partial(_without_gradients_of_others, ScatteredGradients),
+        "grouped",
+        dict(cp=2, ways="all_gather"),
+    ),
+    "blocks of other ranks' keys": (_without_merged_blocks, "grouped", dict(cp=2)),
+    "gradients over dp beside ep": (partial(_without_reduction, "group"), "experts", dict(dp=2, ep=2)),
+    "gradients of experts over edp beside ep": (
+        partial(_without_reduction, "expert_group"),
+        "experts",
+        dict(dp=4, ep=2),
     ),
     "norms over tp": (partial(_without_norms_over, "tp"), "grouped", dict(tp=2)),
     "norms over etp": (partial(_without_norms_over, "etp"), "experts", dict(tp=2, sp=True)),

@@ -33,7 +33,7 @@ from ppctl.train.step import Trainer
 STEPS, SEQ, MICROBATCHES, SAMPLES = 3, 16, 4, 2
 """Microbatches of the global batch, whatever dp is, of SAMPLES samples each."""
 
-PACKED = ("packed",)
+PACKED = ("packed", "packed, dropped")
 """Models whose rows hold several documents that do not see each other."""
 
 SIZES = dict(num_layers=4, hidden_size=16, ffn_hidden_size=24, num_attention_heads=4, vocab_size=37)
@@ -80,6 +80,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt3": GPT3 | dict(attention_dropout=0.1),
     "gpt3, all scores": GPT3,
     "packed": dict(num_query_groups=2, mtp_num_layers=1),
+    "packed, dropped": dict(num_query_groups=2, attention_dropout=0.2),
     "latent": dict(
         multi_latent_attention=True,
         q_lora_rank=None,

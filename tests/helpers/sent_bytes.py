@@ -63,6 +63,8 @@ class SentByAxis(TorchDispatchMode):
     def watch(self, session):
         names = {"cp-inner": "cp", "cp-outer": "cp"}
         self.axes = {group.group_name: names.get(axis, axis) for axis, group in session.groups.items()}
+        if session.ties.group is not None:
+            self.axes[session.ties.group.group_name] = "ties"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.counts and func.namespace == "c10d":
@@ -78,9 +80,11 @@ class SentByAxis(TorchDispatchMode):
         group = ProcessGroup.unbox(boxed)
         sizes = [each.numel() * each.element_size() for each in tree_leaves(args) if hasattr(each, "element_size")]
         kind, ranks = _KINDS[name], group.size()
+        if name == "allgather":  # one tensor for each rank
+            sizes = [ranks * max(sizes)]
         part = {"all_gather": max(sizes), "reduce_scatter": max(sizes), "all_reduce": 2 * sizes[0]}
         whole = part.get(kind, sizes[0])  # of an exchange of rows what arrives
         sent = whole if kind == "send" else whole * (ranks - 1) / ranks
-        entry = self.of.setdefault((self.axes.get(group.group_name, "ties"), kind), [0, 0.0])
+        entry = self.of.setdefault((self.axes[group.group_name], kind), [0, 0.0])
         entry[0] += 1
         entry[1] += sent

@@ -37,6 +37,12 @@ def test_what_a_rank_enters_is_read_by_others(run_id: str) -> None:
     beat = heartbeat.read(run_id, 3)
     assert beat is not None
     assert (beat.state, beat.step, beat.index) == ("saving", 41, heartbeat.NO_ACTION)
+    assert beat.exchanges == (0, 0, 0, 0)
+    for axis in ("cp", "tp", "cp"):
+        own.exchange(axis)
+    beat = heartbeat.read(run_id, 3)
+    assert beat is not None
+    assert beat.exchanges == (1, 2, 0, 0) and beat.state == "saving"
 
 
 def test_a_record_that_nobody_made_is_none(run_id: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ppctl.rank_records import NO_ACTION, RankFailure, RankState
 
-STATE = RankState(3, "training", 16, 5, 1e9, working=True, stopped=True, host="node1", pid=4711)
+STATE = RankState(3, "training", 16, 5, 1e9, working=True, stopped=True, host="node1", pid=4711, exchanges=(3, 0, 1, 0))
 FAILURE = RankFailure(
     2,
     "boom",

@@ -207,6 +207,45 @@ def test_the_culprit_is_named_and_nobody_stays(seeds: list[int], tmp_path: Path)
     assert not failed, "\n".join(f"seed {seed}, {drawn(seed).text}: {error}" for seed, error in failed.items())
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "axis", "sizes", "rank", "waiting"),
+    [
+        ("stall", "tp", ("tp=2", "pp=2"), 3, 2),
+        pytest.param("stall", "cp", ("cp=2", "pp=2"), 0, 1, marks=pytest.mark.whole),
+        pytest.param("stall", "ep", ("dp=2", "ep=2", "model.num_moe_experts=4"), 1, 0, marks=pytest.mark.whole),
+        pytest.param("stall", "etp", ("tp=2", "sp=true", "model.num_moe_experts=4"), 0, 1, marks=pytest.mark.whole),
+        pytest.param("deaf", "tp", ("tp=2", "pp=2"), 3, 2, marks=pytest.mark.whole),
+        pytest.param("die", "tp", ("tp=2", "pp=2"), 0, 1, marks=pytest.mark.whole),
+        pytest.param("die", "cp", ("cp=2",), 1, 0, marks=pytest.mark.whole),
+    ],
+)
+def test_who_fails_within_an_exchange_is_named_with_its_axis(
+    kind: str, axis: str, sizes: tuple[str, ...], rank: int, waiting: int, tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.txt").write_text("one stage hands its bubble to the next " * 200)
+    stage = 1 if rank == 3 else 0
+    told = {"stall": f"stall-{axis}", "die": f"die-{axis}", "deaf": f"deaf-{waiting}"}[kind]
+    done = ppctl(
+        *("train", "+recipe=quickstart", *TINY, "vpp=1", *sizes, "data.path=corpus.txt"),
+        *("steps=100000", f"launch.step_limit={LIMIT}s", "launch.first_step_limit=60s", "checkpoint.interval=0"),
+        cwd=tmp_path,
+        timeout=DEADLINE,
+        PPCTL_FAULT=f"{told} {rank} 3 {stage}F1",
+    )
+    assert done.returncode == 1
+    first, *more = [line for line in done.stderr.splitlines() if not line.startswith("note")]
+    if kind == "die":
+        assert first.startswith(f"error PP-E702: rank {rank} (stage {stage}) failed in {stage}F1: killed by signal 9")
+    elif kind == "deaf":
+        assert re.search(rf"ranks \d on \S+ and \d on \S+ have all started the same exchange along {axis}", first)
+    else:
+        assert first.startswith(f"error PP-E706: rank {rank} (stage {stage}) failed in {stage}F1: ")
+        assert re.search(rf"rank {waiting} in an exchange along {axis}\b", first), done.stderr
+        assert any(f"waits for rank {rank} in an exchange along {axis}" in line for line in more)
+    assert alive(tmp_path) == []
+
+
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.whole), 1])
 def test_ranks_that_others_started_watch_each_other(rank: int, tmp_path: Path) -> None:

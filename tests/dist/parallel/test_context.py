@@ -313,8 +313,8 @@ def test_blocks_in_16_bits_are_merged_in_float32() -> None:
     found = run_ranks(rounded, 4)
     q, k, v, _ = drawn(Case("p2p", 4, "grouped", "rows", dtype="float32"))
     narrow = [heads.bfloat16() for heads in (q, k, v)]
-    alone = attend(*narrow, None, None, ON_CPU)
-    exact = attend(*(heads.double() for heads in narrow), None, None, ON_CPU)
+    alone = attend(*narrow, None, None, kernels=ON_CPU)
+    exact = attend(*(heads.double() for heads in narrow), None, None, kernels=ON_CPU)
     merged = to_whole(torch.stack([one for one, _ in found]), 2)
     assert merged.dtype == torch.bfloat16
     assert (merged - exact).abs().mean() <= 1.25 * (alone - exact).abs().mean()

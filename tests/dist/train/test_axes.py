@@ -70,7 +70,6 @@ def is_possible(case: Case) -> bool:
     return (
         ranks <= 8
         and tp * inner <= SIZES["num_attention_heads"]
-        and (cp == 1 or not MODELS[kind].get("attention_dropout"))
         and (max(tp, cp) > 1 or dp == 1)
         and experts
         and divides
@@ -103,6 +102,7 @@ SAMPLE: list[Case] = [
     ("deepseek", "tp 2 sp", "-", (1, 0), 1, "none", "zb_h1, modules recomputed"),
     ("deepseek", "tp 2 sp", "cp 2, p2p", (2, 1), 1, "full", "pp 1"),
     ("packed", "-", "cp 2, all_gather", (1, 0), 1, "none", "pp 2"),
+    ("packed, dropped", "-", "cp 2, p2p", (1, 0), 1, "none", "pp 1"),
     ("gpt3, all scores", "-", "cp 4, a2a+p2p", (1, 0), 1, "none", "pp 1"),
 ]
 

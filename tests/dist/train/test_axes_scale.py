@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from command import metrics, only_run, ppctl
 
+from ppctl.config.resources import recipes
+
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
@@ -24,3 +26,13 @@ def test_a_miniature_of_all_axes_trains(tmp_path, recipe, typed, world):
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
     assert len(list((run / "logs").iterdir())) == world
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", sorted(recipes()))
+def test_every_recipes_miniature_of_all_axes_trains(tmp_path, recipe):
+    typed = "train", f"+recipe={recipe}", "+scale=axes", "launch.device=cpu", "steps=2"
+    done = ppctl(*typed, cwd=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in metrics(only_run(tmp_path))] == [1, 2]

@@ -352,6 +352,7 @@ def test_calls_that_cannot_be_meant_are_refused_before_anything_runs(call, argum
         ("defer_embedding_wgrad_compute", True, "gradient_accumulation_fusion makes"),
         ("overlap_moe_expert_parallel_comm", True, "PP-E110: config.overlap_moe_expert_parallel_comm"),
         ("delay_wgrad_compute", True, "PP-E110: config.delay_wgrad_compute"),
+        ("cpu_offloading", True, "PP-E396: config.cpu_offloading is on, and no layer"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(field, value, message):

@@ -89,7 +89,7 @@ def test_an_unknown_key_is_an_error_with_any_prefix(prefix, key, suggestion):
 
 def test_all_problems_are_told_at_once_each_with_its_source():
     found = problems_of(
-        "recipe=quickstrt", "model.num_layerz=3", "steps=x", "mbs=0", "parallel.cpu_offloading_weights=true",
+        "recipe=quickstrt", "model.num_layerz=3", "steps=x", "mbs=0", "log.profile=true",
         "slurm=yes", "scale=smok", "hydra.run.dir=x", "data=foo", "lr=(", "data.path=${nothing.here}", "log.name=",
         "quickstart",
     )  # fmt: skip

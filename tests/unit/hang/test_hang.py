@@ -14,7 +14,7 @@ from ppctl.hang.limits import GRACE, LEAST, TIMES, Limits, Progress
 from ppctl.hang.verdict import verdict
 from ppctl.hang.waits import root, waits
 from ppctl.plan import Plan
-from ppctl.rank_records import RankState
+from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, RankState
 from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, Action, B, F, I, Op, Schedule, W, deps, input_gradient_of
 
 PLANS = {
@@ -24,6 +24,13 @@ PLANS = {
     "I and W": dict(pp=4, gbs=8, mbs=1, pipeline__pp_schedule="zb_h1"),
     "I and W on a V": dict(pp=3, gbs=8, mbs=1, pipeline__pp_schedule="zbv_zero_bubble"),
     "pairs": dict(pp=2, gbs=8, mbs=1, pipeline__pp_schedule="dualpipev"),
+}
+
+AXES = {
+    "tp": dict(tp=2),
+    "cp": dict(cp=2),
+    "ep": dict(dp=2, ep=2, model__num_moe_experts=4),
+    "etp": dict(tp=2, sp=True, model__num_moe_experts=4),
 }
 
 
@@ -192,6 +199,49 @@ def test_in_a_collective_whoever_is_behind_is_waited_for() -> None:
     found = waits(made, [RankState(0, "saving", 5, -1, 1.0), RankState(1, "updating", 5, -1, 0.5)])
     assert [wait.on for wait in found] == [1, None]
     assert root(found) is found[1]
+
+
+def exchanged(made: Plan, where: str, counts: dict[int, tuple[int, ...]]) -> list[RankState]:
+    """All ranks compute in an action of their lists, having started so many exchanges."""
+    states = []
+    for rank, own in counts.items():
+        row = [str(action) for action in made.schedule.actions[made.for_rank(rank).pp_rank]]
+        at = row.index(where) if where in row else row.index("1F0")
+        states.append(RankState(rank, "training", 3, at, 10.0 - rank, working=where in row, exchanges=own))
+    return states
+
+
+@pytest.mark.parametrize("axis", EXCHANGING_AXES)
+def test_a_rank_that_does_not_come_to_an_exchange_is_named_with_the_axis_and_those_that_wait(axis: str) -> None:
+    """Who is behind is not the one that is longest in its action."""
+    made = plan(pp=2, gbs=8, mbs=1, **AXES[axis])
+    place = EXCHANGING_AXES.index(axis)
+    counts = {rank: tuple(7 * (at == place) for at in range(4)) for rank in range(4)}
+    counts[0] = tuple(6 * (at == place) for at in range(4))
+    told = verdict(made, exchanged(made, "0F0", counts), 5.0, 15.0)
+    assert (told.rank, told.action, told.code) == (0, "0F0", "PP-E706")
+    assert told.message.endswith(f"wait for this one in the end, rank 1 in an exchange along {axis}")
+    rows = told.place.splitlines()
+    assert rows[1].endswith(f"waits for rank 0 in an exchange along {axis}")
+    assert rows[2].endswith("waits for rank 0 (0F0)")
+
+
+def test_an_exchange_that_all_have_started_and_that_does_not_end_is_a_connection() -> None:
+    made = plan(pp=2, gbs=8, mbs=1, tp=2)
+    states = exchanged(made, "0F0", dict.fromkeys(range(4), (7, 0, 0, 0)))
+    told = verdict(made, states, 5.0, 15.0)
+    assert "ranks 0 and 1 have all started the same exchange along tp, and it does not end" in told.message
+    later = [states[0], replace(states[1], index=states[1].index + 1), *states[2:]]
+    assert "exchange" not in verdict(made, later, 5.0, 15.0).message
+
+
+def test_behind_its_list_a_rank_waits_for_who_has_started_fewer_exchanges() -> None:
+    made = plan(tp=2, cp=2, gbs=8, mbs=1)
+    states = [RankState(rank, "updating", 3, NO_ACTION, 9.0, exchanges=(7, 7, 0, 0)) for rank in range(4)]
+    states[2] = replace(states[2], exchanges=(7, 6, 0, 0))
+    found = waits(made, states)
+    assert [(wait.on, wait.axis) for wait in found] == [(2, "cp"), (None, None), (None, None), (None, None)]
+    assert root(found) is found[2]
 
 
 def standing(state: str, step: int, since: float) -> list[RankState]:

@@ -29,5 +29,14 @@ def test_a_recipes_plan_is_the_frozen_one(name: str) -> None:
     assert text == path.read_text(), "read the difference; `make golden` freezes it"
 
 
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_no_line_of_a_plan_is_wider_than_a_terminal(name: str) -> None:
+    composed, plan, _ = planned([f"+recipe={name}"])
+    assert composed is not None and plan is not None
+    for width in (80, 100, 120):
+        lines = "\n".join(blocks(plan, composed.config, width)).splitlines()
+        assert [line for line in lines if len(line) > width] == []
+
+
 def test_nothing_else_is_frozen() -> None:
     assert {path.stem for path in FROZEN.iterdir()} == set(recipes())

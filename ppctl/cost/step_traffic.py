@@ -1,0 +1,188 @@
+"""What one rank sends once a step: sums of gradients, weights, and the few numbers that ranks tell each other.
+
+Knows what `ppctl/train` exchanges behind a step's last microbatch, and how large. Must not know what layers exchange
+(`traffic`), seconds or links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import held
+from ppctl.cost.traffic import COUNT, Traffic
+from ppctl.geometry.canonical_names import embedding_uses, owner_of, stage_parameters
+from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
+from ppctl.geometry.parameters import EMBEDDING, Parameter
+from ppctl.geometry.parts import Parts, Place, tp_sums
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+
+REPORTED = 12
+"""Numbers of a rank's report, its rank among them, without those of stages and routers (`train/rank_reports.py`)."""
+_NUMBER = 8
+"""Bytes of one."""
+
+
+class Sums(NamedTuple):
+    """How gradients are summed, and weights shared."""
+
+    sharding: str
+    """`none` where there is nobody to share with."""
+    gradient: int
+    """Bytes of an element of a gradient, a sum or a master."""
+    weight: int
+    scatters: bool
+    """Whether the backend sums in parts; gloo sums the whole."""
+
+
+class Stages(NamedTuple):
+    """The layers of all stages, by pp_rank and chunk, and whose traffic is asked for."""
+
+    of: Sequence[Sequence[Sequence[Layer]]]
+    pp_rank: int
+
+    @property
+    def own(self) -> Sequence[Sequence[Layer]]:
+        """Of each of the rank's stages the layers."""
+        return self.of[self.pp_rank]
+
+
+def once_a_step(
+    model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums, *, sequence_parallel: bool
+) -> Traffic:
+    """All that a rank of this pp_rank sends behind its microbatches; of uneven cuts the first rank's."""
+    found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
+    _reports(found, model, stages, sizes)
+    _norms(found, model, stages, sizes, sums)
+    _tied(found, model, stages, sizes, sums)
+    _biases(found, model, stages, sizes, sequence_parallel=sequence_parallel)
+    return found
+
+
+def _reports(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes) -> None:
+    """A row of numbers of every rank, gathered along one axis after another (`comm/groups.py`)."""
+    routers = max(sum(routers_with_losses(model, layers) for layers in own) for own in stages.of)
+    size = _NUMBER * (REPORTED + sizes.vpp + routers)
+    for axis in ("pp", "dp", "cp", "tp"):
+        if (ranks := getattr(sizes, axis)) > 1:
+            found.note(axis, "all_gather", size * (ranks - 1))
+            size *= ranks
+
+
+def _norms(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
+    """The squared norms of divided gradients, and then each parameter's norm from its pp_rank."""
+    names = [
+        {
+            name: row
+            for layers in own
+            for name, row in stage_parameters(model, layers).items()
+            if row.gradient != "none" and owner_of(name, model) == name
+        }
+        for own in stages.of
+    ]
+    rows, wide = names[stages.pp_rank].values(), max(4, sums.weight)
+    if sums.sharding != "none":
+        for axis, ranks, own in _groups(list(rows), sizes, _apart(sizes)):
+            found.note(axis, "all_reduce", 2 * wide * len(own) * (ranks - 1) / ranks)
+    parts = Parts(*(Place(0, getattr(sizes, axis)) for axis in Parts._fields))
+    for axis in ("tp", "etp", "ep"):
+        divided = sum(axis in parts.splits(row) for row in rows)
+        if divided:
+            ranks = getattr(sizes, axis)
+            found.note(axis, "all_reduce", 2 * wide * divided * (ranks - 1) / ranks)
+    if sizes.pp > 1:
+        found.note("pp", "all_gather", wide * max(map(len, names)) * (sizes.pp - 1))
+
+
+def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, sums: Sums) -> None:
+    """Each use's gradient of a table that stages of several ranks share, from its rank to the others."""
+    uses = [sum(len(embedding_uses(model, layers)) for layers in own) for own in stages.of]
+    ranks = sum(1 for number in uses if number)
+    if ranks < 2 or not uses[stages.pp_rank]:
+        return
+    (row,) = (stage_parameters(model, [Layer("embedding")])[name] for name in (EMBEDDING,))
+    shared = 1 if sums.sharding == "none" else sizes.dp * sizes.cp
+    elements = -(-held(row.elements, row.axes, sizes) // shared)
+    found.note("ties", "broadcast", sum(uses) * elements * sums.gradient * (ranks - 1) / ranks, sum(uses))
+
+
+def _biases(
+    found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSizes, *, sequence_parallel: bool
+) -> None:
+    """How many tokens each expert got, of all that are routed by the same routers: it moves their biases."""
+    routers = sum(kind.moe for layers in stages.own for kind in layer_kinds(model, layers))
+    if not (routers and model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate):
+        return
+    assert model.num_moe_experts is not None  # or there were no routers
+    for axis in (*("tp",) * sequence_parallel, "cp", "dp"):
+        if (ranks := getattr(sizes, axis)) > 1:
+            found.note(axis, "all_reduce", 2 * COUNT * routers * model.num_moe_experts * (ranks - 1) / ranks)
+
+
+def step_sums(
+    model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums, sequence_parallel: bool
+) -> Traffic:
+    """Of the step's end on a rank with these stages: gradients over replicas and tensor-parallel ranks, and weights.
+
+    Of what is cut into uneven runs the first rank's. Buckets are those of `parallel/replicate.py`.
+    """
+    found, every, partial = Traffic(), [], []
+    apart = _apart(sizes)
+    for layers in stages:
+        rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
+        every += rows
+        for axis, ranks, own in _groups(rows, sizes, apart):
+            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
+                _sum_of(found, axis, ranks, bucket, sums)
+    if sums.sharding == "optimizer_gradients":
+        for axis, ranks, own in _groups(every, sizes, apart):
+            for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
+                part = sum(-(-elements // ranks) for elements in bucket)
+                found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
+    for row in every:
+        if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
+            ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
+            partial.append(-(-held(row.elements, row.axes, sizes) // ranks))
+    for bucket in buckets(partial):
+        found.note("tp", "all_reduce", 2 * sum(bucket) * sums.gradient * (sizes.tp - 1) / sizes.tp)
+    return found
+
+
+def _apart(sizes: ParallelSizes) -> bool:
+    """Whether other ranks hold the same experts than hold the same other weights."""
+    return any(getattr(sizes, axis) > 1 for axis in ("tp", "cp", "ep", "etp"))
+
+
+def _groups(rows: list[Parameter], sizes: ParallelSizes, apart: bool) -> Iterator[tuple[str, int, list[Parameter]]]:
+    """(axis, ranks, rows) of the groups that hold the same parameters; those of one rank have nothing to send."""
+    dense = "cp-dp" if sizes.cp > 1 else "dp"
+    for axis, ranks, spread in ((dense, sizes.dp * sizes.cp, False), ("edp", sizes.edp, True)):
+        own = [row for row in rows if (apart and bool(row.experts)) == spread]
+        if ranks > 1 and own:
+            yield axis, ranks, own
+
+
+def _sum_of(found: Traffic, axis: str, ranks: int, bucket: Sequence[int], sums: Sums) -> None:
+    if sums.sharding == "none":
+        found.note(axis, "all_reduce", 2 * sum(bucket) * sums.gradient * (ranks - 1) / ranks)
+        return
+    sent = sum(-(-elements // ranks) for elements in bucket) * (ranks - 1)
+    if sums.scatters:
+        found.note(axis, "reduce_scatter", sent * sums.gradient)
+    else:
+        found.note(axis, "all_reduce", 2 * sent * sums.gradient)
+    if sums.sharding == "full":
+        found.note(axis, "all_gather", sent * sums.weight)
+
+
+def buckets(elements: Iterable[int], limit: int = BUCKET_ELEMENTS) -> Iterator[list[int]]:
+    """Neighbours, as many as fit into `limit` elements; a larger one is a bucket of its own."""
+    bucket: list[int] = []
+    for size in elements:
+        if bucket and sum(bucket) + size > limit:
+            yield bucket
+            bucket = []
+        bucket.append(size)
+    if bucket:
+        yield bucket
