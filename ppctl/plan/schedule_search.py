@@ -48,7 +48,7 @@ _MARGIN = 0.02
 """Of a rank's limit, what such a search leaves: what is not counted differs a little between orders."""
 
 _QUICK = 2
-"""How many orders the first of these limits follows from: one microbatch after another, then what a rule makes of it."""
+"""How many orders the first of these limits follows from: one microbatch after another, and what a rule makes then."""
 
 _NEVER = float("inf")
 
