@@ -19,7 +19,15 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
-from ppctl.schedule.policies import AUTO, POLICIES, Policy, make_schedule, too_few_microbatches
+from ppctl.schedule.policies import (
+    AUTO,
+    POLICIES,
+    Policy,
+    fitting_policy,
+    make_schedule,
+    schedule_policy,
+    too_few_microbatches,
+)
 from ppctl.schedule.search import Found, find_best
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
@@ -66,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises ConfigError with all problems."""
+    args.schedule = schedule_policy(args.schedule) or args.schedule
     problems = list(_wrong(args))
     if problems:
         raise ConfigError(problems)
@@ -172,11 +181,12 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         value = getattr(args, name)
         if not 0 <= value < float("inf"):
             yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", place)
-    if args.vpp is not None and args.vpp < 1:
-        yield Problem("PP-E128", f"--vpp {args.vpp}: a rank has at least one chunk", "--vpp 1", place)
-        return
+    sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
+    small = {name: size for name, size in sizes.items() if size < 1}
+    for name, size in small.items():
+        yield Problem("PP-E128", f"{name} {size}: at least 1", f"{name} 1", place)
     policy = SCHEDULES.get(args.schedule or "")
-    if policy:
+    if policy and not small:
         yield from _not_for_policy(args, policy)
     count = len(SCHEDULES) if args.compare else 1
     actions = 3 * count * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
@@ -188,10 +198,15 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
 def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
     """Chunks and microbatches that the policy has no lists for."""
     place = "command line"
-    if policy.chunks > 1 and args.vpp is not None and not policy.runs(args.vpp):
+    if args.vpp is not None and not policy.runs(args.vpp):
         message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
-        yield Problem("PP-E128", message, f"--vpp {policy.chunks}", place)
-    if args.pp >= 1 and 1 <= args.microbatches < (least := policy.needs_microbatches(args.pp)):
+        other = policy.for_more_chunks or fitting_policy(args.vpp)
+        yield Problem("PP-E128", message, f"--vpp {policy.chunks}\n--schedule {other}", place)
+    most = args.pp - 1 if policy.extra_warmup else 0
+    if not 0 <= args.extra_warmup <= most:
+        message = f"--extra-warmup {args.extra_warmup}: 0 to {most} for {args.schedule} with --pp {args.pp}"
+        yield Problem("PP-E128", message, f"--extra-warmup {most if args.extra_warmup > 0 else 0}", place)
+    if args.microbatches < (least := policy.needs_microbatches(args.pp)):
         message = too_few_microbatches(policy, args.pp, args.microbatches)
         yield Problem("PP-E128", message, f"--microbatches {least}", place)
 
@@ -199,10 +214,6 @@ def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Proble
 def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
     """What no search can be made for."""
     place = "command line"
-    sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
-    for name, size in sizes.items():
-        if size < 1:
-            yield Problem("PP-E128", f"{name} {size}: at least 1", f"{name} 1", place)
     if args.extra_warmup:
         message = f"--extra-warmup {args.extra_warmup}: {AUTO} finds the warm-up itself"
         yield Problem("PP-E128", message, "--extra-warmup 0", place)

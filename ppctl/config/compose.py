@@ -21,7 +21,7 @@ from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
 from ppctl.config.resources import find_recipe, groups, is_file_name, recipes
-from ppctl.config.scale import KEEPS, SCALES, miniature
+from ppctl.config.scale import KEEPS, SCALES, miniature, steps_in_words
 from ppctl.config.schema import RunConfig
 from ppctl.config.support import ignored
 from ppctl.errors import ConfigError, PpctlError, Problem
@@ -186,7 +186,10 @@ def _scale_down(draft: Draft, scale: str, typed: Collection[str]) -> None:
     draft.tree["scale"], draft.provenance["scale"] = scale, PLACE
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
     table = [f"  {key:{widths[0]}}  {before:>{widths[1]}} -> {value}" for key, before, value in rows]
-    draft.notes.append("\n".join([f"scale={scale} keeps {KEEPS[scale]}, and makes small:", *table]))
+    lines = [f"scale={scale} keeps {KEEPS[scale]}, and makes small:", *table]
+    if "train.steps" not in typed:
+        lines.append(steps_in_words(convert(draft.tree, draft.place)[0]))
+    draft.notes.append("\n".join(lines))
 
 
 def _miniature(draft: Draft, scale: str, typed: Collection[str]) -> dict[str, Any]:

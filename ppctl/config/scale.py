@@ -9,6 +9,7 @@ These values depend on each other: that is why they are computed here and are no
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -27,6 +28,9 @@ SEQUENCE = 64
 VOCABULARY = 320
 """257 byte tokens and padding, as the smallest recipe has it."""
 STEPS = 20
+"""At most."""
+WORK = 10_000
+"""The most layers x microbatches of all steps: about two minutes of a two-core machine."""
 LAYERS = 8
 """Of `axes`: two for each of its 4 stages at most."""
 AXIS = 2
@@ -41,9 +45,9 @@ def miniature(config: RunConfig, scale: str, typed: Collection[str]) -> dict[str
 def smoke(config: RunConfig) -> dict[str, Any]:
     """The values, by key, that make `config` small.
 
-    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs; widths of a toy,
-    with numbers of heads, experts, groups and chosen experts in proportion; bytes for tokens; a rate that a model of
-    this size learns at.
+    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs; no more steps than
+    take two minutes; widths of a toy, with numbers of heads, experts, groups and chosen experts in proportion; bytes for
+    tokens; a rate that a model of this size learns at.
     """
     parallel, train = config.parallel, config.train
     values: dict[str, Any] = {f"model.{name}": value for name, value in _model(config.model).items()}
@@ -59,7 +63,7 @@ def smoke(config: RunConfig) -> dict[str, Any]:
         "data.seq_length": SEQUENCE,
         "pipeline.pp_seq_len": None if config.pipeline.pp_seq_len is None else SEQUENCE,
         "train.global_batch_size": _microbatches(config) * train.micro_batch_size,
-        "train.steps": min(train.steps, STEPS),
+        "train.steps": steps(config, _microbatches(config)),
         "optim.lr": 2e-3,
         "optim.min_lr": 2e-4,
         "optim.warmup_steps": 0,
@@ -77,6 +81,24 @@ def smoke(config: RunConfig) -> dict[str, Any]:
         "log.name": f"{config.log.name}_smoke",
     }
     return values
+
+
+def steps(config: RunConfig, num_microbatches: int) -> int:
+    """So many steps that a miniature takes minutes, however many layers and microbatches the recipe has."""
+    model = config.model
+    layers = model.num_layers + (model.mtp_num_layers or 0)
+    return min(config.train.steps, STEPS, max(1, WORK // (layers * num_microbatches)))
+
+
+def steps_in_words(config: RunConfig) -> str:
+    """How many steps a miniature takes, and what decides that."""
+    model, train = config.model, config.train
+    layers = model.num_layers + (model.mtp_num_layers or 0)
+    microbatches = train.global_batch_size // train.micro_batch_size
+    text = f"{train.steps} steps of {layers} layers x {microbatches} microbatches"
+    if train.steps < STEPS:
+        text += f": at most {WORK:,} of these in all, which take about two minutes; steps={STEPS} overrides it"
+    return text
 
 
 def _microbatches(config: RunConfig) -> int:
@@ -108,7 +130,9 @@ def axes(config: RunConfig, typed: Collection[str]) -> dict[str, Any]:
     layers = min(model.num_layers, LAYERS)
     freq = [int(kinds[layer * model.num_layers // layers]) for layer in range(layers)]
     values = smoke(config) | {f"parallel.{axis}_parallel_size": n for axis, n in zip(names, sizes, strict=True)}
+    small = replace(config, model=replace(model, num_layers=layers))
     return values | {
+        "train.steps": steps(small, 2 * pp * dp),
         "parallel.data_parallel_size": dp,
         "parallel.sequence_parallel": tp > 1 and (parallel.sequence_parallel or bool(model.num_moe_experts)),
         "parallel.pipeline_model_parallel_layout": None,

@@ -16,7 +16,7 @@ from ppctl.layout.letters import canonical_text
 from ppctl.layout.rules import stages_of
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import Cut
-from ppctl.plan.memory import held_bytes, rank_costs
+from ppctl.plan.memory import held_bytes, rank_pricer
 from ppctl.plan.memory_limit import device_limit
 from ppctl.plan.prices import pricer
 from ppctl.plan.profile import Measured
@@ -59,7 +59,7 @@ def balanced_cut(
         return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, put_off)
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
-    ranks = rank_costs(config, stages, sizes, schedule, batch.micro_batch_size)
+    ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(schedule)
     device, limit = device_limit(config, sizes), None
     if device is not None:
         limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)

@@ -5,9 +5,9 @@ Knows the order of the chapters. Must not know their rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
@@ -17,7 +17,7 @@ from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import device_of, gathered, put_off, rank_costs, stages_held
+from ppctl.plan.memory import device_of, gathered, put_off, rank_pricer, stages_held
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.offloading import check_offloading, offloaded
 from ppctl.plan.plan import Plan
@@ -38,7 +38,7 @@ from ppctl.plan.schedule_choice import (
     settled,
 )
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
-from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
+from ppctl.plan.schedule_search import Way, check_memory, kept_choice, least_held, search_schedule, timed, with_rival
 from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.traffic import step_traffic
@@ -81,7 +81,7 @@ def plan_checked(
     if violations or derivation is None:
         raise ConfigError([*problems, *as_problems(values, violations, _judge(values))])
     plan = _assemble(derivation, title or config.recipe or config.log.name)
-    too_large = memory_violations(values, plan.sizes, lambda: plan.pp_ranks)
+    too_large = memory_violations(values, plan.sizes, lambda: plan.pp_ranks, derivation.choice.least)
     return replace(plan, problems=(*problems, *plan.problems, *as_problems(values, too_large, _judge(values))))
 
 
@@ -133,7 +133,7 @@ class Derivation:
 
         def way(placement: Placement) -> Way:
             stages = stage_specs(config, self.cut.layout, size, placement.kind)
-            priced = partial(_rank_costs, config, stages, self.sizes, size)
+            priced = rank_pricer(config, stages, self.sizes, size)
             return Way(placement, stages, self.costs, priced, stages_held(config, stages, self.sizes, size))
 
         return list(map(way, placements(self.sizes.pp, self.cut.vpp)))
@@ -143,9 +143,10 @@ class Derivation:
         """All equations, in the order in which a reader wants them."""
         return (*self.world.derived, *self.batch.derived, *self.cut.derived, *self.choice.derived)
 
-    def rank_costs(self, schedule: Schedule) -> tuple[RankCost, ...]:
-        """What every pp_rank holds when it runs `schedule`."""
-        return rank_costs(self.values.config, self.stages, self.sizes, schedule, self.batch.micro_batch_size)
+    @cached_property
+    def rank_costs(self) -> Callable[[Schedule], tuple[RankCost, ...]]:
+        """Says what every pp_rank holds when it runs a schedule."""
+        return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
 
     def compute_only(self, num_microbatches: int) -> tuple[Schedule, tuple[Derived, ...]]:
         """The schedule without messages, and the equation of its warm-up where that was chosen."""
@@ -238,7 +239,7 @@ def _with_found_schedule(start: Derivation, before: Plan | None) -> Derivation:
     found = {
         text: search_schedule(each.values, sizes, each.ways, count, len(layouts)) for text, each in layouts.items()
     }
-    best = min(found, key=lambda text: found[text].seconds)
+    best = min(found, key=lambda text: (found[text].choice.least, found[text].seconds))
     held = [timed(rival.values, rival.ways, rival.choice) for rival in rivals]
     fastest = min(range(len(held)), key=held.__getitem__)
     named = rivals[fastest].choice.name, rivals[fastest].cut.layout.canonical(), held[fastest]
@@ -262,12 +263,6 @@ def _with_layout(start: Derivation) -> Derivation:
     proof = proved(values, compute_only(values, start.choice, start.cut.vpp, batch.num_microbatches))
     cut = balanced_cut(values, start.cut, batch, proof.schedule, start.sizes, start.measured)
     return replace(start, cut=cut, proof=proof)
-
-
-def _rank_costs(
-    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int, schedule: Schedule
-) -> tuple[RankCost, ...]:
-    return rank_costs(config, stages, sizes, schedule, micro_batch_size)
 
 
 def _layer_kinds(values: ConfigValues) -> Iterable[Violation]:
@@ -359,5 +354,7 @@ def _checked(values: ConfigValues) -> Violations:
 def _held(derivation: Derivation) -> Sequence[RankCost]:
     """What the pp_ranks hold, receives that are posted ahead included, without timing anything."""
     values = derivation.values
+    if derivation.choice.searched:
+        return least_held(derivation.ways, derivation.batch.num_microbatches)
     plain, _ = derivation.compute_only(settled(values, derivation.choice, derivation.batch.num_microbatches))
     return derivation.rank_costs(proved(values, plain).schedule)

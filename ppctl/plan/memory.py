@@ -7,7 +7,8 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -66,67 +67,99 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
     )
 
 
-def rank_costs(
-    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, schedule: Schedule, micro_batch_size: int
-) -> tuple[RankCost, ...]:
-    """What each pp_rank's device holds."""
-    model, setting = config.model, setting_of(config, sizes, micro_batch_size)
-    alive = [stage_activations(model, stage.layers, setting, stage.stage) for stage in stages]
+class _Rank(NamedTuple):
+    """What a pp_rank holds under every schedule, in bytes."""
+
+    params: int
+    state: State
+    passing: dict[int, Passing] | None
+    """Of its stages, state that is there only while they compute; None where all is there all the time."""
+    always: int
+    """Of the weights, what does not pass."""
+    publishing: int
+    """The most behind the optimizer's step, where new weights travel then."""
+    tied: int | None
+    """Another use's gradient, beside the state; None where allocators know nothing of backwards."""
+    buffers: int
+
+
+def rank_pricer(
+    config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
+) -> Callable[[Schedule], tuple[RankCost, ...]]:
+    """Says of a schedule what each pp_rank's device holds; what does not depend on the schedule is computed once."""
+    setting = setting_of(config, sizes, micro_batch_size)
+    alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
     kept, in_forward, in_backward = ([each[i] for each in alive] for i in range(3))
     offloaded = [each.offloaded for each in alive]
-    ends = halves_of(config, stages, setting, schedule, alive)
     received = [message_bytes(stage.receives) for stage in stages]
-    sharding = sharding_of(config, sizes)
-    calls = config.train.global_batch_size // (micro_batch_size * sizes.dp * schedule.num_microbatches)
-    of_rank: list[list[StageSpec]] = [[] for _ in schedule.actions]
+    of_rank: list[list[StageSpec]] = [[] for _ in range(sizes.pp)]
     for stage in stages:
         of_rank[stage.pp_rank].append(stage)
-    messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
-    costs = []
-    for pp_rank, actions in enumerate(schedule.actions):
-        own = of_rank[pp_rank]
-        counts = [trained_count(model, stage.layers) for stage in own]
-        biases = sum(untrained_bytes(model, stage.layers, precision_of(config).gradient) for stage in own)
-        state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
-        state = state._replace(weights=state.weights + biases)
+    ranks = [_rank(config, stages, own, sizes, setting) for own in of_rank]
+
+    @cache
+    def halves() -> Ends | None:
+        return halves_of(config, stages, setting, alive)
+
+    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int) -> RankCost:
+        actions, rank = schedule.actions[pp_rank], ranks[pp_rank]
+        state = rank.state
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
-        if sharding == "full" or (sharding == "optimizer_gradients" and setting.allocator.backward):
-            passing = _passing(config, own, sizes, sharding)
-            held = most(actions, kept, in_forward, in_backward, passing, ends, received=received, calls=calls)
-            always = state.weights if sharding == "optimizer_gradients" else biases
-            state = State(always + held.weights, held.gradients, state.optimizer)
-            in_step = held.total + always + state.optimizer
-            if sharding == "optimizer_gradients":
-                in_step = max(in_step, state.weights + state.optimizer + _publishing(config, own, sizes))
-        if setting.allocator.backward:
-            in_step = max(in_step, state.total + _tied_sum(config, stages, own, sizes, sharding))
-        buffers = _buffers(config, own, sizes, setting)
-        costs.append(
-            RankCost(
-                pp_rank,
-                sum(stage_count(model, stage.layers).total() for stage in own),
-                *state,
-                activation_bytes=activations,
-                peak_bytes=in_step + buffers + messages[pp_rank],
-                in_flight=in_flight,
-                buffer_bytes=buffers,
-                message_bytes=messages[pp_rank],
-                host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
-            )
+        if rank.passing is not None:
+            calls = config.train.global_batch_size // (micro_batch_size * sizes.dp * schedule.num_microbatches)
+            held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
+            state = State(rank.always + held.weights, held.gradients, state.optimizer)
+            in_step = max(held.total + rank.always + state.optimizer, rank.publishing)
+        if rank.tied is not None:
+            in_step = max(in_step, state.total + rank.tied)
+        return RankCost(
+            pp_rank,
+            rank.params,
+            *state,
+            activation_bytes=activations,
+            peak_bytes=in_step + rank.buffers + messages,
+            in_flight=in_flight,
+            buffer_bytes=rank.buffers,
+            message_bytes=messages,
+            host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
         )
-    return tuple(costs)
+
+    def price(schedule: Schedule) -> tuple[RankCost, ...]:
+        ends = halves() if schedule.split else None
+        messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
+        return tuple(priced(pp_rank, schedule, ends, size) for pp_rank, size in enumerate(messages))
+
+    return price
+
+
+def _rank(
+    config: RunConfig, stages: Sequence[StageSpec], own: list[StageSpec], sizes: ParallelSizes, setting: Setting
+) -> _Rank:
+    model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
+    counts = [trained_count(model, stage.layers) for stage in own]
+    biases = sum(untrained_bytes(model, stage.layers, precision_of(config).gradient) for stage in own)
+    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
+    state = state._replace(weights=state.weights + biases)
+    passes, publishing = sharding == "full" or (sharding == "optimizer_gradients" and backward), 0
+    if passes and sharding == "optimizer_gradients":
+        publishing = state.weights + state.optimizer + _publishing(config, own, sizes)
+    return _Rank(
+        sum(stage_count(model, stage.layers).total() for stage in own),
+        state,
+        _passing(config, own, sizes, sharding) if passes else None,
+        biases if sharding == "full" else state.weights,
+        publishing,
+        _tied_sum(config, stages, own, sizes, sharding) if backward else None,
+        _buffers(config, own, sizes, setting),
+    )
 
 
 def halves_of(
-    config: RunConfig,
-    stages: Sequence[StageSpec],
-    setting: Setting,
-    schedule: Schedule,
-    alive: Sequence[StageActivations],
+    config: RunConfig, stages: Sequence[StageSpec], setting: Setting, alive: Sequence[StageActivations]
 ) -> Ends | None:
     """What the halves of split backwards free and need on every stage; None where nothing is known of them."""
-    if not (schedule.split and setting.allocator.backward):
+    if not setting.allocator.backward:
         return None
     model, of_inputs = config.model, setting._replace(put_off=True)
     later = [stage_operands(model, stage.layers, setting, stage.stage) for stage in stages]
@@ -181,14 +214,12 @@ def held_bytes(
 
 
 class Held(NamedTuple):
-    """Bytes of one microbatch on a stage."""
+    """Bytes of one microbatch on a stage, but for what lives while an operation runs."""
 
     kept: int
     """From its F to its B or I."""
     put_off: int
     """From its I to its W."""
-    passing: int
-    """More while its F, B, I or W runs, at most."""
 
 
 def stages_held(
@@ -198,11 +229,8 @@ def stages_held(
     setting, model = setting_of(config, sizes, micro_batch_size), config.model
 
     def held(stage: StageSpec) -> Held:
-        alive = stage_activations(model, stage.layers, setting, stage.stage)
-        passing = max(alive.in_forward - alive.kept, alive.in_backward)
-        if setting.allocator.backward:
-            passing = max(passing, stage_operands(model, stage.layers, setting).in_weights)
-        return Held(alive.kept, _put_off(model, stage.layers, setting, alive.kept), passing)
+        kept = stage_activations(model, stage.layers, setting, stage.stage).kept
+        return Held(kept, _put_off(model, stage.layers, setting, kept))
 
     return list(map(held, stages))
 

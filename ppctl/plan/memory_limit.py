@@ -72,10 +72,11 @@ def device_limit(config: RunConfig, sizes: ParallelSizes) -> DeviceLimit | None:
 
 
 def memory_violations(
-    values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]]
+    values: ConfigValues, sizes: ParallelSizes, ranks: Callable[[], Sequence[RankCost]], least: bool = False
 ) -> list[Violation]:
     """The pp_rank with the highest peak, if that is more than the device has. `ranks` is asked where there is a limit.
 
+    `least` says that they run in the order that holds least.
     Candidates are what leaves a device less to hold, the least change first, and at last a larger device.
     """
     limit = device_limit(values.config, sizes)
@@ -86,8 +87,9 @@ def memory_violations(
     if worst.peak_bytes <= limit.available_bytes:
         return []
     over = sum(cost.peak_bytes > limit.available_bytes for cost in costs)
+    alone = ", also with one microbatch after another, the order that holds least" if least else ""
     message = (
-        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak, and a "
+        f"pp_rank {worst.pp_rank} is planned to need {amount(worst.peak_bytes)} at its peak{alone}, and a "
         f"{'rank' if limit.ranks > 1 else 'device'} has {available_text(limit)} "
         f"({over} of {len(costs)} pp_ranks are over)"
     )

@@ -39,7 +39,7 @@ def picture(plan: Plan, config: RunConfig) -> Picture:
 def _memory(plan: Plan, config: RunConfig, micro_batch_size: int) -> tuple[RankMemory, ...]:
     setting = setting_of(config, plan.sizes, micro_batch_size)
     alive = [stage_activations(config.model, each.layers, setting, each.stage) for each in plan.stages]
-    ends = halves_of(config, plan.stages, setting, plan.schedule, alive)
+    ends = halves_of(config, plan.stages, setting, alive) if plan.schedule.split else None
     halves = {}
     if ends is not None:
         halves = {op: dict(enumerate(zip(ends.frees[op], ends.needs[op], strict=True))) for op in ends.frees}

@@ -57,6 +57,8 @@ class Choice(NamedTuple):
     schedule: Schedule | None = None
     searched: bool = False
     """Whether a search will replace this policy (`schedule_search`); until then it stands for what is found."""
+    least: bool = False
+    """Whether a search came to the order that holds least, as no order fits."""
 
     @property
     def policy(self) -> Policy | None:
@@ -251,3 +253,10 @@ def proved(values: ConfigValues, plain: Schedule) -> Proof:
     place = values.cite(CAPACITY)
     wrong = [replace(each, remedy=remedy, place=f"{each.place}\n{place}".strip()) for each in wrong]
     return Proof(plain, schedule, wrong)
+
+
+def presumed(values: ConfigValues, plain: Schedule) -> Proof:
+    """As `proved`, of an order that was made to be sound: judged only where a capacity is set, which may hold it up."""
+    if values[CAPACITY] is not None:
+        return proved(values, plain)
+    return Proof(plain, lower(plain, batched=in_batches(values.config.parallel)), [])

@@ -6,7 +6,7 @@ how a search goes (`schedule/search`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -16,13 +16,25 @@ from ppctl.plan.memory import Held
 from ppctl.plan.memory_limit import LIMIT, device_limit
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs
-from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, Proof, proved
+from ppctl.plan.schedule_choice import GROUP, MEMORY, SCHEDULE, Choice, Proof, presumed, proved
 from ppctl.plan.types import Derived, DeviceLimit, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import COMPUTE, Placement, Schedule
+from ppctl.schedule.lane_orders import ROUNDING
+from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search import ALLOWANCE, Found, find_schedule
-from ppctl.schedule.search_task import Task, least_limits, named_schedules, placements, unit_of_memory
+from ppctl.schedule.search import ALLOWANCE, Found, find_schedule, first_order
+from ppctl.schedule.search_task import (
+    Task,
+    held_by,
+    least_limits,
+    named_schedules,
+    one_by_one,
+    placements,
+    shortest,
+    unit_of_memory,
+)
+from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import step_time
 from ppctl.topology import ParallelSizes
 
@@ -31,6 +43,14 @@ LESS_THAN_ANY = "PP-E321"
 _AGAIN = 3
 """How many searches there are at most, each with less memory and a smaller part of the allowance than the one before,
 where what was found does not fit: its receives and its sums of gradients are known only then."""
+
+_MARGIN = 0.02
+"""Of a rank's limit, what such a search leaves: what is not counted differs a little between orders."""
+
+_QUICK = 2
+"""How many orders the first of these limits follows from: one microbatch after another, and what a rule makes then."""
+
+_NEVER = float("inf")
 
 
 class Way(NamedTuple):
@@ -72,13 +92,31 @@ def check_memory(
     violations.append(Violation(LESS_THAN_ANY, MEMORY, message, place, {MEMORY: enough}, {MEMORY: None}))
 
 
+def least_held(ways: Sequence[Way], num_microbatches: int) -> Sequence[RankCost]:
+    """What the pp_ranks hold where they hold least: one microbatch after another, on the placement that suits it."""
+    return _alone(_smallest(ways, num_microbatches), num_microbatches)
+
+
 def search_schedule(
     values: ConfigValues, sizes: ParallelSizes, ways: Sequence[Way], num_microbatches: int, share: int = 1
 ) -> Searched:
-    """Search all ways, with a part of the allowance each; `share` is how many such calls there are."""
-    allowance = ALLOWANCE // len(ways) // share
-    results = [_searched(values, sizes, way, num_microbatches, allowance) for way in ways]
-    return min(results, key=lambda result: result.seconds)
+    """Search all ways, with a part of the allowance each; `share` is how many such calls there are.
+
+    Where a device has no room for one microbatch after another, that is the choice.
+    """
+    device = device_limit(values.config, sizes)
+    best: Searched | None = None
+    for way in ways:
+        if device is None or _peak(_alone(way, num_microbatches)) <= device.available_bytes:
+            search = _Search(values, way, num_microbatches, device)
+            best = search.run(ALLOWANCE // len(ways) // share, best) or best
+    if best is not None:
+        return best
+    way = _smallest(ways, num_microbatches)
+    schedule = one_by_one(way.placement, num_microbatches)
+    equation = f"schedule {AUTO}: one microbatch after another; other orders hold more, and are not searched"
+    choice = Choice(AUTO, (Derived("schedule", AUTO, equation),), schedule, least=True)
+    return Searched(choice, _seconds(way, proved(values, schedule)))
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
@@ -106,82 +144,142 @@ def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice
     return choice._replace(derived=(*choice.derived, Derived("named schedule", name, equation)))
 
 
+def _alone(way: Way, num_microbatches: int) -> Sequence[RankCost]:
+    """What ranks hold while one microbatch goes through after another: behind the second one nothing is new."""
+    return way.rank_costs(lower(one_by_one(way.placement, min(num_microbatches, 2))))
+
+
+def _smallest(ways: Sequence[Way], num_microbatches: int) -> Way:
+    return min(ways, key=lambda way: _peak(_alone(way, num_microbatches)))
+
+
+def _peak(costs: Sequence[RankCost]) -> int:
+    return max(cost.peak_bytes for cost in costs)
+
+
 class _Timed(NamedTuple):
     """A candidate as the plan judges it: lowered, with capacities, messages and gradient sums."""
 
-    excess: float
-    """Bytes over the device, of all ranks."""
     seconds: float
     number: int
     """Of equal candidates the first is taken."""
     schedule: Schedule
 
 
-def _searched(values: ConfigValues, sizes: ParallelSizes, way: Way, num_microbatches: int, allowance: int) -> Searched:
-    """The best of what is found on one placement and of the named schedules, by the plan's own bytes and seconds.
+class _Search:
+    """Of one placement: what is found, the named schedules and one microbatch after another, by the plan's own bytes.
 
     In a device's memory what waits for W counts as what it is; under `pipeline.schedule_memory` activations are whole
-    until W. Where nothing fits, it is what exceeds the device least.
+    until W.
     """
-    device, whole = device_limit(values.config, sizes), values[MEMORY] is not None
-    prices, group = simulation_costs(way.costs, way.stages), values[GROUP] if values.is_set(GROUP) else None
-    kept = [float(each.kept) for each in way.held]
-    put_off = None if whole or device is None else [float(each.put_off) for each in way.held]
-    least = least_limits(way.placement, kept, put_off)
-    task = Task(way.placement, num_microbatches, prices, kept, least, group, put_off)
-    limits = _limits(values, way, task, device)
-    results: list[Found] = []
-    for search in range(1, 1 + _AGAIN):
-        within = [max(pair) for pair in zip(limits, least, strict=True)]
-        results.append(find_schedule(replace(task, limits=within), allowance // search))
-        over = _over(way, device, proved(values, results[-1].schedule).schedule)
-        if not any(over):
-            break
-        spent = zip(limits, results[-1].held, over, strict=True)
-        limits = [(min(limit, held) if more else limit) - max(over) for limit, held, more in spent]
-    named = named_schedules(task) if put_off is not None else (each.schedule for each in results[0].named)
-    candidates: list[Schedule] = []
-    for schedule in (*(each.schedule for each in results), *named):
-        if schedule not in candidates:
-            candidates.append(schedule)
-    ranked = sorted(_timed(values, way, device, number, each) for number, each in enumerate(candidates))
-    best = ranked[0]
-    rival = next((each for each in ranked if each.schedule.name != AUTO and each.excess <= best.excess), None)
-    equation = _equation(best, rival, results, _within(values, device is not None))
-    choice = Choice(best.schedule.name, (Derived("schedule", best.schedule.name, equation),), best.schedule)
-    return Searched(choice, best.seconds)
 
+    def __init__(self, values: ConfigValues, way: Way, num_microbatches: int, device: DeviceLimit | None) -> None:
+        self.values, self.way, self.device = values, way, device
+        kept = [float(each.kept) for each in way.held]
+        whole = values[MEMORY] is not None or device is None
+        put_off = None if whole else [float(each.put_off) for each in way.held]
+        least = least_limits(way.placement, kept, put_off)
+        group = values[GROUP] if values.is_set(GROUP) else None
+        costs = simulation_costs(way.costs, way.stages)
+        self.task = Task(way.placement, num_microbatches, costs, kept, least, group, put_off)
+        self.proofs: dict[int, Proof] = {}
+        self.judged: dict[int, _Timed | None] = {}
 
-def _timed(values: ConfigValues, way: Way, device: DeviceLimit | None, number: int, plain: Schedule) -> _Timed:
-    proof = proved(values, plain)
-    seconds = float(f"{_seconds(way, proof):.9g}")  # equal but for rounding
-    return _Timed(sum(_over(way, device, proof.schedule)), seconds, number, plain)
+    def run(self, allowance: int, before: Searched | None) -> Searched | None:
+        """The fastest that fits; None where that is not faster than what another placement gave `before`."""
+        enough = _NEVER if before is None else before.seconds
+        bound = shortest(self.task)
+        if bound >= enough:
+            return None
+        results = self._results(allowance)
+        named = (
+            [each.schedule for each in results[0].named] if self.task.put_off is None else [*named_schedules(self.task)]
+        )
+        alone = one_by_one(self.way.placement, self.task.num_microbatches)
+        candidates = [*(each.schedule for each in results), *named, alone]
+        least = [step_time(simulate(each, self.task.costs)) for each in candidates]
+        best = self._fastest(candidates, least, range(len(candidates)), enough)
+        if best is None or best.seconds >= enough:
+            return None
+        names = [number for number, each in enumerate(candidates) if each.name != AUTO]
+        rival = self._fastest(candidates, least, names, _NEVER)
+        equation = _equation(best, rival, results, bound, _within(self.values, self.device is not None))
+        choice = Choice(best.schedule.name, (Derived("schedule", best.schedule.name, equation),), best.schedule)
+        return Searched(choice, best.seconds)
 
+    def _results(self, allowance: int) -> list[Found]:
+        """What is found in the memory that is left for activations, then in less where the plan's bytes do not fit."""
+        limits, results = self._limits(), list[Found]()
+        for search in range(1, 1 + _AGAIN):
+            within = [max(pair) for pair in zip(limits, self.task.limits, strict=True)]
+            found = find_schedule(replace(self.task, limits=within), allowance // search)
+            results.append(found)
+            room = self._room(self._proof(found.schedule).schedule)
+            if min(room) >= 0:
+                break
+            spent = zip(limits, found.held, room, strict=True)
+            limits = [min(limit, held + left - _MARGIN * limit) for limit, held, left in spent]
+        return results
 
-def _over(way: Way, device: DeviceLimit | None, schedule: Schedule) -> list[int]:
-    """Bytes that every rank holds over its device."""
-    if device is None:
-        return [0] * way.placement.pp
-    return [max(0, cost.peak_bytes - device.available_bytes) for cost in way.rank_costs(schedule)]
+    def _limits(self) -> list[float]:
+        """Bytes of activations that each rank may hold: what is asked for, else what its device leaves for them."""
+        task, asked = self.task, self.values[MEMORY]
+        if asked is not None or self.device is None:
+            unit = unit_of_memory(task.sizes, task.placement.pp, task.num_microbatches)
+            return [(1.0 if asked is None else asked) * unit] * task.placement.pp
+        order = one_by_one(task.placement, min(task.num_microbatches, 2))
+        for _ in range(_QUICK):
+            room = self._room(self._proof(order).schedule)
+            limits = [held + left for held, left in zip(held_by(task, order), room, strict=True)]
+            quick = first_order(replace(task, limits=limits))
+            if quick is None:
+                break
+            order = quick
+        return limits
+
+    def _fastest(
+        self, candidates: Sequence[Schedule], least: Sequence[float], numbers: Iterable[int], enough: float
+    ) -> _Timed | None:
+        """The fastest candidate that fits, of those that may take less than `enough`; `least` is what each may take.
+
+        As it runs, with messages that wait for receives, no order is faster than without messages.
+        """
+        best: _Timed | None = None
+        for number in sorted(numbers, key=least.__getitem__):
+            if least[number] > (enough if best is None else best.seconds) * (1 + ROUNDING):
+                break
+            if number not in self.judged:
+                self.judged[number] = self._timed(number, candidates[number])
+            timed = self.judged[number]
+            best = timed if best is None or (timed is not None and timed < best) else best
+        return best
+
+    def _timed(self, number: int, plain: Schedule) -> _Timed | None:
+        """A candidate's seconds; None where it does not fit, or hangs at the capacity that is set."""
+        if min(self._room(plain)) < 0:
+            return None  # even without its messages
+        proof = self._proof(plain)
+        if proof.wrong or min(self._room(proof.schedule)) < 0:
+            return None
+        return _Timed(float(f"{_seconds(self.way, proof):.9g}"), number, plain)  # equal but for rounding
+
+    def _proof(self, plain: Schedule) -> Proof:
+        """Of a candidate, which lives as long as this search."""
+        if id(plain) not in self.proofs:
+            self.proofs[id(plain)] = presumed(self.values, plain)
+        return self.proofs[id(plain)]
+
+    def _room(self, schedule: Schedule) -> list[float]:
+        """Bytes that a schedule leaves free on every rank; below zero what it holds over the device."""
+        if self.device is None:
+            return [0.0] * self.way.placement.pp
+        return [float(self.device.available_bytes - cost.peak_bytes) for cost in self.way.rank_costs(schedule)]
 
 
 def _seconds(way: Way, proof: Proof) -> float:
     """Of one call, as the plan predicts it."""
     trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(way.costs, way.stages))
     return step_time(trace)
-
-
-def _limits(values: ConfigValues, way: Way, task: Task, device: DeviceLimit | None) -> list[float]:
-    """Bytes of activations that each rank may hold: what is asked for, else what its device leaves for them."""
-    pp, asked = task.placement.pp, values[MEMORY]
-    if asked is not None or device is None:
-        return [(1.0 if asked is None else asked) * unit_of_memory(task.sizes, pp, task.num_microbatches)] * pp
-    plain = next(named_schedules(task))
-    limits = []
-    for r, cost in enumerate(way.rank_costs(proved(values, plain).schedule)):
-        passing = max(way.held[stage].passing for stage in task.placement.stages_of(r))
-        limits.append(float(device.available_bytes - (cost.peak_bytes - cost.activation_bytes) - passing))
-    return limits
 
 
 def _within(values: ConfigValues, on_device: bool) -> str:
@@ -191,12 +289,12 @@ def _within(values: ConfigValues, on_device: bool) -> str:
     return " and ".join(parts) or "the activations that 1F1B keeps on its first rank"
 
 
-def _equation(best: _Timed, rival: _Timed | None, results: Sequence[Found], within: str) -> str:
+def _equation(best: _Timed, rival: _Timed | None, results: Sequence[Found], bound: float, within: str) -> str:
     beside = "no named schedule fits" if rival is None else f"best named {rival.schedule.name} {rival.seconds:.4g} s"
     kind = "V" if best.schedule.placement.kind == "v" else "loop"
     what = "found" if best.schedule.name == AUTO else "as good as any that was found"
     return (
         f"schedule {best.schedule.name} {best.seconds:.4g} s a call, stages placed as a {kind}: {what} among "
         f"{sum(each.tried for each in results):,} orders within {within}; {beside}; no order takes less than "
-        f"{results[0].bound:.4g} s"
+        f"{bound:.4g} s"
     )

@@ -100,6 +100,7 @@ def _combined(
     both: Overrides
     for more in broken.candidates:
         both = {**candidate, **more}
+        both = {key: value for key, value in both.items() if values[key] != value} or both
         found = list(judge(values.overridden(both)))
         new = [each for each in found if each.rule not in elsewhere]
         if not new:

@@ -45,10 +45,15 @@ class Rule:
 
 
 class _Run:
-    """A step that runs while its order is made: `choose` says what a free rank works on."""
+    """A step that runs while its order is made: `choose` says what a free rank works on.
 
-    def __init__(self, lanes: Lanes) -> None:
+    It is given up as soon as it cannot end by `latest` seconds.
+    """
+
+    def __init__(self, lanes: Lanes, latest: float = _NEVER) -> None:
         self.lanes = lanes
+        self.latest = [latest - sums - work for sums, work in zip(lanes.sums, lanes.work(), strict=True)]
+        """Per pp_rank the latest time for what it does next: earlier by all that it has left."""
         size, pp = len(lanes.seconds), lanes.placement.pp
         self.ready: list[list[float]] = [[] for _ in range(size)]
         self.ready[0] = [0.0] * lanes.num_microbatches
@@ -66,11 +71,13 @@ class _Run:
 
     def made(self) -> Rows | None:
         """The rows; None where something is left undone."""
-        queue, wakes = self._queue, self._wakes
+        queue, wakes, latest = self._queue, self._wakes, self.latest
         while queue:
             now, pp_rank = heappop(queue)
             if wakes[pp_rank] != now:
                 continue  # it was woken earlier
+            if now > latest[pp_rank]:
+                return None
             wakes[pp_rank] = _NEVER
             lane, again = self.choose(pp_rank, now)
             if lane >= 0:
@@ -90,6 +97,7 @@ class _Run:
         self.count[lane] += 1
         self.held[pp_rank] += lanes.grows[lane]
         end = now + lanes.seconds[lane]
+        self.latest[pp_rank] += lanes.seconds[lane]
         self._busy_until[pp_rank] = end
         self._wake(pp_rank, end)
         if (target := lanes.goes_to[lane]) >= 0:
@@ -223,8 +231,8 @@ def list_schedule(lanes: Lanes, rule: Rule, limits: Sequence[float]) -> Rows | N
 
 
 class _InOrder(_Run):
-    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float) -> None:
-        super().__init__(lanes)
+    def __init__(self, lanes: Lanes, rows: Rows, late_weights: float, latest: float) -> None:
+        super().__init__(lanes, latest)
         self.order = [[lane for lane in row if lane % KINDS != 2] for row in rows]
         self.at = [0] * len(rows)
         self.owed: list[deque[int]] = [deque() for _ in rows]
@@ -255,9 +263,9 @@ class _InOrder(_Run):
         return -1, _NEVER if full else arrival
 
 
-def with_weights_placed(lanes: Lanes, rows: Rows, late_weights: float) -> Rows | None:
+def with_weights_placed(lanes: Lanes, rows: Rows, late_weights: float, latest: float = _NEVER) -> Rows | None:
     """The rows with the same order of F and I, and every W where its rank would pause or needs the memory.
 
-    `late_weights` as in `Rule`. None where memory would hold an F up for ever.
+    `late_weights` as in `Rule`. None where memory would hold an F up for ever, or the step end behind `latest`.
     """
-    return _InOrder(lanes, rows, late_weights).made()
+    return _InOrder(lanes, rows, late_weights, latest).made()

@@ -203,7 +203,7 @@ _ROWS = (
         fixed=True,
         placement="v",
         splits=True,
-        other_names=("ZBVZeroBubble", "v_schedule"),
+        other_names=("ZBVZeroBubble", "v_schedule", "ZBV"),
         least_microbatches=fills_zbv,
         use="no bubble but filling and draining for 1F1B's memory, where F, I and W take about the same time",
     ),

@@ -33,7 +33,7 @@ from ppctl.schedule.action import Schedule
 from ppctl.schedule.lane_orders import KINDS, ROUNDING, Block, Clock, Lanes, Rows, critical_blocks, rows_of, schedule_of
 from ppctl.schedule.list_scheduler import First, Rule, list_schedule, with_weights_placed
 from ppctl.schedule.policies import AUTO
-from ppctl.schedule.search_task import Task, check_limits, least_limits, named_schedules
+from ppctl.schedule.search_task import Task, check_limits, lanes_of, least_limits, named_schedules
 from ppctl.schedule.simulate import simulate
 from ppctl.schedule.trace import longest_span, step_time
 
@@ -82,7 +82,7 @@ class Found:
     named: tuple[Named, ...]
     """The named schedules of this placement that fit the same memory, the fastest first."""
     tried: int
-    """Orders that were put on the clock."""
+    """Orders that were put on the clock, or given up while they were made."""
     held: tuple[float, ...]
     """What every pp_rank holds at most, as the task counts."""
 
@@ -126,6 +126,13 @@ def find_schedule(task: Task, allowance: int = ALLOWANCE) -> Found:
     return _Search(task, allowance).run()
 
 
+def first_order(task: Task) -> Schedule | None:
+    """The order that the first rule makes; None where a limit has no room for it."""
+    lanes = lanes_of(task)
+    rows = list_schedule(lanes, Rule(), lanes.limits)
+    return None if rows is None else schedule_of(rows, lanes, AUTO)
+
+
 def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
     """The schedule with the shortest step of several tasks, which share the allowance; of equal ones the first.
 
@@ -147,7 +154,7 @@ def find_best(tasks: Sequence[Task], allowance: int = ALLOWANCE) -> Found:
 class _Search:
     def __init__(self, task: Task, allowance: int) -> None:
         self.task = task
-        self.lanes = Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits, task.put_off)
+        self.lanes = lanes_of(task)
         self.least = least_limits(task.placement, task.sizes, task.put_off)
         self.length = len(self.lanes.seconds) * task.num_microbatches
         self.bound = self.lanes.bound()
@@ -201,7 +208,10 @@ class _Search:
         """Consider the same order of F and I with its Ws where there is time, by several rules."""
         for late in _LATE:
             self.left -= _PLACE_UNITS * self.length
-            self.consider(with_weights_placed(self.lanes, rows, late))
+            latest = self.value.step * self.unit * (1 + 2 * ROUNDING)
+            placed = with_weights_placed(self.lanes, rows, late, latest)
+            self.tried += placed is None
+            self.consider(placed)
 
     def _start_with_names(self) -> list[Named]:
         """Consider all named schedules; returns those that fit."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ppctl.errors import Problem, ScheduleError
-from ppctl.schedule.action import Placement, Schedule
-from ppctl.schedule.lane_orders import ROUNDING
-from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.action import Action, B, F, Placement, Schedule
+from ppctl.schedule.lane_orders import ROUNDING, Lanes, rows_of
+from ppctl.schedule.policies import AUTO, POLICIES, make_schedule
 from ppctl.schedule.simulate import Costs
 
 
@@ -70,6 +70,33 @@ def named_schedules(task: Task) -> Iterator[Schedule]:
             )
         except ScheduleError:
             continue  # not made for so few microbatches, or for this size of groups
+
+
+def one_by_one(placement: Placement, num_microbatches: int) -> Schedule:
+    """One microbatch through all stages and back after another: no rank ever holds more than its part of one."""
+    rows = []
+    for r in range(placement.pp):
+        own = placement.stages_of(r)
+        order = [*((F, stage) for stage in own), *((B, stage) for stage in reversed(own))]
+        rows.append(tuple(Action(op, stage, mb) for mb in range(num_microbatches) for op, stage in order))
+    return Schedule(AUTO, placement, num_microbatches, tuple(rows))
+
+
+def shortest(task: Task) -> float:
+    """Seconds of a step that no order undercuts."""
+    return lanes_of(task).bound()
+
+
+def held_by(task: Task, schedule: Schedule) -> list[float]:
+    """What every pp_rank holds at most under a schedule whose microbatches run in order, as the task counts."""
+    rows = rows_of(schedule)
+    assert rows is not None
+    return lanes_of(task).peaks(rows)
+
+
+def lanes_of(task: Task) -> Lanes:
+    """The task in the form that orders are tried in."""
+    return Lanes.of(task.placement, task.num_microbatches, task.costs, task.sizes, task.limits, task.put_off)
 
 
 def check_limits(task: Task) -> None:

@@ -8,6 +8,9 @@ from remedies import mended, problems
 from ppctl.cli.main import main
 
 QUICK, DEEP = "+recipe=quickstart", "+recipe=deepseek_v3"
+FOUR = ["pp=4", "gbs=16", "model.num_layers=12"]
+EXPERTS = [*FOUR, "dp=2", "ep=2", "model.num_moe_experts=4"]
+OVERLAP, DELAY = "parallel.overlap_moe_expert_parallel_comm=true", "parallel.delay_wgrad_compute=true"
 
 WRONG = [
     [QUICK, typed]
@@ -56,6 +59,30 @@ WRONG = [
     [QUICK, "optim.lr_pieces=[{until: 3}]"], [QUICK, "optim.warmup_steps=3", "optim.warmup_tokens=1e6"],
     [QUICK, "optim.lr_decay_steps=3", "optim.lr_decay_tokens=1e6"], [DEEP, "optim.lr_decay_steps=4"],
     [DEEP, "pp=8", "vpp=1", "layout=Et*3|(tt|)*29,m|L"], [DEEP, "model.moe_router_topk=0"],
+] + [
+    [*FOUR, *typed.split()]
+    for typed in (
+        "vpp=2 pipeline.pp_schedule=zb_h1", "vpp=2 pipeline.pp_schedule=zb_h2", "vpp=3 pipeline.pp_schedule=dualpipev",
+        "vpp=1 pipeline.pp_schedule=zbv_zero_bubble", "vpp=3 pipeline.pp_schedule=v_half",
+        "layout=Ettt|ttt|ttt|tttL pipeline.pp_schedule=v_min",
+        "gbs=3 pipeline.pp_schedule=dualpipev", "mbs=4 pipeline.pp_schedule=dualpipev",
+        "pipeline.pp_batch_size=4 pipeline.pp_schedule=dualpipev",
+        "pipeline.pp_schedule=auto pipeline.schedule_memory=0.05",
+        "vpp=2 pipeline.pp_schedule=auto pipeline.schedule_memory=0.05",
+        "pipeline.pp_schedule=auto pipeline.put_off_limit=2", "pipeline.pp_schedule=1f1b pipeline.put_off_limit=2",
+        "pipeline.pp_schedule=1f1b pipeline.schedule_memory=2", "pipeline.pp_schedule=auto pipeline.extra_warmup=1",
+        "pipeline.pp_schedule=zb_h1 train.compile=true", "pipeline.pp_schedule=auto train.compile=true",
+        "pipeline.pp_schedule=auto launch.device_memory=40MiB launch.memory_reserve=0MiB",
+        OVERLAP, DELAY, f"{OVERLAP} {DELAY}",
+    )
+] + [
+    [*EXPERTS, *typed.split()]
+    for typed in (
+        f"{OVERLAP} pipeline.pp_schedule=zb_h1", f"{OVERLAP} pipeline.pp_schedule=v_half",
+        f"{OVERLAP} pipeline.pp_schedule=auto", f"{OVERLAP} vpp=2 pipeline.pp_schedule=gpipe", DELAY,
+        f"{OVERLAP} parallel.batch_p2p_comm=true parallel.overlap_p2p_comm=false",
+        f"{OVERLAP} pipeline.extra_warmup=2",
+    )
 ]  # fmt: skip
 
 

@@ -107,15 +107,15 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf -1 --tb nan", "--tf -1"),
         ("--schedule 1f1b --pp 2 --vpp 2 --microbatches 3 --tf 1 --tb 2", "one chunk per rank"),
         ("--schedule dualpipev --pp 2 --vpp 3 --microbatches 8 --tf 1 --tb 2", "--vpp 2"),
-        ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "pp is 0"),
+        ("--schedule 1f1b --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: at least 1"),
         ("--schedule gpipe --pp 4096 --microbatches 99999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.png", "a.html"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline a.html", "a.svg"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.svg", "cannot be written"),
         ("--compare --pp 2 --microbatches 3 --tf 1 --tb 2 --extra-warmup 1", "--extra-warmup 0"),
-        ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: a rank has at least one chunk"),
-        ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: a rank has at least one chunk"),
-        ("--compare --pp 0 --microbatches 3 --tf 1 --tb 2", "pp is 0"),
+        ("--compare --pp 2 --vpp 0 --microbatches 3 --tf 1 --tb 2", "--vpp 0: at least 1"),
+        ("--schedule gpipe --pp 2 --vpp -1 --microbatches 3 --tf 1 --tb 2", "--vpp -1: at least 1"),
+        ("--compare --pp 0 --microbatches 3 --tf 1 --tb 2", "--pp 0: at least 1"),
         ("--compare --pp 512 --microbatches 999 --tf 1 --tb 2", "a simulation holds at most"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf 1 --tb 2 --timeline /nowhere/a.html", "cannot be written"),
     ],
@@ -125,6 +125,47 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
     out, err = capsys.readouterr()
     assert out == ""
     assert told in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--compare --pp 0 --microbatches 0 --vpp -1",
+        "--compare --pp 2 --microbatches 8 --extra-warmup 1",
+        "--compare --pp 2 --microbatches 8 --memory 2",
+        "--compare --pp 512 --microbatches 999",
+        "--schedule 1f1bb --pp 2 --microbatches 8",
+        "--schedule zb_h1 --vpp 2 --pp 4 --microbatches 8",
+        "--schedule gpipe --extra-warmup 1 --pp 4 --microbatches 8",
+        "--schedule 1f1b --extra-warmup 9 --pp 4 --microbatches 8",
+        "--schedule 1f1b --extra-warmup -1 --pp 4 --microbatches 8",
+        "--schedule ScheduleZBVZeroBubble --vpp 1 --pp 4 --microbatches 8",
+        "--schedule dualpipev --vpp 3 --pp 4 --microbatches 8",
+        "--schedule dualpipev --pp 4 --microbatches 3",
+        "--schedule v_half --vpp 1 --pp 4 --microbatches 8",
+        "--schedule auto --memory 0.01 --pp 4 --microbatches 8",
+        "--schedule auto --memory 0.01 --vpp 3 --pp 4 --microbatches 2",
+        "--schedule auto --memory -1 --pp 4 --microbatches 8",
+        "--schedule auto --pp 4 --microbatches 0",
+        "--schedule auto --pp 32 --microbatches 4096",
+    ],
+)
+def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str) -> None:
+    """Behind the command, with the first remedies of its other problems; `--schedule` in the place of `--compare`."""
+    command = ["simulate", *words.split(), "--tf", "1", "--tb", "2", "--json"]
+    assert main(command) == 2
+    found: list[list[list[str]]] = [[]]
+    for line in capsys.readouterr().err.splitlines():
+        if line.startswith("error"):
+            found.append([])
+        elif line.startswith(("  try: ", "       ")):
+            found[-1].append(line[7:].split())
+    first, *more = found[1:]
+    assert all((first, *more))
+    rest = [word for remedies in more for word in remedies[0]]
+    for remedy in first:
+        kept = [word for word in command if word != "--compare" or "--schedule" not in remedy]
+        assert main([*kept, *remedy, *rest]) == 0, remedy
 
 
 def test_all_schedules_that_fit_are_compared_with_1f1b(capsys: Any) -> None:

@@ -90,7 +90,9 @@ def test_every_change_is_in_the_table_with_its_source():
     changed = {
         key for key in text_keys() if key != "scale" and value_of(full.config, key) != value_of(small.config, key)
     }
-    assert {line.split()[0] for line in table.splitlines()[1:]} == changed
+    *rows, last = table.splitlines()[1:]
+    assert {line.split()[0] for line in rows} == changed
+    assert last.startswith("5 steps of 62 layers x 32 microbatches:") and last.endswith("steps=20 overrides it")
     assert {small.provenance[key] for key in changed} == {"scale=smoke"}
     assert "  model.num_moe_experts" in table
     assert "256 -> 8" in table
@@ -102,6 +104,16 @@ def test_what_is_typed_is_stronger():
     assert (config.data.seq_length, config.train.steps) == (128, 5)
     assert config.train.global_batch_size == 8, "as many microbatches as DualPipeV needs"
     assert composed.provenance["data.seq_length"] == "command line"
+
+
+def test_a_miniature_takes_so_few_steps_that_it_ends_in_minutes():
+    for recipe in recipes():
+        config = compose([f"+recipe={recipe}", "+scale=smoke"]).config
+        work = config.model.num_layers * config.train.global_batch_size // config.train.micro_batch_size
+        assert 1 <= config.train.steps <= 20 and config.train.steps * work <= 10_000
+    typed = compose(["+recipe=deepseek_v3", "+scale=smoke", "steps=20"])
+    assert typed.config.train.steps == 20 and "20 steps of" not in "".join(typed.notes)
+    assert "20 steps of 32 layers x 8 microbatches" in "".join(compose(["+recipe=llama3_8b", "+scale=smoke"]).notes)
 
 
 def test_an_unknown_scale_and_another_one_on_resume_are_refused():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from remedies import mended, problems
 from unit_plan import equation, plan, refusal
 
 from ppctl.cli.plan import planned
@@ -59,6 +60,25 @@ def test_a_v_gives_its_ranks_the_stages_down_and_back_up(file) -> None:
 )
 def test_a_file_for_another_run_is_refused(file, values: dict[str, object], text: str) -> None:
     assert refusal(**values, pipeline__pp_schedule_csv=file(text)) == ["PP-E216"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "code"),
+    [
+        ("pp=2 gbs=6", to_slots(FINE), "PP-E216"),
+        ("pp=3 gbs=7", to_slots(FINE), "PP-E216"),
+        ("pp=3 gbs=6 vpp=1", to_slots(FINE), "PP-E216"),
+        ("pp=2 gbs=2", "(0F0;0B0)OVERLAP_F_B,0F1,0B1\n1F0,1B0,1F1,1B1\n", "PP-E318"),
+        ("pp=2 gbs=2", "(0F0;0F1)OVERLAP_F_B,0B0,0B1\n1F0,1B0,1F1,1B1\n", "PP-E318"),
+        ("pp=2 gbs=2", "0F0,0F1,0B1\n1F0,1B0,1F1,1B1\n", "PP-E310"),
+    ],
+)
+def test_the_remedies_of_a_file_work_when_they_are_typed(file, words: str, text: str, code: str) -> None:
+    typed = [*words.split(), f"pipeline.pp_schedule_csv={file(text)}"]
+    (problem,) = problems(typed)
+    assert problem.code == code and problem.remedy
+    for remedy in problem.remedy.splitlines():
+        assert problems(mended(typed, problem, remedy.split())) == [], remedy
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:

@@ -145,9 +145,21 @@ def test_a_limit_below_any_schedule_is_refused_with_the_least_that_works() -> No
     assert refusal(**values, pipeline__schedule_memory=least - 0.02) == ["PP-E321"]
 
 
-def test_a_device_too_small_for_any_schedule_is_reported_as_memory() -> None:
-    made = searched(**UNEVEN, launch__device_memory="40MiB")
-    assert [problem.code for problem in made.problems] == ["PP-E801"]
+@pytest.mark.parametrize("sharding", ["none", "optimizer_gradients", "full"])
+def test_a_device_too_small_for_any_schedule_is_refused_with_the_least_that_works(sharding: str) -> None:
+    sizes = dict(**UNEVEN, dp=2, parallel__data_parallel_sharding=sharding, launch__memory_reserve="0MiB")
+    made = searched(**sizes, launch__device_memory="40MiB")
+    (problem,) = made.problems
+    assert problem.code == "PP-E801" and "one microbatch after another" in problem.message
+    assert "launch.device_memory=1GiB" in problem.remedy.splitlines()
+    least = max(cost.peak_bytes for cost in made.pp_ranks)
+    # Slow at the least, and with what another microbatch takes faster at once.
+    alone, more = (searched(**sizes, launch__device_memory=f"{least + part}B") for part in (0, least // 4))
+    for each in (alone, more):
+        assert not each.problems and max(cost.peak_bytes for cost in each.pp_ranks) <= each.limit.available_bytes
+    assert more.timing.pipeline_s < 0.8 * alone.timing.pipeline_s
+    under = searched(**sizes, launch__device_memory=f"{least - 1}B")
+    assert [each.code for each in under.problems] == ["PP-E801"]
 
 
 def test_what_cannot_take_effect_is_refused() -> None:
