@@ -16,7 +16,7 @@ from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, within_limits
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import ABSENT, meant_by
-from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
+from ppctl.config.keys import as_typed, did_you_mean, keys, mapping_with, nearest, sections, text_keys, value_text
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
@@ -56,8 +56,9 @@ _VOCABULARY, _DIVISOR, _TP = (
     "parallel.tensor_model_parallel_size",
 )
 
-ReadModel = Callable[[str], Mapping[str, Any]]
-"""From the value of `model.from` to values by key: of the model, and data.tokenizer. Raises PpctlError."""
+ReadModel = Callable[[str, str, Mapping[str, str]], Mapping[str, Any]]
+"""From model.from, model.implementation and model.hf_overrides to values by key: of the model, and data.tokenizer.
+Raises PpctlError."""
 
 CountTokens = Callable[[str], int]
 """From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
@@ -242,7 +243,7 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
         draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {source}"))
         return
     try:
-        values = read_model(source)
+        values = read_model(source, draft.get("model.implementation"), draft.get("model.hf_overrides"))
     except PpctlError as error:
         draft.problems += error.problems
         return
@@ -300,8 +301,7 @@ def _known(key: str) -> str | None:
     """The schema's key that `key` sets: itself, or the mapping that it is an entry of."""
     if key in keys():
         return key
-    parent = key.rpartition(".")[0]
-    return parent if parent == "launch.env" else None
+    return mapping_with(key)
 
 
 def _refuse(key: str, text: str) -> Problem:

@@ -18,8 +18,9 @@ from ppctl.cost.context import context_traffic, exchanging
 from ppctl.cost.parameters import held
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.layers import Kind, Layer, layer_kinds, recomputed_modules, recomputed_runs
-from ppctl.geometry.parameters import Parameter, Sizes
+from ppctl.geometry.parameters import Sizes
 from ppctl.geometry.parts import tp_sums
+from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 COUNT = 8

@@ -17,11 +17,13 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import read_config
 from ppctl.families.names import mtp_copies, stored_name
-from ppctl.families.safetensors import SIZES, Stored, read_directory
+from ppctl.families.safetensors import INDEX, SINGLE, SIZES, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.files import read_whole
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Layer, layer_kinds
-from ppctl.geometry.parameters import EMBEDDING, Parameter, Sizes, beside_layers, kind_parameters
+from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
+from ppctl.geometry.rows import EMBEDDING, Parameter
 
 Shape = tuple[int, ...]
 
@@ -40,7 +42,7 @@ class ModelDirectory:
     """A directory whose headers fit its config.json."""
 
     path: Path
-    family: Family
+    model_type: str
     model: ModelConfig
     stored: Mapping[str, Stored]
     names: Mapping[str, str]
@@ -75,6 +77,8 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     naming every tensor that is missing, unknown or misshapen).
     """
     config = read_config_file(path)
+    if model is not None and foreign_of(model) is not None:
+        return _open_foreign(path, str(config.get("model_type")), model)
     family, described = read_config(config, str(path / CONFIG))
     stored = read_directory(path)
     model = described if model is None else model
@@ -84,10 +88,29 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     known = {*_copies(whole), *stored_names(family, whole).values()}
     copies = {name: of for name, of in _copies(model).items() if name in stored}
     block = (config.get("quantization_config") or {}).get("weight_block_size") or _BLOCK
-    found = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, (block[0], block[1]))
+    found = ModelDirectory(
+        path, family.model_type, model, stored, stored_names(family, model), copies, (block[0], block[1])
+    )
     if problems := list(_misfits(found, known)):
         raise CheckpointError(problems)
     return found
+
+
+def _open_foreign(path: Path, model_type: str, model: ModelConfig) -> ModelDirectory:
+    """The same of a model whose names are transformers' own. Copies are compared where they are stored."""
+    stored = read_directory(path)
+    copies = {name: of for name, of in _copies(model).items() if name in stored}
+    found = ModelDirectory(
+        path, model_type, model, stored, {name: name for name in model_tensors(model)}, copies, _BLOCK
+    )
+    if problems := list(_misfits(found, {*found.names, *_copies(model)})):
+        raise CheckpointError(problems)
+    return found
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory has weights beside its config."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:
@@ -129,6 +152,9 @@ def mtp_tables(model: ModelConfig) -> dict[str, str]:
 
 def _copies(model: ModelConfig) -> dict[str, str]:
     """Stored name -> canonical name, of copies that may be stored besides and must equal the original."""
+    if (foreign := foreign_of(model)) is not None:
+        owner, *others = foreign.anatomy.uses
+        return dict.fromkeys(others, owner)
     tied = {"lm_head.weight": EMBEDDING} if model.share_embeddings_and_output_weights else {}
     return mtp_tables(model) | tied
 

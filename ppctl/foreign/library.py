@@ -6,8 +6,11 @@ Knows which part of transformers is needed. Must not know stages. No other modul
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +29,19 @@ def _transformers() -> Any:
         raise ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'")) from error
 
 
-def read_own_config(directory: Path) -> Any:
-    """The config of a model directory, of the class that its model_type has in transformers.
+def library_version() -> str:
+    """Of transformers. Raises as every use of it."""
+    return str(_transformers().__version__)
+
+
+def config_from(text: str) -> Any:
+    """The config that a `ForeignModel` has as JSON."""
+    fields = json.loads(text)
+    return _transformers().AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """The config of a model directory, of the class that its model_type has in transformers; `overrides` of its fields.
 
     Raises ConfigError: PP-E520 without a readable config.json, PP-E526, and PP-E527 for what is no causal language
     model of transformers: an encoder and a decoder, several modalities, programs that come with the directory.
@@ -35,10 +49,13 @@ def read_own_config(directory: Path) -> Any:
     read_config_file(directory)  # says what is wrong with the file in ppctl's words
     library = _transformers()
     try:
-        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        fields = {name: _value(text) for name, text in overrides.items()}
+        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise _refused(directory, f"transformers {library.__version__} does not read its config: {error}") from None
     kind = config.model_type
+    if unknown := [name for name in overrides if not hasattr(config, name)]:
+        raise _refused(directory, f"the config of {kind} has no field {', '.join(unknown)}")
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:
@@ -47,6 +64,14 @@ def read_own_config(directory: Path) -> Any:
     if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
     return config
+
+
+def _value(text: str) -> Any:
+    """A field's value as it was typed: a number, true, null, a list; else text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _refused(directory: Path, reason: str) -> ConfigError:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppctl.foreign.anatomy import Anatomy, CannotCut, survey
+from ppctl.foreign.anatomy import CannotCut, survey
 from ppctl.foreign.library import make_model
 from ppctl.foreign.miniature import VOCABULARY, miniatures
 from ppctl.foreign.stage import ForeignStage, untie
+from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
+from ppctl.geometry.rows import Start
 from ppctl.model.loss import microbatch_loss
 
 _MICROBATCHES, _ROWS, _TOKENS = 2, 2, 20
@@ -40,6 +42,8 @@ class Proof:
     gradients: int
     """How many were compared."""
     loss: float
+    starts: Mapping[str, Start]
+    """How the model's own code initialises each parameter and saved buffer."""
 
 
 def prove(config: Any) -> Proof:
@@ -51,7 +55,7 @@ def prove(config: Any) -> Proof:
     """
     if vars(config).get("output_router_logits"):
         raise CannotCut("output_router_logits=true: its load-balancing loss is a product of sums over all layers")
-    blank, whole, anatomy = _small_model(config)
+    blank, whole, anatomy, starts = _small_model(config)
     untie(whole, anatomy)
     batches = [_batch(number) for number in range(_MICROBATCHES)]
     states, expected, loss = _run_whole(whole, anatomy, batches)
@@ -61,11 +65,11 @@ def prove(config: Any) -> Proof:
     _run_cut(stages, anatomy, batches, states, loss)
     gradients = [(n, p.grad) for stage in stages for n, p in stage.canonical_parameters().items()]
     _compare_gradients(dict(gradients), expected)
-    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss))
+    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss), starts)
 
 
-def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy]:
-    """The smallest miniature that runs: on meta, with weights, and its anatomy."""
+def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
+    """The smallest miniature that runs: on meta, with weights, its anatomy, and how its weights began."""
     failed: Exception | None = None
     for small in miniatures(config):
         try:
@@ -74,12 +78,18 @@ def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy]:
                 break
             torch.manual_seed(0)
             whole = make_model(small, "cpu").train()
+            starts = {name: _start(tensor) for name, tensor in whole.state_dict().items()}
             _shake(whole)
-            return blank, whole, survey(whole)
+            return blank, whole, survey(whole), starts
         except CODE_FAILS as error:
             failed = failed or error
     reason = "ppctl does not know which of its sizes to lower" if failed is None else _line(failed)
     raise CannotCut(f"no miniature of it can be made: {reason}") from failed
+
+
+def _start(tensor: Tensor) -> Start:
+    """Constants stay what they are in any size; all else is drawn."""
+    return "ones" if bool((tensor == 1).all()) else "zeros" if bool((tensor == 0).all()) else "normal"
 
 
 def _shake(model: nn.Module) -> None:

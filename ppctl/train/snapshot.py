@@ -24,8 +24,9 @@ from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
-from ppctl.families.directory import CONFIG, open_directory
+from ppctl.families.directory import CONFIG, has_weights, open_directory
 from ppctl.geometry.canonical_names import expert_name
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.companion_files import tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import Session
@@ -126,13 +127,14 @@ def save_checkpoint(
 def start_from(session: Session, path: Path) -> None:
     """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
 
-    Values are cast to the masters' dtype; the optimizer's state stays. Raises CheckpointError as the sources do.
+    Values are cast to the masters' dtype; the optimizer's state stays. A directory of transformers without weights
+    leaves those of the seed. Raises CheckpointError as the sources do.
     Whether they fit the model was looked at before the first rank started.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
         fill(CheckpointReader(path, read_manifest(path)), shards)
-    else:
+    elif has_weights(path) or foreign_of(session.config.model) is None:
         _fill_from_directory(Reader(open_directory(path, model=session.config.model)), shards)
     session.weights.publish()
 
