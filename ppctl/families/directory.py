@@ -20,7 +20,6 @@ from ppctl.families.names import mtp_copies, stored_name
 from ppctl.families.safetensors import INDEX, SINGLE, SIZES, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.files import read_whole
-from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
 from ppctl.geometry.rows import EMBEDDING, Parameter
@@ -42,7 +41,7 @@ class ModelDirectory:
     """A directory whose headers fit its config.json."""
 
     path: Path
-    model_type: str
+    family: Family
     model: ModelConfig
     stored: Mapping[str, Stored]
     names: Mapping[str, str]
@@ -77,8 +76,6 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     naming every tensor that is missing, unknown or misshapen).
     """
     config = read_config_file(path)
-    if model is not None and foreign_of(model) is not None:
-        return _open_foreign(path, str(config.get("model_type")), model)
     family, described = read_config(config, str(path / CONFIG))
     stored = read_directory(path)
     model = described if model is None else model
@@ -92,18 +89,6 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
         path, family.model_type, model, stored, stored_names(family, model), copies, (block[0], block[1])
     )
     if problems := list(_misfits(found, known)):
-        raise CheckpointError(problems)
-    return found
-
-
-def _open_foreign(path: Path, model_type: str, model: ModelConfig) -> ModelDirectory:
-    """The same of a model whose names are transformers' own. Copies are compared where they are stored."""
-    stored = read_directory(path)
-    copies = {name: of for name, of in _copies(model).items() if name in stored}
-    found = ModelDirectory(
-        path, model_type, model, stored, {name: name for name in model_tensors(model)}, copies, _BLOCK
-    )
-    if problems := list(_misfits(found, {*found.names, *_copies(model)})):
         raise CheckpointError(problems)
     return found
 
@@ -152,9 +137,6 @@ def mtp_tables(model: ModelConfig) -> dict[str, str]:
 
 def _copies(model: ModelConfig) -> dict[str, str]:
     """Stored name -> canonical name, of copies that may be stored besides and must equal the original."""
-    if (foreign := foreign_of(model)) is not None:
-        owner, *others = foreign.anatomy.uses
-        return dict.fromkeys(others, owner)
     tied = {"lm_head.weight": EMBEDDING} if model.share_embeddings_and_output_weights else {}
     return mtp_tables(model) | tied
 

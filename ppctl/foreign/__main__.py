@@ -18,7 +18,7 @@ from typing import Any
 from ppctl.errors import PpctlError
 from ppctl.foreign.describe import describe, proved
 from ppctl.foreign.library import read_own_config
-from ppctl.foreign.miniature import dropout_fields
+from ppctl.foreign.proof import drops_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _examine(directory: Path) -> dict[str, Any]:
         "tied": anatomy.tied,
         "stages": list(proof.stages),
         "gradients": proof.gradients,
-        "dropout": dropout_fields(config),
+        "dropout": drops_of(config),
         "wrong": [],
     }
 

@@ -16,14 +16,14 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.library import library_version, make_model, read_own_config
 from ppctl.foreign.measure import layer_cost, rough_cost
-from ppctl.foreign.miniature import dropout_fields
-from ppctl.foreign.proof import CODE_FAILS, Proof, prove
+from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, prove
 from ppctl.foreign.stage import row_of
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind
 from ppctl.geometry.rows import Parameter
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
 _UNBOUNDED = 1 << 20
 """Positions of a model whose config names no limit."""
 
@@ -40,7 +40,7 @@ def proved(config: Any, directory: Path) -> Proof:
 def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     """Read, prove and measure. Raises ConfigError: as `read_own_config`, PP-E528, and PP-E529 for dropout."""
     config = read_own_config(directory, overrides)
-    drops = dropout_fields(config)
+    drops = drops_of(config)
     if drops:
         listed = ", ".join(f"{name}={value}" for name, value in drops.items())
         message = f"{config.model_type} at {directory} has {listed}: its draws would depend on the cut"
@@ -50,12 +50,13 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     anatomy = proof.anatomy
     blank = make_model(config, "meta").train()
     named = [*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank)]
+    _compare(anatomy, named, directory)
     rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
     structures = [_inside(anatomy, rows, index) for index in range(anatomy.count)]
     different = list(dict.fromkeys(structures))
     experts = _experts(config)
     size = int(getattr(config, "hidden_size", 0) or rows[anatomy.uses[0]].shape[1])
-    positions = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
+    positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
     kinds = []
     for kind in different:
         number = structures.index(kind)
@@ -89,6 +90,15 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
         active=active,
         notes=_notes(experts),
     )
+
+
+def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:
+    """Refuse a miniature of other parts than the model. Raises ConfigError (PP-E528)."""
+    outside = {name.rpartition(".")[0] for name in names if not name.startswith(f"{anatomy.layers}.")}
+    wrong = sorted(outside ^ {*anatomy.first, *anatomy.last})
+    if wrong:
+        message = f"{directory}: {', '.join(wrong)} is in its miniature or in the model, and not in both"
+        raise ConfigError(Problem("PP-E528", message, place=str(directory)))
 
 
 def _notes(experts: tuple[int, int] | None) -> tuple[str, ...]:

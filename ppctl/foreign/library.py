@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
@@ -84,3 +84,45 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
     with torch.device(device):
         model: nn.Module = _transformers().AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     return model
+
+
+class Conversions:
+    """How the library makes a model's tensors of those that files hold."""
+
+    def __init__(self, model: Any) -> None:
+        self._core = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        self._model, self._state = model, model.state_dict()
+        self._renamings = [each for each in mapping if isinstance(each, self._core.WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, self._core.WeightConverter)]
+
+    @property
+    def order(self) -> Callable[[str], Any]:
+        """By which names are sorted: expert 2 before expert 10."""
+        found: Callable[[str], Any] = self._core.dot_natural_key
+        return found
+
+    def target_of(self, stored: str) -> tuple[str, str | None]:
+        """The model's tensor that a stored one belongs to; and where it is a part of one, the pattern of its name."""
+        prefix = self._model.base_model_prefix
+        found: tuple[str, str | None] = self._core.rename_source_key(
+            stored, self._renamings, self._converters, prefix, self._state
+        )
+        return found
+
+    def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
+        """The tensor with this name, of stored ones by their patterns."""
+        converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
+        found: Any = parts
+        for operation in converter.operations:
+            found = operation.convert(
+                found,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=name,
+                model=self._model,
+                config=self._model.config,
+                missing_keys=None,
+            )
+        (tensor,) = found.values()
+        return tensor[0] if isinstance(tensor, list) else tensor

@@ -6,6 +6,7 @@ Knows how the two are run and compared. Must not know directories or what is pri
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ppctl.foreign.anatomy import CannotCut, survey
 from ppctl.foreign.library import make_model
-from ppctl.foreign.miniature import VOCABULARY, miniatures
+from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
 from ppctl.foreign.stage import ForeignStage, untie
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
@@ -66,6 +67,25 @@ def prove(config: Any) -> Proof:
     gradients = [(n, p.grad) for stage in stages for n, p in stage.canonical_parameters().items()]
     _compare_gradients(dict(gradients), expected)
     return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss), starts)
+
+
+def drops_of(config: Any) -> dict[str, float]:
+    """The fields by which a model drops something in training, with their values: draws would depend on the cut.
+
+    Some fields with such names are for models with other heads: what a miniature draws decides.
+    """
+    return {name: value for name, value in dropout_fields(config).items() if _draws(config, name)}
+
+
+def _draws(config: Any, name: str) -> bool:
+    """Whether a miniature in which this field alone drops something gives other results for the same tokens."""
+    tokens = _batch(0)[0]
+    for small in miniatures(config, drops=name):
+        with suppress(*CODE_FAILS), torch.no_grad():
+            torch.manual_seed(0)
+            model = make_model(small, "cpu").train()
+            return not torch.equal(*(model(input_ids=tokens, use_cache=False).logits for _ in range(2)))
+    return True
 
 
 def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:

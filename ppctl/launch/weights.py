@@ -19,6 +19,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import TRAINING, known_families, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
+from ppctl.families.safetensors import read_directory
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.launch.described import describe
@@ -82,8 +83,10 @@ def values_of(
 def check_weights(path: Path, model: ModelConfig) -> None:
     """Compare the tensors stored at `path` with `model`'s. Raises CheckpointError naming all that do not fit."""
     if (path / CONFIG).is_file():
-        if has_weights(path) or foreign_of(model) is None:
+        if foreign_of(model) is None:
             open_directory(path, model=model)
+        elif has_weights(path):
+            read_directory(path)  # its names are known to transformers, which ranks import: they compare them
         return
     cut = [
         f"{path / name}: {_size(path / name):,} bytes instead of {entry['bytes']:,}"

@@ -25,6 +25,7 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
+from ppctl.families.safetensors import read_directory
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
@@ -73,7 +74,7 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     parameters = sum(spec.numel() for spec in specs.values())
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(step_path(out / "checkpoints", 0), found.model_type, parameters, len(specs), size)
+    return Done(step_path(out / "checkpoints", 0), found.family.model_type, parameters, len(specs), size)
 
 
 def export_checkpoint(
@@ -141,8 +142,8 @@ def _verify(directory: Path, specs: list[Spec], model: ModelConfig) -> None:
 
     Raises CheckpointError (PP-E523) where it is not what was to be written.
     """
-    read = open_directory(directory, model=None if foreign_of(model) is None else model)
-    found = {name: (each.shape, each.dtype, each.bytes) for name, each in read.stored.items()}
+    stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
+    found = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
     wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:
