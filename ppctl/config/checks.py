@@ -14,7 +14,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ppctl.config import data_paths, launch_rules, model_rules, offloading_rules, precision, recompute_rules
+from ppctl.config import (
+    data_paths,
+    foreign_rules,
+    launch_rules,
+    model_rules,
+    offloading_rules,
+    precision,
+    recompute_rules,
+)
 from ppctl.config.keys import (
     Finding,
     as_typed,
@@ -117,6 +125,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _messages(config)
     yield from recompute_rules.broken_rules(config)
     yield from offloading_rules.broken_rules(config)
+    yield from foreign_rules.broken_rules(config)
     yield from data_paths.broken_rules(config)
     yield from launch_rules.broken_rules(config)
     yield from _schedule(config)

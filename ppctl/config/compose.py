@@ -10,13 +10,25 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, within_limits
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import ABSENT, meant_by
-from ppctl.config.keys import as_typed, did_you_mean, keys, mapping_with, nearest, sections, text_keys, value_text
+from ppctl.config.foreign_rules import READ, without_effect
+from ppctl.config.keys import (
+    as_typed,
+    did_you_mean,
+    keys,
+    mapping_with,
+    nearest,
+    sections,
+    text_keys,
+    value_of,
+    value_text,
+)
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
@@ -110,8 +122,11 @@ def override(
         message = f"{group}={option}: a run keeps the {group} that it was started with; leave it out"
         arguments.problems.append(Problem("PP-E104", message, place=PLACE))
     draft = Draft(to_mapping(config), dict(provenance), arguments.problems)
-    before = draft.sizes()
-    draft.set_layout_aside(before, _apply(draft, values))
+    before, typed = draft.sizes(), _apply(draft, values)
+    draft.set_layout_aside(before, typed)
+    if config.model.transformers is not None:
+        now = {name: draft.get(name) for name in sorted(typed)}
+        draft.problems += without_effect(now, partial(value_of, config), PLACE, {"model.from"})
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -247,6 +262,9 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
     except PpctlError as error:
         draft.problems += error.problems
         return
+    if values.get("model.transformers") is not None:
+        now = {name: draft.get(name) for name in sorted(typed)}
+        draft.problems += without_effect(now, lambda name: values.get(name, text_keys()[name].default), PLACE, READ)
     is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
     for name, value in values.items():
         if name not in typed and not (name == _TOKENIZER and is_set):
