@@ -43,6 +43,9 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
     if config.train.recompute_granularity == "selective":
         key = "train.recompute_granularity"
         yield (key,), f"{code} has modules of other names: whole layers can be recomputed", f"{key}=full"
+    elif config.train.recompute_method != "block" and (config.train.recompute_num_layers or 1) > 1:
+        key = "train.recompute_num_layers"
+        yield (key,), f"{code} calls its layers itself: each is recomputed alone", f"{key}=1"
 
 
 def without_effect(

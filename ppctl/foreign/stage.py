@@ -229,7 +229,7 @@ def _role(module: nn.Module, own: str, dims: int) -> Role:
     """What AdamW and the norm have to know: matrices decay, embeddings, norms and biases do not."""
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if own == "bias":
+    if own.endswith("bias"):  # experts have one for each: gate_up_proj_bias [experts, width]
         return "bias"
     return "matrix" if dims > 1 else "norm"
 
