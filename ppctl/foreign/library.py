@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -84,6 +85,21 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
     with torch.device(device):
         model: nn.Module = _transformers().AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     return model
+
+
+@contextmanager
+def rows_are_whole() -> Iterator[None]:
+    """Let the library not look in positions for several documents in a row: tensors without values have none."""
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masks, name, None)
+    if before is not None:
+        setattr(masks, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(masks, name, before)
 
 
 class Conversions:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,10 +49,15 @@ def run_config(text: Path, cut: str, kind: str) -> RunConfig:
     """The run of a cut, as `model.from=DIR` makes it."""
     config = run_of(text, m=3, **CUTS[cut])  # type: ignore[arg-type]
     directory = directory_of(text, kind)
-    model = asdict(config.model) | dict(model_values(str(directory), "transformers"))
+    model = asdict(config.model) | dict(_values(directory))
     config.model = ModelConfig(**model | {"from_": str(directory)})
     config.train.steps = STEPS
     return config
+
+
+@cache
+def _values(directory: Path) -> Mapping[str, Any]:
+    return model_values(str(directory), "transformers")
 
 
 @cache
