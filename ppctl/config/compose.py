@@ -236,6 +236,10 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
         if known is None:
             draft.problems.append(_refuse(key, text))
             continue
+        if known == "model.transformers":
+            message = f"{known} is what was found in the directory of model.from: it is not typed"
+            draft.problems.append(Problem("PP-E103", message, "model.from=DIR", PLACE))
+            continue
         if known in text_keys():
             draft.covered.setdefault(known, deepcopy(draft.get(known)))
         try:

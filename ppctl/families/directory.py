@@ -85,9 +85,7 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     known = {*_copies(whole), *stored_names(family, whole).values()}
     copies = {name: of for name, of in _copies(model).items() if name in stored}
     block = (config.get("quantization_config") or {}).get("weight_block_size") or _BLOCK
-    found = ModelDirectory(
-        path, family.model_type, model, stored, stored_names(family, model), copies, (block[0], block[1])
-    )
+    found = ModelDirectory(path, family, model, stored, stored_names(family, model), copies, (block[0], block[1]))
     if problems := list(_misfits(found, known)):
         raise CheckpointError(problems)
     return found

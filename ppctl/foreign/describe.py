@@ -34,7 +34,9 @@ def proved(config: Any, directory: Path) -> Proof:
         return prove(config)
     except CannotCut as error:
         message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
-        raise ConfigError(Problem("PP-E528", message, place=str(directory))) from error
+        balanced = "output_router_logits" in str(error)
+        remedy = "model.hf_overrides.output_router_logits=false" if balanced else ""
+        raise ConfigError(Problem("PP-E528", message, remedy, str(directory))) from error
 
 
 def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:

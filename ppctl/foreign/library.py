@@ -141,4 +141,5 @@ class Conversions:
                 missing_keys=None,
             )
         (tensor,) = found.values()
-        return tensor[0] if isinstance(tensor, list) else tensor
+        whole: Tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return whole

@@ -96,7 +96,8 @@ def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    count: int = sdpa_flop_count(query, key, value)
+    return count
 
 
 def _fitted(lengths: Sequence[int], values: Sequence[float]) -> Growth:

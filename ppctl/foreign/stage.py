@@ -12,23 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.errors import ConfigError, Problem
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.parts import Place
 from ppctl.geometry.rows import Parameter, Role
-from ppctl.model.core_attention import Attend
-from ppctl.model.feed_forward import ExchangeRows
 from ppctl.model.packing import ROWS, Packing
-from ppctl.model.router import SumOverTokens
-from ppctl.model.split import TensorSplit
 from ppctl.model.stage_model import Run, StageModel
 
 Forward = Callable[..., Any]
 
 _FILLED = "_is_hf_initialized"
 """An attribute of tensors that the functions with which transformers fills tensors leave alone."""
-
-_WHOLE = "a model of transformers runs with whole weights and sequences: tp, cp, ep and etp must be 1"
 
 
 class _Departed(Exception):
@@ -46,7 +40,8 @@ class ForeignStage(nn.Module, StageModel):
     stage get memory on `device` without values; those of others are one number each, spread over their shape, so that
     code which reads a dtype, a device or a shape finds them. A layer before the cut returns what arrived, the last
     layer of the stage ends the forward. Buffers that are not saved are made again by the model's own code. Names are
-    those of the whole model; a tied head is a parameter of its own (decision 3).
+    those of the whole model; a tied head is a parameter of its own (decision 3). Other ranks share neither weights nor
+    sequences with it: plans refuse these axes (`config/foreign_rules.py`).
     """
 
     def __init__(
@@ -125,21 +120,12 @@ class ForeignStage(nn.Module, StageModel):
         for index, run in zip(self.own, runs, strict=True):
             self._own_layers[index].run = run
 
-    def spread_experts(self, exchange: ExchangeRows) -> None:
-        """Refused: a model's own code has no exchange of experts."""
-        raise NotImplementedError(_WHOLE)
+    def _refuse_axes(self, *_: Any) -> None:
+        """Refused: the model's own code computes with whole weights and sequences. Plans say so before (PP-E103)."""
+        message = "a model whose code is transformers' runs with whole weights and sequences"
+        raise ConfigError(Problem("PP-E103", message, "tp=1 cp=1 ep=1 etp=1"))
 
-    def split_over(self, split: TensorSplit) -> None:
-        """Refused: a model's own code multiplies with whole weights."""
-        raise NotImplementedError(_WHOLE)
-
-    def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
-        """Refused: a model's own code attends to whole sequences."""
-        raise NotImplementedError(_WHOLE)
-
-    def share_tokens(self, others: SumOverTokens) -> None:
-        """Refused: a model's own code sums over the tokens that it sees."""
-        raise NotImplementedError(_WHOLE)
+    split_over = share_sequences = share_tokens = spread_experts = _refuse_axes
 
     # --- what is replaced --------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ VERSION = 1
 """Of the text; another one is described anew."""
 
 
-class Anatomy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Anatomy:
     """The parts of a model, by the names of their modules."""
 
     layers: str
@@ -130,7 +132,10 @@ class ForeignModel(NamedTuple):
             {"rows": kind.rows, "costs": {str(width): cost for width, cost in kind.costs.items()}}
             for kind in self.kinds
         ]
-        return json.dumps({"version": VERSION, **self._asdict(), "kinds": kinds}, separators=(",", ":"))
+        return json.dumps(
+            {"version": VERSION, **self._asdict(), "anatomy": asdict(self.anatomy), "kinds": kinds},
+            separators=(",", ":"),
+        )
 
     @classmethod
     def from_text(cls, text: str) -> ForeignModel:
@@ -146,9 +151,10 @@ class ForeignModel(NamedTuple):
                 )
                 for kind in data.pop("kinds")
             )
-            anatomy = Anatomy(*(tuple(part) if isinstance(part, list) else part for part in data.pop("anatomy")))
+            parts = data.pop("anatomy")
+            anatomy = Anatomy(**{**parts, "first": tuple(parts["first"]), "last": tuple(parts["last"])})
             first, last = _rows(data.pop("first")), _rows(data.pop("last"))
-            lists = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
+            lists: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
             return cls(anatomy=anatomy, first=first, last=last, kinds=kinds, **lists, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
