@@ -236,7 +236,7 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
         if known is None:
             draft.problems.append(_refuse(key, text))
             continue
-        if known == "model.transformers":
+        if known == "model.transformers" and text not in ("", "null"):
             message = f"{known} is what was found in the directory of model.from: it is not typed"
             draft.problems.append(Problem("PP-E103", message, "model.from=DIR", PLACE))
             continue

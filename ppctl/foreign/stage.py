@@ -120,7 +120,7 @@ class ForeignStage(nn.Module, StageModel):
         for index, run in zip(self.own, runs, strict=True):
             self._own_layers[index].run = run
 
-    def _refuse_axes(self, *_: Any) -> None:
+    def _refuse_axes(self, *_: Any, **__: Any) -> None:
         """Refused: the model's own code computes with whole weights and sequences. Plans say so before (PP-E103)."""
         message = "a model whose code is transformers' runs with whole weights and sequences"
         raise ConfigError(Problem("PP-E103", message, "tp=1 cp=1 ep=1 etp=1"))
