@@ -10,7 +10,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
@@ -129,11 +129,11 @@ def _patience_asked() -> Iterator[None]:
         waiting.cancel()
 
 
-def _read_model(source: str) -> Any:
+def _read_model(source: str, implementation: str, overrides: Mapping[str, str]) -> Any:
     """The values that `model.from` sets."""
     from ppctl.launch.weights import values_of  # imports the room of families: a tenth of a plan's time, rarely needed
 
-    return values_of(source)
+    return values_of(source, implementation, overrides)
 
 
 def _count_tokens(tokenizer: str) -> int:

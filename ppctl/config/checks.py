@@ -16,6 +16,7 @@ from typing import Any
 
 from ppctl.config import (
     data_paths,
+    foreign_rules,
     launch_rules,
     learning_rate,
     model_rules,
@@ -123,6 +124,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _messages(config)
     yield from recompute_rules.broken_rules(config)
     yield from offloading_rules.broken_rules(config)
+    yield from foreign_rules.broken_rules(config)
     yield from data_paths.broken_rules(config)
     yield from launch_rules.broken_rules(config)
     yield from _schedule(config)

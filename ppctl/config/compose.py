@@ -10,13 +10,25 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, within_limits
 from ppctl.config.draft import DEFAULT, Draft, flat
 from ppctl.config.flags import ABSENT, meant_by
-from ppctl.config.keys import as_typed, did_you_mean, keys, nearest, sections, text_keys, value_text
+from ppctl.config.foreign_rules import READ, without_effect
+from ppctl.config.keys import (
+    as_typed,
+    did_you_mean,
+    keys,
+    mapping_with,
+    nearest,
+    sections,
+    text_keys,
+    value_of,
+    value_text,
+)
 from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
 from ppctl.config.metadata import LATER
 from ppctl.config.quoting import quote
@@ -56,8 +68,9 @@ _VOCABULARY, _DIVISOR, _TP = (
     "parallel.tensor_model_parallel_size",
 )
 
-ReadModel = Callable[[str], Mapping[str, Any]]
-"""From the value of `model.from` to values by key: of the model, and data.tokenizer. Raises PpctlError."""
+ReadModel = Callable[[str, str, Mapping[str, str]], Mapping[str, Any]]
+"""From model.from, model.implementation and model.hf_overrides to values by key: of the model, and data.tokenizer.
+Raises PpctlError."""
 
 CountTokens = Callable[[str], int]
 """From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
@@ -109,8 +122,11 @@ def override(
         message = f"{group}={option}: a run keeps the {group} that it was started with; leave it out"
         arguments.problems.append(Problem("PP-E104", message, place=PLACE))
     draft = Draft(to_mapping(config), dict(provenance), arguments.problems)
-    before = draft.sizes()
-    draft.set_layout_aside(before, _apply(draft, values))
+    before, typed = draft.sizes(), _apply(draft, values)
+    draft.set_layout_aside(before, typed)
+    if config.model.transformers is not None:
+        now = {name: draft.get(name) for name in sorted(typed)}
+        draft.problems += without_effect(now, partial(value_of, config), PLACE, {"model.from"})
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -223,6 +239,10 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
         if known is None:
             draft.problems.append(_refuse(key, text))
             continue
+        if known == "model.transformers" and text not in ("", "null"):
+            message = f"{known} is what was found in the directory of model.from: it is not typed"
+            draft.problems.append(Problem("PP-E103", message, "model.from=DIR", PLACE))
+            continue
         if known in text_keys():
             draft.covered.setdefault(known, deepcopy(draft.get(known)))
         try:
@@ -245,10 +265,13 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
         draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {source}"))
         return
     try:
-        values = read_model(source)
+        values = read_model(source, draft.get("model.implementation"), draft.get("model.hf_overrides"))
     except PpctlError as error:
         draft.problems += error.problems
         return
+    if values.get("model.transformers") is not None:
+        now = {name: draft.get(name) for name in sorted(typed)}
+        draft.problems += without_effect(now, lambda name: values.get(name, text_keys()[name].default), PLACE, READ)
     is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
     for name, value in values.items():
         if name not in typed and not (name == _TOKENIZER and is_set):
@@ -303,8 +326,7 @@ def _known(key: str) -> str | None:
     """The schema's key that `key` sets: itself, or the mapping that it is an entry of."""
     if key in keys():
         return key
-    parent = key.rpartition(".")[0]
-    return parent if parent == "launch.env" else None
+    return mapping_with(key)
 
 
 def _refuse(key: str, text: str) -> Problem:

@@ -142,6 +142,12 @@ def text_keys() -> dict[str, Key]:
     return {name: key for name, key in keys().items() if not key.is_callable}
 
 
+def mapping_with(name: str) -> str | None:
+    """The key of the mapping that `name` is an entry of: `launch.env` for `launch.env.PATH`; None for other names."""
+    parent = keys().get(name.rpartition(".")[0])
+    return parent.name if parent is not None and get_origin(parent.type) is dict else None
+
+
 @cache
 def keys_with(fact: str) -> Mapping[str, Key]:
     """The keys that have a fact (the name of a field of `Facts`: `limit`, `verbatim`, ...), in order."""

@@ -14,6 +14,9 @@ from ppctl.config.schema import ModelConfig
 
 def broken_rules(model: ModelConfig) -> Iterator[Finding]:
     """Every rule that the model breaks."""
+    yield from _implementation(model)
+    if model.transformers is not None:
+        return  # its sizes are in a config of another library
     yield from _heads(model)
     yield from _learned(model)
     yield from _experts(model)
@@ -25,6 +28,18 @@ def broken_rules(model: ModelConfig) -> Iterator[Finding]:
             f"cp_comm_type lists {len(kinds)} layers, and there are {model.num_layers}",
             "model.cp_comm_type=p2p",
         )
+
+
+def _implementation(model: ModelConfig) -> Iterator[Finding]:
+    """Rules on whose code runs."""
+    if model.transformers is not None:
+        return
+    if model.implementation == "transformers" and model.from_ is None:
+        message = "the code of transformers is for the model of a directory, and model.from names none"
+        yield ("model.implementation", "model.from"), message, "model.implementation=auto"
+    elif model.hf_overrides and model.implementation != "transformers":
+        message = "hf_overrides are for models whose code is transformers', and this one's is ppctl's"
+        yield ("model.hf_overrides", "model.implementation"), message, "model.implementation=transformers"
 
 
 def turns_heads(model: ModelConfig) -> bool:

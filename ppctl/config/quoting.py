@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ppctl.config.keys import keys
+from ppctl.config.keys import keys, mapping_with
 
 _SWEEP = re.compile(r"(?:choice|range|interval|glob|sort|shuffle|tag)\((.*)\)", re.DOTALL)
 _RANGE = re.compile(r"range\(((?: *-?[0-9]{1,4} *,?){1,3})\)")
@@ -18,7 +18,7 @@ def _is_verbatim(key: str) -> bool:
     """Whether the value is taken letter by letter (layouts, paths, environment variables, any free value)."""
     info = keys().get(key)
     if info is None:
-        return key.startswith("launch.env.")
+        return mapping_with(key) is not None
     return info.facts.verbatim or (info.is_container and not info.is_dtype)
 
 

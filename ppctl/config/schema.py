@@ -55,6 +55,13 @@ class ModelConfig:
 
     from_: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
+    implementation: str = key("auto", one_of("auto", "ppctl", "transformers"), training=True)
+    """Whose code runs the model of model.from: `transformers`, the model's own forward on every stage; `ppctl`, blocks
+    of ppctl's (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's where it knows the family, else transformers'."""
+    hf_overrides: dict[str, str] = key(dict, training=True)
+    """Fields of config.json by other values, where the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
+    transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
+    """What was found in a model whose code is transformers', as JSON: model.from sets it, nobody has to type it."""
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
     """Decoder layers, MTP layers not counted."""
     hidden_size: int = key(256, positive(MOST_WIDTH), names="--hidden-size")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from ppctl.cost.context import Levels, exchanging, kept_more, live_more
 from ppctl.cost.offloading import Piece, on_device
+from ppctl.geometry.foreign_model import LayerCost
 from ppctl.geometry.layers import (
     DRAWN,
     DRAWN_ON_CPU,
@@ -20,6 +21,7 @@ from ppctl.geometry.layers import (
     Kind,
     KindName,
     Layer,
+    foreign_layer,
     holds_final_norm,
     layer_kinds,
     recomputed_modules,
@@ -517,6 +519,8 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     @cache
     def price(kind: Kind) -> tuple[float, float, float, float]:
         """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
+        if (foreign := foreign_layer(model, kind)) is not None:
+            return _measured(foreign.cost(setting.element), setting)
         found = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
         for module, size in found:
@@ -544,6 +548,14 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     decoder = sum(held[place].kind == "decoder" for place in pieces)
     pieces = on_device(pieces, moved, decoder) if moved else pieces
     return StagePieces(pieces, round(sum(moved.values())), _passed_on(model, held, setting))
+
+
+def _measured(cost: LayerCost, setting: Setting) -> tuple[float, float, float, float]:
+    """The same of a layer of transformers, whose recomputation makes all of it again."""
+    batch, length = setting.micro_batch_size, setting.seq_length
+    kept, forward, backward = (growth.of(batch, length) for growth in cost[1:])
+    backward -= cost.in_backward.constant if setting.put_off else 0.0
+    return kept, kept, max(0.0, forward), max(0.0, backward)
 
 
 def _moved(

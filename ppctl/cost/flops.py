@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import Kind, KindName, Layer, layer_kinds
+from ppctl.geometry.layers import Kind, KindName, Layer, foreign_layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 
 
@@ -53,11 +53,18 @@ def layer_flops(model: ModelConfig, kind: KindName, moe: bool, batch: int, seq: 
 
 def output_elements(sizes: Sizes) -> int:
     """Elements of the output's matrix, whether it is a parameter of its own or a use of the embedding."""
-    (output,) = kind_parameters(sizes, Kind("loss", False))
-    return output.size
+    return sizes.vocabulary * sizes.hidden
 
 
 def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int) -> int:
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
     kinds = layer_kinds(model, layers)
-    return sum(layer_flops(model, kind.name, kind.moe, micro_batch_size, seq_length) for kind in kinds)
+    return sum(kind_flops(model, kind, micro_batch_size, seq_length) for kind in kinds)
+
+
+def kind_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:
+    """One layer of this kind, of a model of transformers as it was measured."""
+    foreign = foreign_layer(model, kind)
+    if foreign is not None:
+        return round(foreign.flops.of(batch, seq))
+    return layer_flops(model, kind.name, kind.moe, batch, seq)

@@ -15,7 +15,8 @@ from ppctl.cost.activations import Setting, stage_pieces
 from ppctl.cost.parameters import held
 from ppctl.geometry.layers import Kind, Layer, layer_kinds
 from ppctl.geometry.offloading import offloaded_layers
-from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
+from ppctl.geometry.parameters import Sizes, kind_parameters
+from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
 
 _READS_WITH = {"wk": "wq", "wv": "wq", "wkv_a": "wq", "wq_a": "wq", "w3": "w1"}
@@ -70,6 +71,8 @@ def is_put_off(row: Parameter) -> bool:
 
 def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence_parallel: int) -> float:
     """Elements per token that a layer keeps for W on one device; `sequence_parallel` divides the residual stream."""
+    if kind.name == "loss":
+        return 0.0
     seen: set[str] = set()
     total = 0.0
     for row in kind_parameters(Sizes.of(model), kind):
@@ -103,5 +106,7 @@ def _on_device(row: Parameter, dim: int, sizes: ParallelSizes, sequence_parallel
 
 def _largest(model: ModelConfig, kind: Kind, sizes: ParallelSizes) -> int:
     """Elements of a layer's largest weight gradient that W makes on one device; a stack of experts has one."""
+    if kind.name == "loss":
+        return 0
     rows = [row for row in kind_parameters(Sizes.of(model), kind) if is_put_off(row)]
     return max((held(row.elements, row.axes, sizes) for row in rows), default=0)

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from functools import cache
 from math import prod
 
-from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import stage_rows
-from ppctl.geometry.layers import Kind, Layer, mtp_is_moe
-from ppctl.geometry.parameters import Parameter, Sizes, beside_layers, kind_parameters, mtp_embedding
+from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.layers import Kind, Layer, layer_kinds, mtp_is_moe
+from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters, mtp_embedding
+from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
 
 Axes = tuple[str, ...]
@@ -131,6 +132,8 @@ def total_parameters(model: ModelConfig) -> int:
 
 def active_parameters(model: ModelConfig) -> int:
     """Parameters that one token meets in the model without MTP: of the routed experts only the chosen ones."""
+    if (foreign := foreign_of(model)) is not None:
+        return foreign.active
     return _backbone(model, model.moe_router_topk)
 
 
@@ -147,7 +150,8 @@ def hugging_face_parameters(model: ModelConfig) -> int:
 
 
 def _backbone(model: ModelConfig, experts: int | None) -> int:
-    pattern = moe_layer_pattern(model)
-    once = [row for row in beside_layers(Sizes.of(model)) if row.copy_of is None]
-    layers = sum(pattern.count(moe) * decoder(model, moe, experts).total() for moe in set(pattern))
+    sizes = Sizes.of(model)
+    once = [row for row in beside_layers(sizes) if row.copy_of is None]
+    kinds = Counter(layer_kinds(model, (Layer("decoder", index) for index in range(model.num_layers))))
+    layers = sum(number * _kind_count(sizes, kind, experts).total() for kind, number in kinds.items())
     return layers + count_of(once).total()

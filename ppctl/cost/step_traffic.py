@@ -12,10 +12,10 @@ from typing import NamedTuple
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import held
 from ppctl.cost.traffic import COUNT, Traffic
-from ppctl.geometry.canonical_names import embedding_uses, owner_of, stage_parameters
+from ppctl.geometry.canonical_names import embedding_uses, owner_of, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
-from ppctl.geometry.parameters import EMBEDDING, Parameter
 from ppctl.geometry.parts import Parts, Place, tp_sums
+from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 REPORTED = 12
@@ -101,7 +101,7 @@ def _tied(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSiz
     ranks = sum(1 for number in uses if number)
     if ranks < 2 or not uses[stages.pp_rank]:
         return
-    (row,) = (stage_parameters(model, [Layer("embedding")])[name] for name in (EMBEDDING,))
+    row = stage_parameters(model, [Layer("embedding")])[uses_of_embedding(model)[0]]
     shared = 1 if sums.sharding == "none" else sizes.dp * sizes.cp
     elements = -(-held(row.elements, row.axes, sizes) // shared)
     found.note("ties", "broadcast", sum(uses) * elements * sums.gradient * (ranks - 1) / ranks, sum(uses))

@@ -18,8 +18,10 @@ from ppctl.cost.context import ContextTraffic, context_traffic
 from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
 from ppctl.cost.parameters import held
 from ppctl.cost.traffic import layer_passes
-from ppctl.geometry.layers import Kind
-from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
+from ppctl.geometry.foreign_model import LayerKind
+from ppctl.geometry.layers import Kind, foreign_layer
+from ppctl.geometry.parameters import Sizes, kind_parameters
+from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
 
 ACCUMULATED = 8
@@ -73,6 +75,8 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
             Work("loss", matmul=2 * logits * h, inputs=tokens * h, weights=columns * h),
             Work("loss", traffic=12 * logits, kernels=10),
         ]
+    if (foreign := foreign_layer(model, kind)) is not None:
+        return _measured(foreign, setting)
     works = [*_attention(model, kind, setting), *_feed_forward(model, kind.moe, setting)]
     works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
     if tp > 1:
@@ -83,6 +87,24 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
             Work("mtp", matmul=4 * tokens * h * h, traffic=8 * tokens * h * element, weights=2 * h * h, kernels=6)
         )
     return works
+
+
+def _measured(layer: LayerKind, setting: Setting) -> list[Work]:
+    """A layer of transformers: its products, its scores, and what it keeps, written once and read twice."""
+    batch, length, flops = setting.micro_batch_size, setting.seq_length, layer.flops
+    weights = sum(row.elements for row in layer.rows)
+    matmul, scores = batch * length * flops.token, batch * length**2 * flops.pair
+    kernels = 4 * len(layer.rows)  # of a product, and three of what is beside it
+    return [
+        Work(
+            "mlp",
+            matmul,
+            weights=weights,
+            traffic=3 * layer.cost(setting.element).kept.of(batch, length),
+            kernels=kernels,
+        ),
+        Work("core_attn", scores=scores, kernels=2),
+    ]
 
 
 def _attention(model: ModelConfig, kind: Kind, setting: Setting) -> Iterator[Work]:

@@ -153,7 +153,8 @@ class CudaRecorder(Recorder):
 
     def _time_of(self, events: _EventSet) -> float:
         """The host's time of a step's origin."""
-        return self._origin_time + self._origin.elapsed_time(events.origin) / 1e3
+        since: float = self._origin.elapsed_time(events.origin)  # milliseconds
+        return self._origin_time + since / 1e3
 
     def _stamps_of(self, events: _EventSet, origin_time: float) -> list[tuple[int, float, float]]:
         zero, origin = origin_time + self.clock_offset, events.origin

@@ -17,11 +17,12 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import read_config
 from ppctl.families.names import mtp_copies, stored_name
-from ppctl.families.safetensors import SIZES, Stored, read_directory
+from ppctl.families.safetensors import INDEX, SINGLE, SIZES, Stored, read_directory
 from ppctl.families.table import Family
 from ppctl.files import read_whole
 from ppctl.geometry.layers import Layer, layer_kinds
-from ppctl.geometry.parameters import EMBEDDING, Parameter, Sizes, beside_layers, kind_parameters
+from ppctl.geometry.parameters import Sizes, beside_layers, kind_parameters
+from ppctl.geometry.rows import EMBEDDING, Parameter
 
 Shape = tuple[int, ...]
 
@@ -88,6 +89,11 @@ def open_directory(path: Path, *, model: ModelConfig | None = None, mtp: bool = 
     if problems := list(_misfits(found, known)):
         raise CheckpointError(problems)
     return found
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a directory has weights beside its config."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def model_tensors(model: ModelConfig) -> dict[str, Shape]:

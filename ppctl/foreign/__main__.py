@@ -1,5 +1,8 @@
 """`python -m ppctl.foreign DIR`: whether a model directory can be cut into stages; what `ppctl doctor --model` starts.
 
+With `--describe OUT` the value that plans and stages read goes to that file, or what is wrong with the directory: what
+`model.from=DIR` starts (`ppctl/launch/described.py`).
+
 Knows the command line and what it prints. Must not know how a proof is made.
 """
 
@@ -8,15 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ppctl.errors import ConfigError, PpctlError, Problem
-from ppctl.foreign.anatomy import CannotCut
+from ppctl.errors import PpctlError
+from ppctl.foreign.describe import describe, proved
 from ppctl.foreign.library import read_own_config
-from ppctl.foreign.miniature import dropout_fields
-from ppctl.foreign.proof import prove
+from ppctl.foreign.proof import drops_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ppctl.foreign")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--describe", type=Path, metavar="OUT")
+    parser.add_argument("--overrides", type=json.loads, default={}, metavar="JSON")
     args = parser.parse_args(argv)
+    if args.describe is not None:
+        args.describe.write_text(_described(args.directory, args.overrides), encoding="utf-8")
+        return 0
     try:
         found = _examine(args.directory)
     except PpctlError as error:
@@ -37,14 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _described(directory: Path, overrides: Mapping[str, str]) -> str:
+    """JSON: the description as text, or the problems."""
+    try:
+        return json.dumps({"model": describe(directory, overrides).to_text()})
+    except PpctlError as error:
+        return json.dumps({"problems": [problem.to_json() for problem in error.problems]})
+
+
 def _examine(directory: Path) -> dict[str, Any]:
     """What the proof found. Raises ConfigError (PP-E528) for a model that cannot be cut, and as `read_own_config`."""
     config = read_own_config(directory)
-    try:
-        proof = prove(config)
-    except CannotCut as error:
-        message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
-        raise ConfigError(Problem("PP-E528", message, place=str(directory))) from error
+    proof = proved(config, directory)
     anatomy = proof.anatomy
     return {
         "model_type": config.model_type,
@@ -54,7 +65,7 @@ def _examine(directory: Path) -> dict[str, Any]:
         "tied": anatomy.tied,
         "stages": list(proof.stages),
         "gradients": proof.gradients,
-        "dropout": dropout_fields(config),
+        "dropout": drops_of(config),
         "wrong": [],
     }
 

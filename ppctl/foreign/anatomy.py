@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ppctl.geometry.foreign_model import Anatomy
 
 _TOKENS = 4
 """In each of two sequences of the forward that is watched."""
@@ -20,29 +21,6 @@ _TOKENS = 4
 
 class CannotCut(Exception):
     """What of a model a cut cannot carry; the text names the module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """The parts of a model, by the names of their modules."""
-
-    layers: str
-    """The list of decoder layers: `model.layers`, `transformer.h`."""
-    count: int
-    first: tuple[str, ...]
-    """Modules with parameters or saved buffers that run before the layers, in the model's order: embeddings."""
-    last: tuple[str, ...]
-    """The same behind the layers: final norm and head."""
-    embedding: str
-    head: str
-    tied: bool
-    """Whether the head's weight is the embedding's."""
-    returned: int
-    """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
-
-    def layer(self, index: int) -> str:
-        """The name of a layer's module."""
-        return f"{self.layers}.{index}"
 
 
 def survey(model: nn.Module) -> Anatomy:

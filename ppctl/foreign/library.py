@@ -6,12 +6,16 @@ Knows which part of transformers is needed. Must not know stages. No other modul
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
@@ -26,8 +30,19 @@ def _transformers() -> Any:
         raise ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'")) from error
 
 
-def read_own_config(directory: Path) -> Any:
-    """The config of a model directory, of the class that its model_type has in transformers.
+def library_version() -> str:
+    """Of transformers. Raises as every use of it."""
+    return str(_transformers().__version__)
+
+
+def config_from(text: str) -> Any:
+    """The config that a `ForeignModel` has as JSON."""
+    fields = json.loads(text)
+    return _transformers().AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """The config of a model directory, of the class that its model_type has in transformers; `overrides` of its fields.
 
     Raises ConfigError: PP-E520 without a readable config.json, PP-E526, and PP-E527 for what is no causal language
     model of transformers: an encoder and a decoder, several modalities, programs that come with the directory.
@@ -35,10 +50,13 @@ def read_own_config(directory: Path) -> Any:
     read_config_file(directory)  # says what is wrong with the file in ppctl's words
     library = _transformers()
     try:
-        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        fields = {name: _value(text) for name, text in overrides.items()}
+        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise _refused(directory, f"transformers {library.__version__} does not read its config: {error}") from None
     kind = config.model_type
+    if unknown := [name for name in overrides if not hasattr(config, name)]:
+        raise _refused(directory, f"the config of {kind} has no field {', '.join(unknown)}")
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:
@@ -47,6 +65,14 @@ def read_own_config(directory: Path) -> Any:
     if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
     return config
+
+
+def _value(text: str) -> Any:
+    """A field's value as it was typed: a number, true, null, a list; else text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _refused(directory: Path, reason: str) -> ConfigError:
@@ -59,3 +85,61 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
     with torch.device(device):
         model: nn.Module = _transformers().AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     return model
+
+
+@contextmanager
+def rows_are_whole() -> Iterator[None]:
+    """Let the library not look in positions for several documents in a row: tensors without values have none."""
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    before = getattr(masks, name, None)
+    if before is not None:
+        setattr(masks, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(masks, name, before)
+
+
+class Conversions:
+    """How the library makes a model's tensors of those that files hold."""
+
+    def __init__(self, model: Any) -> None:
+        self._core = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        self._model, self._state = model, model.state_dict()
+        self._renamings = [each for each in mapping if isinstance(each, self._core.WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, self._core.WeightConverter)]
+
+    @property
+    def order(self) -> Callable[[str], Any]:
+        """By which names are sorted: expert 2 before expert 10."""
+        found: Callable[[str], Any] = self._core.dot_natural_key
+        return found
+
+    def target_of(self, stored: str) -> tuple[str, str | None]:
+        """The model's tensor that a stored one belongs to; and where it is a part of one, the pattern of its name."""
+        prefix = self._model.base_model_prefix
+        found: tuple[str, str | None] = self._core.rename_source_key(
+            stored, self._renamings, self._converters, prefix, self._state
+        )
+        return found
+
+    def converted(self, name: str, parts: dict[str, list[Tensor]]) -> Tensor:
+        """The tensor with this name, of stored ones by their patterns."""
+        converter = next(each for each in self._converters if set(parts) <= set(each.source_patterns))
+        found: Any = parts
+        for operation in converter.operations:
+            found = operation.convert(
+                found,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=name,
+                model=self._model,
+                config=self._model.config,
+                missing_keys=None,
+            )
+        (tensor,) = found.values()
+        whole: Tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return whole

@@ -27,11 +27,15 @@ _OTHERS = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
 }
+_AS_WIDE = ("word_embed_proj_dim",)
+"""Sizes beside the residual stream's: where they are equal, there is no projection between the two."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
-def miniatures(config: Any) -> Iterator[Any]:
+def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     """Copies of a config of transformers with small widths, no dropout, and all of its layers; the smallest first.
+
+    `drops` names a field that keeps its share of what is dropped.
 
     The width of a head stays, because rotary tables are written for it. Larger ones follow for models whose residual
     stream has to be as wide as all heads, that want more heads, or other sizes than are lowered here.
@@ -39,7 +43,8 @@ def miniatures(config: Any) -> Iterator[Any]:
     for groups, narrow in ((2, True), (2, False), (4, False), (None, False)):
         small = deepcopy(config)
         for name in dropout_fields(config):
-            setattr(small, name, 0.0)
+            if name != drops:
+                setattr(small, name, 0.0)
         for name, most in _OTHERS.items():
             _lower(small, name, most)
         for name in list(vars(small)):
@@ -54,7 +59,7 @@ def miniatures(config: Any) -> Iterator[Any]:
 
 
 def dropout_fields(config: Any) -> dict[str, float]:
-    """The fields of a config that drop something, with their values: draws would depend on the cut."""
+    """The fields of a config whose names say that they drop something, with their values."""
     found = vars(config).items()
     return {name: value for name, value in found if "drop" in name and isinstance(value, float) and value > 0}
 
@@ -97,3 +102,6 @@ def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
         setattr(config, keys, min(groups, most))
     beside = hidden != heads * width or (narrow and named is not None)
     config.hidden_size = min(hidden, _WIDTH) if beside else fewer * width
+    for name in _AS_WIDE:
+        if _own(config, name) == hidden:
+            setattr(config, name, config.hidden_size)

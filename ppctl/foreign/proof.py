@@ -6,6 +6,7 @@ Knows how the two are run and compared. Must not know directories or what is pri
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppctl.foreign.anatomy import Anatomy, CannotCut, survey
+from ppctl.foreign.anatomy import CannotCut, survey
 from ppctl.foreign.library import make_model
-from ppctl.foreign.miniature import VOCABULARY, miniatures
+from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
 from ppctl.foreign.stage import ForeignStage, untie
+from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
+from ppctl.geometry.rows import Start
 from ppctl.model.loss import microbatch_loss
 
 _MICROBATCHES, _ROWS, _TOKENS = 2, 2, 20
@@ -40,6 +43,8 @@ class Proof:
     gradients: int
     """How many were compared."""
     loss: float
+    starts: Mapping[str, Start]
+    """How the model's own code initialises each parameter and saved buffer."""
 
 
 def prove(config: Any) -> Proof:
@@ -51,7 +56,7 @@ def prove(config: Any) -> Proof:
     """
     if vars(config).get("output_router_logits"):
         raise CannotCut("output_router_logits=true: its load-balancing loss is a product of sums over all layers")
-    blank, whole, anatomy = _small_model(config)
+    blank, whole, anatomy, starts = _small_model(config)
     untie(whole, anatomy)
     batches = [_batch(number) for number in range(_MICROBATCHES)]
     states, expected, loss = _run_whole(whole, anatomy, batches)
@@ -61,11 +66,30 @@ def prove(config: Any) -> Proof:
     _run_cut(stages, anatomy, batches, states, loss)
     gradients = [(n, p.grad) for stage in stages for n, p in stage.canonical_parameters().items()]
     _compare_gradients(dict(gradients), expected)
-    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss))
+    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss), starts)
 
 
-def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy]:
-    """The smallest miniature that runs: on meta, with weights, and its anatomy."""
+def drops_of(config: Any) -> dict[str, float]:
+    """The fields by which a model drops something in training, with their values: draws would depend on the cut.
+
+    Some fields with such names are for models with other heads: what a miniature draws decides.
+    """
+    return {name: value for name, value in dropout_fields(config).items() if _draws(config, name)}
+
+
+def _draws(config: Any, name: str) -> bool:
+    """Whether a miniature in which this field alone drops something gives other results for the same tokens."""
+    tokens = _batch(0)[0]
+    for small in miniatures(config, drops=name):
+        with suppress(*CODE_FAILS), torch.no_grad():
+            torch.manual_seed(0)
+            model = make_model(small, "cpu").train()
+            return not torch.equal(*(model(input_ids=tokens, use_cache=False).logits for _ in range(2)))
+    return True
+
+
+def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
+    """The smallest miniature that runs: on meta, with weights, its anatomy, and how its weights began."""
     failed: Exception | None = None
     for small in miniatures(config):
         try:
@@ -74,12 +98,18 @@ def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy]:
                 break
             torch.manual_seed(0)
             whole = make_model(small, "cpu").train()
+            starts = {name: _start(tensor) for name, tensor in whole.state_dict().items()}
             _shake(whole)
-            return blank, whole, survey(whole)
+            return blank, whole, survey(whole), starts
         except CODE_FAILS as error:
             failed = failed or error
     reason = "ppctl does not know which of its sizes to lower" if failed is None else _line(failed)
     raise CannotCut(f"no miniature of it can be made: {reason}") from failed
+
+
+def _start(tensor: Tensor) -> Start:
+    """Constants stay what they are in any size; all else is drawn."""
+    return "ones" if bool((tensor == 1).all()) else "zeros" if bool((tensor == 0).all()) else "normal"
 
 
 def _shake(model: nn.Module) -> None:

@@ -12,23 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppctl.foreign.anatomy import Anatomy
+from ppctl.errors import ConfigError, Problem
+from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
-from ppctl.geometry.parameters import Parameter, Role
-from ppctl.geometry.parts import Place
-from ppctl.model.core_attention import Attend
-from ppctl.model.feed_forward import ExchangeRows
+from ppctl.geometry.rows import Parameter, Role
 from ppctl.model.packing import ROWS, Packing
-from ppctl.model.router import SumOverTokens
-from ppctl.model.split import TensorSplit
 from ppctl.model.stage_model import Run, StageModel
 
 Forward = Callable[..., Any]
 
 _FILLED = "_is_hf_initialized"
 """An attribute of tensors that the functions with which transformers fills tensors leave alone."""
-
-_WHOLE = "a model of transformers runs with whole weights and sequences: tp, cp, ep and etp must be 1"
 
 
 class _Departed(Exception):
@@ -46,7 +40,8 @@ class ForeignStage(nn.Module, StageModel):
     stage get memory on `device` without values; those of others are one number each, spread over their shape, so that
     code which reads a dtype, a device or a shape finds them. A layer before the cut returns what arrived, the last
     layer of the stage ends the forward. Buffers that are not saved are made again by the model's own code. Names are
-    those of the whole model; a tied head is a parameter of its own (decision 3).
+    those of the whole model; a tied head is a parameter of its own (decision 3). Other ranks share neither weights nor
+    sequences with it: plans refuse these axes (`config/foreign_rules.py`).
     """
 
     def __init__(
@@ -87,6 +82,11 @@ class ForeignStage(nn.Module, StageModel):
             self._arrived = None
         return (result.logits,)
 
+    @property
+    def whole(self) -> tuple[nn.Parameter, ...]:
+        """The head's weight: the gradient of its result is [b, s, words]."""
+        return (self.model.get_parameter(f"{self.anatomy.head}.weight"),) if self.ends else ()
+
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """By the names that the whole model gives them."""
         return {name: self.model.get_parameter(name) for name in self._names}
@@ -104,14 +104,10 @@ class ForeignStage(nn.Module, StageModel):
 
     def parameter_rows(self) -> Mapping[str, Parameter]:
         """Names, shapes and roles, told by the kind of module and the number of dims; buffers included."""
-        tied = {f"{self.anatomy.head}.weight": f"{self.anatomy.embedding}.weight"} if self.anatomy.tied else {}
-        rows = {
-            name: Parameter(name, tuple(parameter.shape), self._role(name, parameter), copy_of=tied.get(name))
-            for name, parameter in self.canonical_parameters().items()
+        return {
+            name: row_of(self.model, self.anatomy, name)
+            for name in (*self.canonical_parameters(), *self.canonical_buffers())
         }
-        for name, buffer in self.canonical_buffers().items():
-            rows[name] = Parameter(name, tuple(buffer.shape), "correction", gradient="none")
-        return rows
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:
         """The layers of this stage; each is called as (hidden state, positional arguments, arguments by name)."""
@@ -124,21 +120,12 @@ class ForeignStage(nn.Module, StageModel):
         for index, run in zip(self.own, runs, strict=True):
             self._own_layers[index].run = run
 
-    def spread_experts(self, exchange: ExchangeRows) -> None:
-        """Refused: a model's own code has no exchange of experts."""
-        raise NotImplementedError(_WHOLE)
+    def _refuse_axes(self, *_: Any, **__: Any) -> None:
+        """Refused: the model's own code computes with whole weights and sequences. Plans say so before (PP-E103)."""
+        message = "a model whose code is transformers' runs with whole weights and sequences"
+        raise ConfigError(Problem("PP-E103", message, "tp=1 cp=1 ep=1 etp=1"))
 
-    def split_over(self, split: TensorSplit) -> None:
-        """Refused: a model's own code multiplies with whole weights."""
-        raise NotImplementedError(_WHOLE)
-
-    def share_sequences(self, place: Place, ways: Mapping[str, Attend]) -> None:
-        """Refused: a model's own code attends to whole sequences."""
-        raise NotImplementedError(_WHOLE)
-
-    def share_tokens(self, others: SumOverTokens) -> None:
-        """Refused: a model's own code sums over the tokens that it sees."""
-        raise NotImplementedError(_WHOLE)
+    split_over = share_sequences = share_tokens = spread_experts = _refuse_axes
 
     # --- what is replaced --------------------------------------------------------------------------------------------
 
@@ -198,17 +185,6 @@ class ForeignStage(nn.Module, StageModel):
         """A hidden state in the form in which this model's layers return it."""
         return (state, *[None] * (self.anatomy.returned - 1)) if self.anatomy.returned else state
 
-    def _role(self, name: str, parameter: Tensor) -> Role:
-        """What AdamW and the norm have to know: matrices decay, embeddings, norms and biases do not."""
-        path, _, own = name.rpartition(".")
-        if self.anatomy.tied and path == self.anatomy.head:
-            return "embedding" if own == "weight" else "bias"
-        if isinstance(self.model.get_submodule(path), nn.Embedding):
-            return "embedding"
-        if own == "bias":
-            return "bias"
-        return "matrix" if parameter.dim() > 1 else "norm"
-
 
 class _OwnLayer(nn.Module):
     """A layer as recompute and others see it: a function of tensors by position. It owns no parameters."""
@@ -221,6 +197,27 @@ class _OwnLayer(nn.Module):
     def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The layer's own forward."""
         return self.function(state, *arguments, **named)
+
+
+def row_of(model: nn.Module, anatomy: Anatomy, name: str) -> Parameter:
+    """The row of a parameter or saved buffer of a model, by the name that the whole model gives it."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    if own in module._buffers:
+        return Parameter(name, tuple(model.get_buffer(name).shape), "correction", gradient="none")
+    shape = tuple(model.get_parameter(name).shape)
+    if name in anatomy.uses[1:]:
+        return Parameter(name, shape, "embedding", copy_of=anatomy.uses[0])
+    return Parameter(name, shape, _role(module, own, len(shape)))
+
+
+def _role(module: nn.Module, own: str, dims: int) -> Role:
+    """What AdamW and the norm have to know: matrices decay, embeddings, norms and biases do not."""
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if own.endswith("bias"):  # experts have one for each: gate_up_proj_bias [experts, width]
+        return "bias"
+    return "matrix" if dims > 1 else "norm"
 
 
 def untie(model: nn.Module, anatomy: Anatomy) -> None:
@@ -295,4 +292,6 @@ def _initializer(model: nn.Module, name: str) -> Forward:
 def _is_unset(module: nn.Module) -> bool:
     """Whether a buffer of a module, which has memory and is in no state dict, has no values yet."""
     buffers = [module._buffers[key] for key in module._non_persistent_buffers_set]
+    if torch._C._len_torch_dispatch_stack():
+        return False  # a layer is measured or rehearsed: nothing has values
     return any(b is not None and not hasattr(b, _FILLED) and bool(b.isnan().any()) for b in buffers)

@@ -12,22 +12,16 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, holds_final_norm, layer_kinds
-from ppctl.geometry.parameters import (
-    EMBEDDING,
-    MTP_EMBEDDING,
-    OUTPUT,
-    Parameter,
-    Sizes,
-    beside_layers,
-    final_norm,
-    kind_parameters,
-    mtp_embedding,
-    stack_name,
-)
+from ppctl.geometry.parameters import Sizes, beside_layers, final_norm, kind_parameters, mtp_embedding
+from ppctl.geometry.rows import EMBEDDING, MTP_EMBEDDING, OUTPUT, Parameter, stack_name
 
-EMBEDDING_USES = (EMBEDDING, OUTPUT, MTP_EMBEDDING)
-"""In canonical order; all but the first are uses only where a model has them."""
+
+def uses_of_embedding(model: ModelConfig) -> tuple[str, ...]:
+    """The names under which the token embedding may be used, in canonical order; the first owns it."""
+    foreign = foreign_of(model)
+    return (EMBEDDING, OUTPUT, MTP_EMBEDDING) if foreign is None else foreign.anatomy.uses
 
 
 def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
@@ -75,16 +69,17 @@ def canonical_names(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, .
     return tuple(name for name, row in stage_parameters(model, layers).items() if row.gradient != "none")
 
 
-_NUMBERED = re.compile(r"(layers|mtp)\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def parameter_of(name: str, model: ModelConfig) -> Parameter:
     """The row of a canonical name, of one expert or of a stack. Raises LookupError for what the model does not have."""
-    sizes, general = Sizes.of(model), _EXPERT.sub(".experts.{expert}.", name)
+    sizes, foreign = Sizes.of(model), foreign_of(model)
+    general = _EXPERT.sub(".experts.{expert}.", name) if foreign is None else name
+    decoder = "layers" if foreign is None else foreign.anatomy.layers
     row: Parameter | None = None
-    if found := _NUMBERED.fullmatch(general):
-        layer = Layer("decoder" if found[1] == "layers" else "mtp", int(found[2]))
+    if found := re.fullmatch(rf"({re.escape(decoder)}|mtp)\.(\d+)\.(.+)", general):
+        layer = Layer("decoder" if found[1] == decoder else "mtp", int(found[2]))
         if layer.index < (model.num_layers if layer.kind == "decoder" else model.mtp_num_layers or 0):
             (kind,) = layer_kinds(model, [layer])
             row = _by_name(sizes, kind).get(f"{found[1]}.{{layer}}.{found[3]}")
@@ -112,9 +107,10 @@ def owner_of(name: str, model: ModelConfig) -> str:
 
 
 def embedding_uses(model: ModelConfig, layers: Iterable[Layer]) -> tuple[str, ...]:
-    """The names under which a stage uses the token embedding, in the order of `EMBEDDING_USES`."""
-    uses = {row.name for row, _ in stage_rows(model, layers) if EMBEDDING in (row.name, row.copy_of)}
-    return tuple(name for name in EMBEDDING_USES if name in uses)
+    """The names under which a stage uses the token embedding, in the order of `uses_of_embedding`."""
+    names = uses_of_embedding(model)
+    uses = {row.name for row, _ in stage_rows(model, layers) if names[0] in (row.name, row.copy_of)}
+    return tuple(name for name in names if name in uses)
 
 
 def expert_name(stack: str, expert: int) -> str:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, TrainConfig
+from ppctl.geometry.foreign_model import LayerKind, foreign_of
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
 """embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""
@@ -79,10 +80,18 @@ class Kind(NamedTuple):
     """Whether its feed-forward is a mixture of experts."""
     cp_comm_type: str = "p2p"
     """How its attention exchanges what ranks that share a sequence have of it."""
+    structure: int = 0
+    """Of a model of transformers: which of its kinds of layers (`ForeignModel.kinds`)."""
 
 
 def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
     """The kind of each of these layers."""
+    foreign = foreign_of(model)
+    if foreign is not None:
+        structure = foreign.layers
+        return [
+            Kind(each.kind, False, "p2p", structure[each.index] if each.kind == "decoder" else 0) for each in layers
+        ]
     pattern = moe_layer_pattern(model)
     return [Kind(layer.kind, _has_experts(layer, pattern), cp_comm_type(model, layer)) for layer in layers]
 
@@ -93,6 +102,12 @@ def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
     if not (model.num_moe_experts and (balanced or model.moe_z_loss_coeff)):
         return 0
     return sum(kind.moe for kind in layer_kinds(model, layers))
+
+
+def foreign_layer(model: ModelConfig, kind: Kind) -> LayerKind | None:
+    """What is known of a decoder layer of transformers; None for ppctl's own, and for all that is no decoder layer."""
+    foreign = foreign_of(model)
+    return None if foreign is None or kind.name != "decoder" else foreign.kinds[kind.structure]
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:

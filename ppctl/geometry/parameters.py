@@ -18,100 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.foreign_model import described
 from ppctl.geometry.layers import Kind, expert_width, head_dim, query_groups
-
-Role = Literal["matrix", "expert", "router", "embedding", "norm", "bias", "correction"]
-"""matrix: of a product with activations, and expert: the same of a routed expert; router: scores of experts; bias:
-added to a product or a norm; correction: what balances a router, moved once a step without a gradient."""
-
-Gradient = Literal["complete", "tokens", "heads", "none"]
-"""What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
-its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be summed over tp
-always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own heads."""
-
-Start = Literal["ones", "zeros", "normal", "residual"]
-"""normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
-such projections to the residual stream (Radford et al. 2019, GPT-2)."""
-
-Splits = tuple[tuple[str, int], ...]
-"""(axis, dim) of every parallel axis that splits a parameter; on all others it is whole."""
-
-EMBEDDING = "tok_embeddings.weight"
-MTP_EMBEDDING = "mtp.tok_embeddings.weight"
-"""The copy of the embedding beside the MTP modules: another use of it."""
-OUTPUT = "output.weight"
-
-
-class Parameter(NamedTuple):
-    """A row: one parameter of a layer, or one of every expert of a layer."""
-
-    name: str
-    """Canonical, with {layer} and {expert} for their indexes: `layers.{layer}.moe.experts.{expert}.w1.weight`."""
-    shape: tuple[int, ...]
-    """Of one; modules stack experts, [experts, *shape]."""
-    role: Role
-    splits: Splits = ()
-    """Dims are those of the stack where there is one: its dim 0 are the experts."""
-    gradient: Gradient = "complete"
-    start: Start = "normal"
-    recomputed: str | None = None
-    """The entry of train.recompute_modules that computes with it again."""
-    experts: int = 0
-    """How many of them a layer has, each an expert's; 0 for a parameter that is none."""
-    copy_of: str | None = None
-    """The canonical name of the parameter that this is a further use of."""
-    units: int = 0
-    """Of the dim that tp splits: the parts that cannot be divided (groups of keys and values); 0 where all can be."""
-
-    @property
-    def size(self) -> int:
-        """Elements of one."""
-        return prod(self.shape)
-
-    @property
-    def elements(self) -> int:
-        """Elements of all in a layer."""
-        return self.size * (self.experts or 1)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether activations are multiplied with it, and it is no use of an embedding."""
-        return self.role in ("matrix", "expert", "router")
-
-    @property
-    def decayed(self) -> bool:
-        """Whether weight decay applies: to matrices, not to norms, biases and embeddings in any of their uses."""
-        return self.is_matrix
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The parallel axes that split it; `tp/8` does where it divides 8 units, `tp:37` cuts 37 words into runs."""
-        if self.units:
-            return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
-        words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
-        return tuple(f"{axis}:{self.shape[dim]}" if words else axis for axis, dim in self.splits)
-
-    def splits_over(self, ranks: int) -> bool:
-        """Whether so many ranks can split it; where there are fewer units than ranks, each has the whole."""
-        return not self.units or self.units % ranks == 0
-
-    def inside(self, block: str) -> bool:
-        """Whether it is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
-        return f".{block}." in self.name
-
-    def called(self, layer: int = 0) -> str:
-        """The canonical name in layer `layer`; of experts the name of their stack."""
-        name = stack_name(self.name) if self.experts else self.name
-        return name.format(layer=layer)
-
-
-def stack_name(pattern: str) -> str:
-    """The name under which a module holds all experts' tensors: `...experts.w1` of `...experts.{expert}.w1.weight`."""
-    return pattern.replace(".{expert}", "").removesuffix(".weight")
+from ppctl.geometry.rows import EMBEDDING, MTP_EMBEDDING, OUTPUT, Gradient, Parameter, Role
 
 
 class Sizes(NamedTuple):
@@ -141,6 +53,8 @@ class Sizes(NamedTuple):
     norm_bias: bool
     router_bias: bool
     tied: bool
+    transformers: str | None
+    """The text that describes a model of transformers, whose rows are in it."""
 
     @property
     def query_head(self) -> int:
@@ -180,6 +94,7 @@ class Sizes(NamedTuple):
             norm_bias=model.normalization == "LayerNorm",
             router_bias=model.moe_router_enable_expert_bias,
             tied=model.share_embeddings_and_output_weights,
+            transformers=model.transformers,
         )
 
 
@@ -188,7 +103,12 @@ class Sizes(NamedTuple):
 
 @cache
 def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
-    """The rows of one layer, in canonical order; of a loss the output, without the final norm."""
+    """The rows of one layer, in canonical order; of a loss the output, without the final norm.
+
+    Those of a model of transformers are in its description; its final norm is the loss layer's.
+    """
+    if sizes.transformers is not None:
+        return described(sizes.transformers).rows(kind.name, kind.structure)
     if kind.name == "decoder":
         return tuple(_inside("layers.{layer}", _decoder(sizes, kind.moe)))
     if kind.name == "mtp":
@@ -199,7 +119,7 @@ def kind_parameters(sizes: Sizes, kind: Kind) -> tuple[Parameter, ...]:
 @cache
 def final_norm(sizes: Sizes) -> tuple[Parameter, ...]:
     """The norm behind the decoder (`holds_final_norm` says which stage has it)."""
-    return tuple(_norm(sizes, "norm", sizes.hidden))
+    return () if sizes.transformers is not None else tuple(_norm(sizes, "norm", sizes.hidden))
 
 
 @cache
@@ -211,6 +131,9 @@ def mtp_embedding(sizes: Sizes) -> Parameter:
 
 def beside_layers(sizes: Sizes) -> tuple[Parameter, ...]:
     """The rows of all that is in no numbered layer, copies included."""
+    if sizes.transformers is not None:
+        found = described(sizes.transformers)
+        return (*found.first, *found.last)
     return (*_embedding(sizes), *final_norm(sizes), mtp_embedding(sizes), *_output(sizes))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ppctl.geometry.parameters import Parameter
+from ppctl.geometry.rows import Parameter
 
 
 class Place(NamedTuple):

@@ -13,16 +13,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
-from ppctl.families.config_json import TRAINING, read_config
-from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, open_directory, read_config_file
+from ppctl.families.config_json import TRAINING, known_families, read_config
+from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
+from ppctl.families.safetensors import read_directory
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.geometry.canonical_names import parameter_of, stack_of
+from ppctl.geometry.foreign_model import ForeignModel, foreign_of
+from ppctl.launch.described import describe
 from ppctl.runs import find_checkpoint
 
 KEY = "model.from"
@@ -48,29 +52,45 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
         raise ConfigError(Problem("PP-E520", message, download, KEY)) from None
 
 
-def model_values(text: str) -> Mapping[str, Any]:
-    """The fields of ModelConfig that the source sets. Raises ConfigError as `read_config`."""
+def model_values(
+    text: str, implementation: str = "auto", overrides: Mapping[str, str] = MappingProxyType({})
+) -> Mapping[str, Any]:
+    """The fields of ModelConfig that the source sets; of a directory by `model.implementation` and its overrides.
+
+    Raises ConfigError as `read_config` and `describe`.
+    """
     path = find_weights(text)
     if not (path / CONFIG).is_file():
         known = {field.name for field in fields(ModelConfig)} - {"from_"}
         saved = _saved(path, STATE, "model")
         return {name: value for name, value in saved.items() if name in known}
-    family, model = read_config(read_config_file(path), str(path / CONFIG))
+    config = read_config_file(path)
+    if implementation == "transformers" or (
+        implementation == "auto" and config.get("model_type") not in known_families()
+    ):
+        described = describe(path, overrides)
+        return {**ForeignModel.from_text(described).sizes, "transformers": described}
+    family, model = read_config(config, str(path / CONFIG))
     not_set = TRAINING - {field.ours for field in family.fields}
     return {name: value for name, value in asdict(model).items() if name not in not_set}
 
 
-def values_of(text: str) -> dict[str, Any]:
+def values_of(
+    text: str, implementation: str = "auto", overrides: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
     tokenizer = _tokenizer(find_weights(text))
-    values = {f"model.{name}": value for name, value in model_values(text).items()}
+    values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
 
 def check_weights(path: Path, model: ModelConfig) -> None:
     """Compare the tensors stored at `path` with `model`'s. Raises CheckpointError naming all that do not fit."""
     if (path / CONFIG).is_file():
-        open_directory(path, model=model)
+        if foreign_of(model) is None:
+            open_directory(path, model=model)
+        elif has_weights(path):
+            read_directory(path)  # its names are known to transformers, which ranks import: they compare them
         return
     cut = [
         f"{path / name}: {_size(path / name):,} bytes instead of {entry['bytes']:,}"

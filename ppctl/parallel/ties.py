@@ -15,7 +15,7 @@ from torch import nn
 
 from ppctl.comm.groups import make_group
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.canonical_names import EMBEDDING_USES, embedding_uses
+from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
 from ppctl.plan import StageSpec
 
 
@@ -32,7 +32,7 @@ def tied_uses(stages: Iterable[StageSpec], model: ModelConfig, pipeline: Sequenc
     `pipeline` are the global ranks of the stages' pipeline, by pp_rank.
     """
     found = {name: spec for spec in stages for name in embedding_uses(model, spec.layers)}
-    uses = tuple(TiedUse(pipeline[found[name].pp_rank], name) for name in EMBEDDING_USES if name in found)
+    uses = tuple(TiedUse(pipeline[found[name].pp_rank], name) for name in uses_of_embedding(model) if name in found)
     return uses if len(uses) > 1 else ()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
 from ppctl.errors import LayoutError
+from ppctl.geometry.foreign_model import Anatomy, ForeignModel, foreign_of
 from ppctl.layout import even_layout
 from ppctl.layout.letters import MAX_ITEMS, canonical_text
 from ppctl.plan.config_values import ConfigValues, Overrides, value_text
@@ -181,9 +182,10 @@ def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
 def _by_names(values: ConfigValues) -> str:
     """The modules of each stage by name, as a Hugging Face decoder names them; the final norm goes with the head."""
     parts: Any = values[NAMES]
+    foreign = foreign_of(values.config.model)
     stages, order = [], []
     for number, part in enumerate(parts):
-        found = list(_modules(number, part))
+        found = list(_modules(number, part, foreign))
         order += [layer for layer in found if isinstance(layer, int)]
         head = {"norm", "head"} & set(map(str, found))
         if len(head) == 1:
@@ -201,8 +203,11 @@ def _by_names(values: ConfigValues) -> str:
     return canonical_text(tuple(stages))
 
 
-def _modules(number: int, part: Any) -> Iterator[str | int]:
+def _modules(number: int, part: Any, foreign: ForeignModel | None) -> Iterator[str | int]:
     for name in part:
+        if foreign is not None:
+            yield from _foreign_module(number, str(name), foreign.anatomy)
+            continue
         match = _MODULE.fullmatch(str(name))
         if match is None:
             known = "embed_tokens, layers.N, norm, lm_head and rotary_emb, with or without model. before"
@@ -211,6 +216,22 @@ def _modules(number: int, part: Any) -> Iterator[str | int]:
             yield int(match["layer"])
         elif match.lastgroup is not None:
             yield match.lastgroup
+
+
+def _foreign_module(number: int, name: str, anatomy: Anatomy) -> Iterator[str | int]:
+    """What a name means in a model of transformers, with or without the prefix of its inner model."""
+    inner = anatomy.layers.partition(".")[0]
+    full = {name, f"{inner}.{name}"}
+    layer = next((each.rpartition(".")[2] for each in full if each.startswith(f"{anatomy.layers}.")), "")
+    if layer.isdecimal() and full & {anatomy.layer(int(layer))}:
+        yield int(layer)
+    elif full & set(anatomy.first):
+        yield "embedding"
+    elif full & set(anatomy.last):
+        yield "head" if anatomy.head in full else "norm"
+    elif not name.endswith("rotary_emb"):
+        known = ", ".join((*anatomy.first, f"{anatomy.layers}.N", *anatomy.last))
+        raise _Unfit(f"{NAMES} names {name!r} in part {number}; this model has {known}")
 
 
 def _runs(order: list[int]) -> str:

@@ -12,9 +12,8 @@ from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.cost.state import PRECISIONS, Precision
-from ppctl.geometry.canonical_names import EMBEDDING_USES, embedding_uses
+from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
 from ppctl.geometry.layers import count_of, parse_layers
-from ppctl.geometry.parameters import EMBEDDING
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
 from ppctl.schedule.action import Placement
@@ -70,5 +69,6 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Parameters with more than one use, with the stages of their uses in canonical order: embedding, output, MTP."""
     held = [(stage.stage, embedding_uses(model, stage.layers)) for stage in stages]
-    uses = tuple(stage for name in EMBEDDING_USES for stage, names in held if name in names)
-    return ((EMBEDDING, uses),) if len(uses) > 1 else ()
+    names = uses_of_embedding(model)
+    uses = tuple(stage for name in names for stage, own in held if name in own)
+    return ((names[0], uses),) if len(uses) > 1 else ()

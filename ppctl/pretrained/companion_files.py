@@ -35,9 +35,10 @@ class Kept(NamedTuple):
     """A line for people; empty where the weights came from no directory."""
 
 
-def keep_settings(state: Mapping[str, Any], family: Family, out: Path) -> Kept:
+def keep_settings(state: Mapping[str, Any], family: Family | None, out: Path) -> Kept:
     """Copy the source's generation_config.json into `out`, and return the keys of its config.json that are not ours.
 
+    Without a `family` the model's code is transformers', and all keys of its config are written already.
     Numbers of tokens (`eos_token_id`) are left out where training took another tokenizer than the source's.
     """
     source = _source(state)
@@ -47,9 +48,9 @@ def keep_settings(state: Mapping[str, Any], family: Family, out: Path) -> Kept:
         config = read_config_file(source)
     except PpctlError:
         return Kept({}, f"no settings of {source}, because its {CONFIG} is not there any more")
-    if config.get("model_type") not in (family.model_type, *family.also):
+    if family is not None and config.get("model_type") not in (family.model_type, *family.also):
         return Kept({}, f"no settings of {source}, because it is no {family.model_type} any more")
-    keys = foreign_keys(config, family)
+    keys = {} if family is None else foreign_keys(config, family)
     if not _takes_its_tokens(state, source):
         keys = {key: value for key, value in keys.items() if not key.endswith("_token_id")}
         return Kept(

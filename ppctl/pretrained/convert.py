@@ -25,7 +25,9 @@ from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
+from ppctl.families.safetensors import read_directory
 from ppctl.geometry.canonical_names import parameter_of
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards
@@ -87,9 +89,14 @@ def export_checkpoint(
     manifest, state = read_manifest(checkpoint), read_state(checkpoint)
     model = _model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
-    family, config = write_config(model)
+    shapes, foreign = model_tensors(model), foreign_of(model)
+    if foreign is None:
+        family, config = write_config(model)
+        model_type, stored = family.model_type, stored_names(family, model)
+    else:
+        family, config, stored = None, json.loads(foreign.config), {name: name for name in shapes}
+        model_type = config["model_type"]
     dtypes = _dtypes(checkpoint, manifest, model, dtype)
-    shapes, stored = model_tensors(model), stored_names(family, model)
     order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(model).items()]
     specs = [Spec(name, shapes[of], dtypes[of]) for of, name in order]
     reader = CheckpointReader(checkpoint, manifest)
@@ -103,11 +110,11 @@ def export_checkpoint(
         tokenizer = copy_tokenizer(state, temporary)
         kept = keep_settings(state, family, temporary)
         total = write_shards(temporary, specs, tensors(), SHARD)
-        config = {**kept.keys, **config, "torch_dtype": str(dtypes["norm.weight"]).removeprefix("torch.")}
+        config = {**kept.keys, **config, "torch_dtype": str(dtypes[order[0][0]]).removeprefix("torch.")}
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        _verify(temporary, specs)
+        _verify(temporary, specs, model)
     parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
-    return Done(out, family.model_type, parameters, len(specs), total, tokenizer, kept.line)
+    return Done(out, model_type, parameters, len(specs), total, tokenizer, kept.line)
 
 
 def _model(state: Mapping[str, Any]) -> ModelConfig:
@@ -131,12 +138,13 @@ def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dty
     return {name: found if name in kept else dtype for name, found in saved.items()}
 
 
-def _verify(directory: Path, specs: list[Spec]) -> None:
+def _verify(directory: Path, specs: list[Spec], model: ModelConfig) -> None:
     """Read back what was written: config.json, and every name, shape, dtype and number of bytes.
 
     Raises CheckpointError (PP-E523) where it is not what was to be written.
     """
-    found = {name: (each.shape, each.dtype, each.bytes) for name, each in open_directory(directory).stored.items()}
+    stored = open_directory(directory).stored if foreign_of(model) is None else read_directory(directory)
+    found = {name: (each.shape, each.dtype, each.bytes) for name, each in stored.items()}
     wanted = {spec.name: (spec.shape, DTYPES[spec.dtype], spec.bytes) for spec in specs}
     wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
     if wrong:

@@ -54,8 +54,14 @@ class MeasuredStep:
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
         """The inverse of `to_json`."""
         ranks = tuple(
-            RankStamps(*(1e-6 * time for time in times), [(index, 1e-6 * a, 1e-6 * b) for index, a, b in actions])
-            for *times, actions in data["ranks"]
+            RankStamps(
+                1e-6 * begin,
+                1e-6 * pipeline_end,
+                1e-6 * agreed,
+                1e-6 * end,
+                [(index, 1e-6 * start, 1e-6 * over) for index, start, over in actions],
+            )
+            for begin, pipeline_end, agreed, end, actions in data["ranks"]
         )
         return cls(data["step"], ranks)
 

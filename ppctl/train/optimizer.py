@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ppctl.config.schema import OptimConfig
-from ppctl.geometry.parameters import Parameter
+from ppctl.geometry.rows import Parameter
 
 State = dict[str, dict[str, Tensor]]
 """Canonical name -> {"step" (scalar, on the CPU), "exp_avg", "exp_avg_sq" (the parameter's shape and dtype)}."""

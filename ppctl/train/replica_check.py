@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ppctl.comm.groups import gather_rows
 from ppctl.errors import Problem, TrainingError
-from ppctl.geometry.parameters import Parameter
+from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, RankGrid
 from ppctl.train.session import Session
 from ppctl.train.sharded import ShardedWeights

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -17,17 +18,18 @@ from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
 from ppctl.config.precision import weight_dtype
-from ppctl.config.schema import DataConfig, RunConfig
+from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
 from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, Data, DocumentEnd, load_data
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.engine.recorder import Recorder, StepTotals, make_recorder
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.offloading import offloaded_layers
-from ppctl.geometry.parameters import Parameter
 from ppctl.geometry.parts import Parts as WhichParts
 from ppctl.geometry.parts import tp_sums
+from ppctl.geometry.rows import Parameter
 from ppctl.heartbeat import HeartbeatFile
 from ppctl.model.compile import compile_stage
 from ppctl.model.core_attention import Attend, attend
@@ -283,16 +285,19 @@ def _build_stages(
     parts: Parts,
 ) -> dict[int, StageModel]:
     """This rank's stages in chunk order, with their weights, their exchanges and, where asked for, compiled."""
-    build = partial(
-        build_stage,
+    given: dict[str, Any] = dict(
         seed=config.train.seed,
         dtype=getattr(torch, weight_dtype(config.parallel)),
         device=device,
         parts=own_parts,
-        kernels=kernels,
         initialize=parts.initialize,
     )
-    stages: dict[int, StageModel] = {spec.stage: build(spec, config.model) for spec in specs}
+    build: Callable[[StageSpec, ModelConfig], StageModel] = partial(build_stage, kernels=kernels, **given)
+    if (foreign := foreign_of(config.model)) is not None:
+        from ppctl.foreign.build import build_foreign_stage  # transformers, which few runs need
+
+        build = partial(build_foreign_stage, foreign=foreign, **given)
+    stages = {spec.stage: build(spec, config.model) for spec in specs}
     sequence = config.parallel.sequence_parallel
     others = SharedTokens([groups[axis] for axis in ("tp", "cp") if axis in groups and (axis != "tp" or sequence)])
     for stage in stages.values():

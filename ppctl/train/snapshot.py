@@ -25,8 +25,9 @@ from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem, TrainingError
-from ppctl.families.directory import CONFIG, open_directory
+from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
 from ppctl.geometry.canonical_names import expert_name
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.companion_files import tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import Session
@@ -128,22 +129,28 @@ def save_checkpoint(
 def start_from(session: Session, path: Path) -> None:
     """Take the weights at `path` (a model directory, or any checkpoint of the model) in place of those of the seed.
 
-    Values are cast to the masters' dtype; the optimizer's state stays. Raises CheckpointError as the sources do.
+    Values are cast to the masters' dtype; the optimizer's state stays. A directory of transformers without weights
+    leaves those of the seed. Raises CheckpointError as the sources do.
     Whether they fit the model was looked at before the first rank started.
     """
     shards = [shard for shard in session_shards(session) if shard.name.startswith("model.")]
     if not (path / CONFIG).is_file():
         fill(CheckpointReader(path, read_manifest(path)), shards)
-    else:
-        _fill_from_directory(Reader(open_directory(path, model=session.config.model)), shards)
+    elif (foreign := foreign_of(session.config.model)) is None:
+        reader = Reader(open_directory(path, model=session.config.model))
+        reader.check_copies()
+        _fill_from_directory(reader.tensor, shards)
+    elif has_weights(path):
+        from ppctl.foreign.stored import StoredWeights  # transformers, which few runs need
+
+        _fill_from_directory(StoredWeights(path, foreign, model_tensors(session.config.model)).tensor, shards)
     session.weights.publish()
 
 
 @torch.no_grad()
-def _fill_from_directory(reader: Reader, shards: Sequence[Shard]) -> None:
-    reader.check_copies()
+def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard]) -> None:
     for name, boxes in groupby(sorted(shards, key=lambda shard: shard.name), key=lambda shard: shard.name):
-        whole = reader.tensor(name.removeprefix("model."))
+        whole = read(name.removeprefix("model."))
         for shard in boxes:
             shard.tensor.copy_(whole[shard.part.box.within((0,) * whole.dim())])
 

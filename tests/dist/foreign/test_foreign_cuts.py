@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
-from foreign_models import FEW, HIDDEN, LAYERS, OTHERS, WORDS, config_of, model_of
+from foreign_models import FEW, OTHERS, model_of
 from oracle.data import microbatches
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -18,21 +20,14 @@ from torch import Tensor, nn
 from ppctl.comm.groups import make_group
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
-from ppctl.config.schema import RunConfig
-from ppctl.foreign.anatomy import Anatomy, survey
-from ppctl.foreign.library import make_model
-from ppctl.foreign.stage import ForeignStage
-from ppctl.geometry.layers import Layer
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.foreign.describe import describe
+from ppctl.launch import weights
+from ppctl.launch.weights import model_values
 from ppctl.model.loss import microbatch_loss
-from ppctl.model.recompute import recompute
-from ppctl.parallel.replicate import GradientReducer
-from ppctl.parallel.ties import TiedGradients, TiedUse
-from ppctl.plan import Plan
 from ppctl.plan.build import build_plan
-from ppctl.train.grad_norm import GradientNorm, Location
-from ppctl.train.optimizer import AdamW
-from ppctl.train.precision import Weights
-from ppctl.train.session import Session, build_session
+from ppctl.train.session import build_session
+from ppctl.train.snapshot import start_from
 from ppctl.train.step import Trainer
 
 CPU = torch.device("cpu")
@@ -50,70 +45,38 @@ FIRST = list(CUTS)[:2]
 Run = tuple[list[float], list[float], dict[str, Tensor]]
 
 
-def run_config(text: Path, cut: str) -> RunConfig:
-    """The run of a cut; the model's sizes are what messages and batches are made by."""
+def run_config(text: Path, cut: str, kind: str) -> RunConfig:
+    """The run of a cut, as `model.from=DIR` makes it."""
     config = run_of(text, m=3, **CUTS[cut])  # type: ignore[arg-type]
-    config.model.num_layers, config.model.hidden_size, config.model.vocab_size = LAYERS, HIDDEN, WORDS
+    directory = directory_of(text, kind)
+    model = asdict(config.model) | dict(_values(directory))
+    config.model = ModelConfig(**model | {"from_": str(directory)})
     config.train.steps = STEPS
     return config
 
 
-def session_of(config: RunConfig, kind: str) -> Session:
-    """A session whose stages are those of a model of transformers."""
-    plan = build_plan(config, {})
-    session = build_session(config, plan, dist.get_rank(), CPU)
-    whole = model_of(kind)
-    anatomy, values = survey(whole), whole.state_dict()
-    stages = {
-        spec.stage: ForeignStage(make_model(config_of(kind), "meta").train(), anatomy, spec.layers)
-        for spec in session.own.stages
-    }
-    with torch.no_grad():
-        for stage in stages.values():
-            for name, tensor in (*stage.canonical_parameters().items(), *stage.canonical_buffers().items()):
-                tensor.copy_(values[name])
-    rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
-    weights = Weights({name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()})
-    masters = {n: [weights.master[name] for name in stage.canonical_parameters()] for n, stage in stages.items()}
-    where = homes(whole, anatomy, plan)
-    tied = [TiedUse(where[name][1], name) for name in (f"{anatomy.embedding}.weight", f"{anatomy.head}.weight")]
-    ties = TiedGradients(tied if anatomy.tied else (), weights.master, dist.get_rank())
-    if anatomy.tied and ties.group is None:
-        make_group([(dist.get_rank(),)])  # ranks that train one model after another must make equally many groups
-    return replace(
-        session,
-        stages=stages,
-        rows=rows,
-        recompute={number: recompute(stage, config.train, number) for number, stage in stages.items()},
-        weights=weights,
-        optimizer=AdamW(weights.master, config.optim, rows),
-        reducer=GradientReducer(masters, None),
-        ties=ties,
-        norm=GradientNorm(
-            [Location(name, *where[name]) for name, _ in whole.named_parameters()],
-            device=CPU,
-            group=session.groups["pp"],
-        ),
-    )
+@cache
+def _values(directory: Path) -> Mapping[str, Any]:
+    return model_values(str(directory), "transformers")
 
 
-def homes(whole: nn.Module, anatomy: Anatomy, plan: Plan) -> dict[str, tuple[int, int]]:
-    """Name of every parameter, a tied one's uses apart -> its stage and pp_rank."""
-    found = {}
-    for name, _ in whole.named_parameters(remove_duplicate=False):
-        module = name.rpartition(".")[0]
-        layer = Layer("embedding") if module in anatomy.first else Layer("loss")
-        if name.startswith(f"{anatomy.layers}."):
-            layer = Layer("decoder", int(name.removeprefix(f"{anatomy.layers}.").split(".")[0]))
-        found[name] = next((spec.stage, spec.pp_rank) for spec in plan.stages if layer in spec.layers)
-    return found
+@cache
+def directory_of(text: Path, kind: str) -> Path:
+    """The model as transformers saves it: with older names of experts, a tied weight once."""
+    directory = text.parent / kind
+    model_of(kind).save_pretrained(directory)
+    return directory
 
 
-def train_all(mapping: dict, kinds: list[str]) -> list[Run]:
+def train_all(mappings: list[dict]) -> list[Run]:
     """Runs in a rank: every architecture, one after another."""
     found = []
-    for kind in kinds:
-        session = session_of(from_mapping(mapping), kind)
+    for mapping in mappings:
+        config = from_mapping(mapping)
+        session = build_session(config, build_plan(config, {}), dist.get_rank(), CPU)
+        start_from(session, Path(str(config.model.from_)))
+        if session.plan.tie_groups and session.ties.group is None:
+            make_group([(dist.get_rank(),)])  # ranks that train one model after another must make equally many groups
         trainer = Trainer(session, session.batches(), lambda: 0)
         records = [trainer.step(step).record for step in range(STEPS)]
         weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
@@ -124,7 +87,7 @@ def train_all(mapping: dict, kinds: list[str]) -> list[Run]:
 @cache
 def by_a_plain_loop(text: Path, kind: str) -> Run:
     """The whole model in one process: forward, backward, clip, AdamW. A tied weight is one parameter for each use."""
-    config = run_config(text, FIRST[0])
+    config = run_config(text, FIRST[0], kind)
     model, optim = model_of(kind), config.optim
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = table.weight is head.weight
@@ -165,18 +128,19 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
 
 
 def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
-    ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), to_mapping(run_config(text, cut)), kinds, timeout=SECONDS)
+    mappings = [to_mapping(run_config(text, cut, kind)) for kind in kinds]
+    ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), mappings, timeout=SECONDS)
     for place, kind in enumerate(kinds):
-        losses, norms, weights = by_a_plain_loop(text, kind)
+        losses, norms, expected = by_a_plain_loop(text, kind)
         assert len(set(losses)) == STEPS, kind
         seen: set[str] = set()
         for found in ranks:
             own_losses, own_norms, own = found[place]
             assert own_losses == losses, kind
             assert own_norms == norms, kind
-            assert [name for name, value in own.items() if not torch.equal(value, weights[name])] == [], kind
+            assert [name for name, value in own.items() if not torch.equal(value, expected[name])] == [], kind
             seen |= own.keys()
-        assert seen == weights.keys(), kind
+        assert seen == expected.keys(), kind
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +148,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("foreign") / "corpus.txt"
     path.write_text("every stage runs the model's own code " * 60)
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Descriptions are made here, in this process, and kept for this module alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "describe", lambda directory, overrides: describe(directory, overrides).to_text())
+        yield
 
 
 @pytest.mark.parametrize("cut", FIRST)

@@ -17,7 +17,7 @@ from torch import nn
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import RunConfig
-from ppctl.geometry.parameters import Parameter
+from ppctl.geometry.rows import Parameter
 from ppctl.model.compile import compile_stage
 from ppctl.model.loss import microbatch_loss
 from ppctl.model.recompute import recompute

@@ -16,7 +16,7 @@ from ppctl.cost.parameters import (
 )
 from ppctl.families.directory import model_tensors
 from ppctl.geometry.layers import parse_layers
-from ppctl.geometry.parameters import MTP_EMBEDDING
+from ppctl.geometry.rows import MTP_EMBEDDING
 from ppctl.model.stage import meta_stage
 from ppctl.model.stage_model import pieces
 

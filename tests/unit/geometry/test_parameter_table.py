@@ -13,7 +13,8 @@ from ppctl.geometry.canonical_names import (
     stage_parameters,
 )
 from ppctl.geometry.layers import Kind, Layer, parse_layers
-from ppctl.geometry.parameters import Parameter, Sizes, kind_parameters
+from ppctl.geometry.parameters import Sizes, kind_parameters
+from ppctl.geometry.rows import Parameter
 
 SMALL = dict(num_layers=4, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, num_query_groups=2, vocab_size=52)
 LATENT = dict(multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=10, qk_head_dim=8, qk_pos_emb_head_dim=6)

@@ -1,0 +1,145 @@
+"""A model directory of transformers as the value that plans, stages and checkpoints read (`ForeignModel`).
+
+Knows in which order a model is read, proved and measured. Must not know the command line, ranks or weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.library import library_version, make_model, read_own_config
+from ppctl.foreign.measure import layer_cost, rough_cost
+from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, prove
+from ppctl.foreign.stage import row_of
+from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind
+from ppctl.geometry.rows import Parameter
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
+_UNBOUNDED = 1 << 20
+"""Positions of a model whose config names no limit."""
+
+
+def proved(config: Any, directory: Path) -> Proof:
+    """The proof that a model can be cut. Raises ConfigError (PP-E528) naming what stands against it."""
+    try:
+        return prove(config)
+    except CannotCut as error:
+        message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
+        balanced = "output_router_logits" in str(error)
+        remedy = "model.hf_overrides.output_router_logits=false" if balanced else ""
+        raise ConfigError(Problem("PP-E528", message, remedy, str(directory))) from error
+
+
+def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
+    """Read, prove and measure. Raises ConfigError: as `read_own_config`, PP-E528, and PP-E529 for dropout."""
+    config = read_own_config(directory, overrides)
+    drops = drops_of(config)
+    if drops:
+        listed = ", ".join(f"{name}={value}" for name, value in drops.items())
+        message = f"{config.model_type} at {directory} has {listed}: its draws would depend on the cut"
+        remedy = " ".join(f"model.hf_overrides.{name}=0" for name in drops)
+        raise ConfigError(Problem("PP-E529", message, remedy, str(directory)))
+    proof = proved(config, directory)
+    anatomy = proof.anatomy
+    blank = make_model(config, "meta").train()
+    named = [*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank)]
+    _compare(anatomy, named, directory)
+    rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
+    structures = [_inside(anatomy, rows, index) for index in range(anatomy.count)]
+    different = list(dict.fromkeys(structures))
+    experts = _experts(config)
+    size = int(getattr(config, "hidden_size", 0) or rows[anatomy.uses[0]].shape[1])
+    positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
+    kinds = []
+    for kind in different:
+        number = structures.index(kind)
+        try:
+            cost = layer_cost(blank, anatomy, number, size, positions, experts)
+        except (*CODE_FAILS, NotImplementedError):
+            cost = rough_cost(kind, size, _active(kind, experts))
+        kinds.append(LayerKind(kind, cost))
+    outside = {name: row for name, row in rows.items() if not name.startswith(f"{anatomy.layers}.")}
+    first = tuple(row for name, row in outside.items() if name.rpartition(".")[0] in anatomy.first)
+    last = tuple(row for name, row in outside.items() if name.rpartition(".")[0] in anatomy.last)
+    active = sum(_active(rows, experts) for rows in (*structures, first, last))
+    return ForeignModel(
+        config=json.dumps(config.to_diff_dict() | {"model_type": config.model_type}, sort_keys=True),
+        overrides=dict(overrides),
+        transformers=library_version(),
+        stages=proof.stages,
+        anatomy=anatomy,
+        first=first,
+        last=last,
+        layers=tuple(different.index(each) for each in structures),
+        kinds=tuple(kinds),
+        sizes={
+            "num_layers": anatomy.count,
+            "hidden_size": size,
+            "vocab_size": rows[anatomy.uses[0]].shape[0],
+            "share_embeddings_and_output_weights": anatomy.tied,
+            "max_position_embeddings": min(positions, _UNBOUNDED),
+            "init_method_std": float(getattr(config, "initializer_range", None) or 0.02),
+        },
+        active=active,
+        notes=_notes(experts),
+    )
+
+
+def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:
+    """Refuse a miniature of other parts than the model. Raises ConfigError (PP-E528)."""
+    outside = {name.rpartition(".")[0] for name in names if not name.startswith(f"{anatomy.layers}.")}
+    wrong = sorted(outside ^ {*anatomy.first, *anatomy.last})
+    if wrong:
+        message = f"{directory}: {', '.join(wrong)} is in its miniature or in the model, and not in both"
+        raise ConfigError(Problem("PP-E528", message, place=str(directory)))
+
+
+def _notes(experts: tuple[int, int] | None) -> tuple[str, ...]:
+    if experts is None:
+        return ()
+    return (
+        "its experts are trained without a load-balancing loss (transformers' default, output_router_logits=false)",
+    )
+
+
+def _saved_buffers(model: nn.Module) -> list[str]:
+    return [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    ]
+
+
+def _inside(anatomy: Anatomy, rows: Mapping[str, Parameter], index: int) -> tuple[Parameter, ...]:
+    """The rows of one layer, by the patterns of their names."""
+    prefix = f"{anatomy.layer(index)}."
+    own = {name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)}
+    return tuple(row._replace(name=f"{anatomy.layers}.{{layer}}.{name}") for name, row in own.items())
+
+
+def _experts(config: Any) -> tuple[int, int] | None:
+    """Routed experts, and how many of them a token goes to; None for a model without."""
+    number = next((value for name in _EXPERTS if isinstance(value := getattr(config, name, None), int)), None)
+    chosen = next((value for name in _CHOSEN if isinstance(value := getattr(config, name, None), int)), None)
+    return None if not number or not chosen or number < 2 else (number, chosen)
+
+
+def _active(rows: Sequence[Parameter], experts: tuple[int, int] | None) -> int:
+    """Parameters of a layer that one token meets, tied ones once."""
+    total = 0
+    for row in rows:
+        routed = experts is not None and (
+            (len(row.shape) == 3 and row.shape[0] == experts[0]) or ".experts." in row.name.rpartition(".")[0] + "."
+        )
+        total += 0 if row.copy_of else row.size * experts[1] // experts[0] if routed and experts else row.size
+    return total

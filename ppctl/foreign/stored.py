@@ -1,0 +1,81 @@
+"""The weights of a directory of transformers, by the names that the model's own code gives them.
+
+Knows how the library itself names and puts together what files hold: older names, prefixes, experts one by one. Must
+not know stages or ranks: tensors are read one at a time, from the byte ranges where they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from ppctl.errors import CheckpointError, Problem
+from ppctl.families.safetensors import Stored, read_directory
+from ppctl.foreign.library import Conversions, config_from, make_model
+from ppctl.geometry.foreign_model import ForeignModel
+
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_UNREAD = ("rotary_emb.inv_freq",)
+"""Ends of names of tensors in old files that are not needed."""
+
+
+class StoredWeights:
+    """Reads a model's tensors; files are mapped, not loaded.
+
+    `shapes` are those of all tensors of the model, by canonical name. Raises CheckpointError: PP-E523 for damaged
+    files, PP-E524 naming every tensor that is missing or unknown.
+    """
+
+    def __init__(self, directory: Path, foreign: ForeignModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.directory, self.shapes = directory, shapes
+        model: Any = make_model(config_from(foreign.config), "meta")
+        self._headers = read_directory(directory)
+        self._files: dict[Path, Any] = {}
+        known = set(model.state_dict()) | {name for name, _ in model.named_buffers()}
+        self._library = Conversions(model)
+        self._parts: dict[str, list[tuple[str | None, str]]] = defaultdict(list)
+        """Canonical name -> the stored tensors that it is made of, each with the pattern that it matched."""
+        for name in sorted(self._headers, key=self._library.order):
+            target, pattern = self._library.target_of(name)
+            self._parts[target].append((pattern, name))
+        self._refuse("lacks tensors of the model", [name for name in shapes if name not in self._parts])
+        unknown = [name for name in self._parts if name not in known and not name.endswith(_UNREAD)]
+        self._refuse("holds tensors that the model lacks", unknown)
+        other = [
+            name for name, each in self._headers.items() if each.dtype not in _FLOATS and not name.endswith(_UNREAD)
+        ]
+        self._refuse("holds tensors whose dtype transformers' own code is not trained with", other)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another shape."""
+        parts = self._parts[name]
+        if parts[0][0] is None:
+            found = self._stored(parts[0][1])
+        else:
+            by_pattern: dict[str, list[Tensor]] = defaultdict(list)
+            for pattern, stored in parts:
+                by_pattern[str(pattern)].append(self._stored(stored))
+            found = self._library.converted(name, by_pattern)
+        if tuple(found.shape) != self.shapes[name]:
+            shapes = f"{name}: {list(found.shape)} stored, {list(self.shapes[name])} expected"
+            self._refuse("holds tensors of another shape than the model's", [shapes])
+        return found
+
+    def _stored(self, name: str) -> Tensor:
+        header: Stored = self._headers[name]
+        if header.file not in self._files:
+            self._files[header.file] = safe_open(header.file, framework="pt")
+        tensor: Tensor = self._files[header.file].get_tensor(name)
+        return tensor
+
+    def _refuse(self, fault: str, names: Iterable[str]) -> None:
+        listed = sorted(names)
+        if listed:
+            remedy = f"compare the model's sizes with '{self.directory}/config.json', and that with the weights"
+            shown = [*listed[:20], f"and {len(listed) - 20} more"] if len(listed) > 20 else listed
+            raise CheckpointError(Problem("PP-E524", f"{self.directory} {fault}", remedy, "\n".join(shown)))

@@ -1,0 +1,98 @@
+"""A row of the table of parameters: what is known of one parameter, of ppctl's own decoder or of another model.
+
+Knows names, shapes and rules of one row. Must not know which rows a model has (`parameters`, `foreign_model`).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Literal, NamedTuple
+
+Role = Literal["matrix", "expert", "router", "embedding", "norm", "bias", "correction"]
+"""matrix: of a product with activations, and expert: the same of a routed expert; router: scores of experts; bias:
+added to a product or a norm; correction: what balances a router, moved once a step without a gradient."""
+
+Gradient = Literal["complete", "tokens", "heads", "none"]
+"""What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
+its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be summed over tp
+always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own heads."""
+
+Start = Literal["ones", "zeros", "normal", "residual"]
+"""normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
+such projections to the residual stream (Radford et al. 2019, GPT-2)."""
+
+Splits = tuple[tuple[str, int], ...]
+"""(axis, dim) of every parallel axis that splits a parameter; on all others it is whole."""
+
+EMBEDDING = "tok_embeddings.weight"
+MTP_EMBEDDING = "mtp.tok_embeddings.weight"
+"""The copy of the embedding beside the MTP modules: another use of it."""
+OUTPUT = "output.weight"
+
+
+class Parameter(NamedTuple):
+    """A row: one parameter of a layer, or one of every expert of a layer."""
+
+    name: str
+    """Canonical, with {layer} and {expert} for their indexes: `layers.{layer}.moe.experts.{expert}.w1.weight`."""
+    shape: tuple[int, ...]
+    """Of one; modules stack experts, [experts, *shape]."""
+    role: Role
+    splits: Splits = ()
+    """Dims are those of the stack where there is one: its dim 0 are the experts."""
+    gradient: Gradient = "complete"
+    start: Start = "normal"
+    recomputed: str | None = None
+    """The entry of train.recompute_modules that computes with it again."""
+    experts: int = 0
+    """How many of them a layer has, each an expert's; 0 for a parameter that is none."""
+    copy_of: str | None = None
+    """The canonical name of the parameter that this is a further use of."""
+    units: int = 0
+    """Of the dim that tp splits: the parts that cannot be divided (groups of keys and values); 0 where all can be."""
+
+    @property
+    def size(self) -> int:
+        """Elements of one."""
+        return prod(self.shape)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all in a layer."""
+        return self.size * (self.experts or 1)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether activations are multiplied with it, and it is no use of an embedding."""
+        return self.role in ("matrix", "expert", "router")
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies: to matrices, not to norms, biases and embeddings in any of their uses."""
+        return self.is_matrix
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The parallel axes that split it; `tp/8` does where it divides 8 units, `tp:37` cuts 37 words into runs."""
+        if self.units:
+            return tuple(f"{axis}/{self.units}" if axis == "tp" else axis for axis, _ in self.splits)
+        words = self.name in (EMBEDDING, MTP_EMBEDDING, OUTPUT)
+        return tuple(f"{axis}:{self.shape[dim]}" if words else axis for axis, dim in self.splits)
+
+    def splits_over(self, ranks: int) -> bool:
+        """Whether so many ranks can split it; where there are fewer units than ranks, each has the whole."""
+        return not self.units or self.units % ranks == 0
+
+    def inside(self, block: str) -> bool:
+        """Whether it is in this block of a decoder layer: `attention`, `feed_forward`, `moe`."""
+        return f".{block}." in self.name
+
+    def called(self, layer: int = 0) -> str:
+        """The canonical name in layer `layer`; of experts the name of their stack."""
+        name = stack_name(self.name) if self.experts else self.name
+        return name.format(layer=layer)
+
+
+def stack_name(pattern: str) -> str:
+    """The name under which a module holds all experts' tensors: `...experts.w1` of `...experts.{expert}.w1.weight`."""
+    return pattern.replace(".{expert}", "").removesuffix(".weight")

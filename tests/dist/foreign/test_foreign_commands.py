@@ -1,0 +1,126 @@
+"""What people type for a model whose code is transformers': train, resume in another cut, export, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command import ppctl
+from foreign_models import model_of
+from safetensors.torch import load_file
+
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.cli.plan import planned
+
+RUN = ("data.tokenizer=byte", "seq=16", "gbs=4", "mbs=1", "launch.device=cpu")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("foreign")
+    model_of("Cohere").save_pretrained(path / "cohere")
+    (path / "corpus.txt").write_text("the commands of a person who has a model of another library " * 40)
+    return path
+
+
+def run(here: Path, *arguments: str) -> str:
+    """The output of a command that ends well; descriptions are kept in the test's own directory."""
+    done = ppctl(*arguments, cwd=here, timeout=300, XDG_CACHE_HOME=str(here / "cache"))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_directory_trains_resumes_in_another_cut_and_is_exported(here: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN)
+    run(here, "train", *typed, "pp=2", "steps=2")
+    (first,) = (here / "runs" / "run").iterdir()
+    (kept,) = (here / "cache" / "ppctl" / "models").iterdir()
+    run(here, "resume", str(first), "pp=1", "steps=3")
+    assert len(losses(first)) == 3
+    run(here, "ckpt", "export", "--hf", str(first), "out")
+
+    source, out = load_file(here / "cohere" / "model.safetensors"), load_file(here / "out" / "model.safetensors")
+    assert source.keys() == out.keys()
+    assert any(not torch.equal(source[name], out[name]) for name in source)
+    assert json.loads((here / "out" / "config.json").read_text())["model_type"] == "cohere"
+    exported, info = AutoModelForCausalLM.from_pretrained(here / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    checkpoint = first / "checkpoints" / "step-3"
+    reader, whole = CheckpointReader(checkpoint, read_manifest(checkpoint)), model_of("Cohere")
+    whole.load_state_dict({name: reader.tensor(f"model.{name}") for name in source}, strict=False)
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        assert torch.equal(exported.eval()(tokens).logits, whole.eval()(tokens).logits)
+    assert kept.exists()
+
+
+@pytest.mark.whole
+def test_a_run_in_two_starts_has_the_losses_of_one(here: Path) -> None:
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "optim.warmup_steps=0", "optim.min_lr=3e-4")
+    run(here, "train", *typed, "pp=2", "steps=4", "log.name=whole")
+    run(here, "train", *typed, "pp=4", "steps=2", "log.name=halves")
+    (whole,), (halves,) = (list((here / "runs" / name).iterdir()) for name in ("whole", "halves"))
+    run(here, "resume", str(halves), "pp=2", "steps=4")
+    assert losses(halves) == losses(whole)
+
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "a replica more, sharded": ("dp=2", "parallel.data_parallel_sharding=full"),
+    "recomputed": ("train.recompute_granularity=full", "train.recompute_method=uniform"),
+    "split backwards": ("pipeline.pp_schedule=zb_h1",),
+    "a layout that is found": ("layout=auto",),
+    "evaluated": ("train.eval_interval=2", "train.eval_steps=1", "data.validation_split=0.5"),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("way", WAYS)
+def test_what_trains_ppctls_own_models_trains_these(here: Path, way: str) -> None:
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", "steps=2")
+    name = way.split()[0]
+    run(here, "train", *typed, *WAYS[way], f"log.name={name}")
+    (found,) = (here / "runs" / name).iterdir()
+    assert len(losses(found)) == 2
+
+
+@pytest.mark.whole
+def test_a_directory_without_weights_draws_them_independently_of_the_cut(here: Path) -> None:
+    (here / "bare").mkdir()
+    (here / "bare" / "config.json").write_text((here / "cohere" / "config.json").read_text())
+    found = []
+    for pp in (1, 2):
+        run(here, "train", "model.from=bare", "data.path=corpus.txt", *RUN, f"pp={pp}", "steps=2", f"log.name=bare{pp}")
+        found.append(losses(next((here / "runs" / f"bare{pp}").iterdir())))
+    assert found[0] == found[1]
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "tp=2": ("multiplies with whole weights", "parallel.tensor_model_parallel_size=1"),
+    "cp=2": ("attends to whole sequences", "parallel.context_parallel_size=1"),
+    "train.recompute_granularity=selective": ("modules of other names", "train.recompute_granularity=full"),
+    "model.num_layers=3": ("its config.json says", "model.num_layers=4"),
+    "model.implementation=ppctl": ("no family that ppctl builds", ""),
+}
+
+
+def test_a_plan_refuses_by_name_and_its_remedies_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    typed = [f"model.from={here / 'cohere'}", f"data.path={here / 'corpus.txt'}", *RUN]
+    _, plan, problems = planned([*typed, "pp=2"])
+    assert plan is not None and not problems
+    assert plan.params_total == sum(p.numel() for p in model_of("Cohere").parameters())
+    for override, (words, remedy) in REFUSED.items():
+        found = [problem for problem in planned([*typed, override])[2] if words in problem.message]
+        assert found, override
+        if remedy:
+            assert remedy in found[0].remedy.splitlines()
+            assert not planned([*typed, remedy])[2]

@@ -1,0 +1,87 @@
+"""The value that a child process makes of a model: parameters, parts, costs; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_models import FEW, OTHERS, config_of
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.flops import stage_flops
+from ppctl.cost.parameters import active_parameters, total_parameters
+from ppctl.errors import ConfigError
+from ppctl.foreign.__main__ import main
+from ppctl.foreign.describe import describe
+from ppctl.foreign.library import make_model
+from ppctl.geometry.canonical_names import parameter_of
+from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.geometry.layers import Layer
+
+
+def described(kind: str, tmp_path: Path, **overrides: str) -> ForeignModel:
+    config_of(kind).save_pretrained(tmp_path / kind)
+    return describe(tmp_path / kind, overrides)
+
+
+def config_with(found: ForeignModel) -> ModelConfig:
+    return ModelConfig(**found.sizes, transformers=found.to_text())
+
+
+@pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.whole) for kind in OTHERS)])
+def test_a_description_has_all_parameters_and_comes_back_from_its_text(kind: str, tmp_path: Path) -> None:
+    found = described(kind, tmp_path)
+    assert ForeignModel.from_text(found.to_text()) == found
+    model, whole = config_with(found), make_model(config_of(kind), "meta")
+    assert total_parameters(model) == sum(p.numel() for p in whole.parameters()) + sum(
+        buffer.numel() for name, buffer in whole.named_buffers() if name in whole.state_dict()
+    )
+    assert active_parameters(model) <= total_parameters(model)
+    for name, parameter in whole.named_parameters():
+        assert parameter_of(name, model).shape == tuple(parameter.shape)
+
+
+def test_products_and_causal_scores_are_counted_as_for_ppctls_own_blocks(tmp_path: Path) -> None:
+    ours = ModelConfig(
+        num_layers=4, hidden_size=24, ffn_hidden_size=40, num_attention_heads=4, num_query_groups=2, vocab_size=320
+    )
+    layers = [Layer("decoder", 0), Layer("decoder", 1), Layer("loss")]
+    theirs = config_with(described("Llama", tmp_path))
+    assert stage_flops(theirs, layers, 2, 32) == stage_flops(ours, layers, 2, 32)
+
+
+def test_layers_are_told_apart_by_structure(tmp_path: Path) -> None:
+    assert described("DeepseekV3", tmp_path).layers == (0, 0, 1, 1)
+
+
+def test_dropout_is_refused_with_the_keys_that_set_it_to_0(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_layer=2, n_embd=24, n_head=4, vocab_size=320).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        describe(tmp_path, {"attn_pdrop": "0"})
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E529"
+    assert problem.remedy == "model.hf_overrides.resid_pdrop=0 model.hf_overrides.embd_pdrop=0"
+    overrides = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), "0")
+    assert json.loads(describe(tmp_path, overrides).config)["attn_pdrop"] == 0
+
+
+def test_a_child_writes_a_description_or_its_problems(tmp_path: Path) -> None:
+    config_of("Llama").save_pretrained(tmp_path)
+    out = tmp_path / "answer.json"
+    assert main([str(tmp_path), "--describe", str(out)]) == 0
+    assert ForeignModel.from_text(json.loads(out.read_text())["model"]).anatomy.layers == "model.layers"
+    assert main([str(tmp_path), "--describe", str(out), "--overrides", '{"nothing": "1"}']) == 0
+    assert "no field nothing" in json.loads(out.read_text())["problems"][0]["message"]
+
+
+def test_kept_bytes_are_those_that_autograd_saves(tmp_path: Path) -> None:
+    (kind,) = described("Llama", tmp_path).kinds
+    kept, s = kind.cost(4).kept, 32
+    assert kept.pair == 0  # no scores are kept
+    assert kept.of(2, s) - kept.constant == 2 * (kept.of(1, s) - kept.constant)
+    narrow = kind.cost(2).kept
+    assert kept.token / 2 < narrow.token < kept.token
+    assert torch.tensor(kind.cost(8).kept) / 2 == pytest.approx(torch.tensor(kept))
