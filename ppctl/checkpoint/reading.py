@@ -18,6 +18,7 @@ from xxhash import xxh3_128
 
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, boxes_of_run, common
+from ppctl.checkpoint.holders import check_tensors, text_of
 from ppctl.checkpoint.manifest import (
     CHUNK,
     Manifest,
@@ -31,7 +32,7 @@ from ppctl.checkpoint.manifest import (
     read_text,
 )
 from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.shards import Shard, check_tensors, text_of
+from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint_folder import STATE
 from ppctl.errors import CheckpointError, Problem
 

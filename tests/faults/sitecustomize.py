@@ -106,12 +106,12 @@ def _arm_room() -> None:
     """A limit on the size of files stands in for a disk that fills while a rank writes its tensors."""
     import resource
 
-    from ppctl.checkpoint.writing import Saver
+    from ppctl.checkpoint.disk import Disk
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    write, saves = Saver._write, [0]
+    write, saves = Disk.write, [0]
 
-    def cramped_write(self: Saver, *arguments: object) -> object:
+    def cramped_write(self: Disk, *arguments: object) -> object:
         saves[0] += 1
         if os.environ["RANK"] != rank or saves[0] != int(number):
             return write(self, *arguments)
@@ -123,7 +123,7 @@ def _arm_room() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    Saver._write = cramped_write
+    Disk.write = cramped_write
 
 
 def _arm_update() -> None:
@@ -142,19 +142,19 @@ def _arm_update() -> None:
 
 
 def _arm_save() -> None:
-    from ppctl.checkpoint.writing import Saver
+    from ppctl.checkpoint.disk import Disk
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    write, saves = Saver._write, [0]
+    write, saves = Disk.write, [0]
 
-    def spoilt_write(self: Saver, *arguments: object) -> object:
+    def spoilt_write(self: Disk, *arguments: object) -> object:
         written = write(self, *arguments)
         saves[0] += 1
         if os.environ["RANK"] == rank and saves[0] == int(number):
             _strike("kill")
         return written
 
-    Saver._write = spoilt_write
+    Disk.write = spoilt_write
 
 
 def _watch() -> None:

@@ -11,11 +11,11 @@ import traceback
 
 
 def _arm() -> None:
-    from ppctl.checkpoint.writing import Saver
+    from ppctl.checkpoint.disk import Disk
     from ppctl.engine.interpreter import Engine
     from ppctl.train.step import Trainer
 
-    run, step, write, rank = Engine.run, Trainer.step, Saver._write, int(os.environ["RANK"])
+    run, step, write, rank = Engine.run, Trainer.step, Disk.write, int(os.environ["RANK"])
     begun = [0]
 
     def slow_step(self: Trainer, number: int) -> object:
@@ -28,12 +28,12 @@ def _arm() -> None:
         begun[0] += 1
         run(self)
 
-    def slow_write(self: Saver, *arguments: object) -> object:
+    def slow_write(self: Disk, *arguments: object) -> object:
         if "SLOW_SAVE" in os.environ:
             time.sleep(float(os.environ["SLOW_SAVE"].split(",")[rank]))
         return write(self, *arguments)
 
-    Engine.run, Trainer.step, Saver._write = raising_run, slow_step, slow_write
+    Engine.run, Trainer.step, Disk.write = raising_run, slow_step, slow_write
 
 
 if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "ppctl.rank.worker" in sys.orig_argv:
