@@ -71,7 +71,7 @@ def file_name(rank: int) -> str:
 def write(path: Path, parts: Sequence[Part], values: Iterable[memoryview]) -> Written:
     """Write a new file and bring it to the disk. `values` are the bytes of each part, asked for one after the other.
 
-    Raises OSError, also where the file exists: what a writer of an earlier start still does never mixes with this one's.
+    Raises OSError, also where the file exists: what a writer of an earlier start still does never mixes with this.
     Raises ValueError where the values are not as long as the part says.
     """
     header, begins = _header(parts)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,19 +18,8 @@ from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.disk import Disk, Values
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard, values_of
+from ppctl.checkpoint.writer import RemoteDisk
 from ppctl.errors import CheckpointError
-
-
-class DiskWork(Protocol):
-    """What a `Saver` asks of a `Disk`, in this process or in the node's writer."""
-
-    def choose(self, all_parts: Sequence[bytes], /) -> tuple[bytes, ...]: ...
-    def prepare(self, directory: Path, step: int, /) -> None: ...
-    def hold(self, parts: Sequence[Part], own: bytes, /) -> None: ...
-    def write(self, directory: Path, values: Values, /) -> bytes: ...
-    def commit(self, directory: Path, step: int, written: Sequence[bytes], state: bytes, /) -> Path: ...
-    def discard(self, path: Path, /) -> None: ...
-    def retain(self, directory: Path, step: int, keep: int, keep_every: int, /) -> None: ...
 
 
 class Saver:
@@ -46,11 +35,11 @@ class Saver:
         keep: int,
         keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
-        disk: DiskWork | None = None,
+        disk: Disk | RemoteDisk | None = None,
     ) -> None:
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         self.ranks = AgreeingRanks(process_group)
-        self.disk: DiskWork = Disk(self.ranks.rank) if disk is None else disk
+        self.disk = Disk(self.ranks.rank) if disk is None else disk
         self._parts: list[Part] | None = None
 
     def save(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> Path:

@@ -358,6 +358,9 @@ class CheckpointConfig:
     """How many checkpoints stay; 0 keeps all."""
     keep_every: int = key(0, not_negative())
     """Checkpoints of every so many steps stay besides; 0 for none."""
+    async_: bool = key(True, known_as="--async-save")
+    """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
+    as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
     """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
     load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ppctl.checkpoint_folder import Found
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
+from ppctl.train.rank_reports import SAVE_FAILED
+from ppctl.train.saving import Saves
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_first, save_checkpoint, start_from
+from ppctl.train.snapshot import load_first, start_from
 from ppctl.train.step import Trainer
 
 
@@ -44,24 +47,25 @@ def train(
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
+    writer: Callable[[], str] = str,
+    note_save: Callable[[float], None] = lambda seconds: None,
 ) -> TrainingEnd:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
     Evaluates at its interval and at the end. `write` takes each step's record (rank 0 only); `enter(state, step)` is
-    called when `training`, `evaluating` or `saving` begins; `say` takes lines for the user (rank 0 only).
+    called when `training`, `evaluating` or `saving` begins; `say` takes lines for the user (rank 0 only). `writer` and
+    `note_save` are `Saves`'.
     """
     config = session.config
-    first, consumed, sample_order = 0, 0, SAMPLE_ORDER
-    found = load_first(session, resume, say)
-    saved = None if found is None else found.path
-    if found is not None:
-        state = found.state
-        first, consumed, sample_order = state["step"], state["consumed_samples"], state["sample_order"]
-    elif config.model.from_ is not None:
-        start_from(session, Path(config.model.from_))
-    trainer = Trainer(session, session.batches(first, consumed, sample_order), stop_requested)
+    first, consumed, sample_order, saved = _begin(session, resume, say)
+    saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
+    trainer = Trainer(
+        session,
+        session.batches(first, consumed, sample_order),
+        lambda: SAVE_FAILED if saves.failed else stop_requested(),
+    )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
@@ -70,23 +74,47 @@ def train(
         return consumed + (done - first) * config.train.global_batch_size
 
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
-    loss, eval_loss = None, None
-    for step in range(first, config.train.steps):
-        enter("training", step)
-        result = trainer.step(step)
-        loss, done = result.record["loss"], step + 1
-        last = done == config.train.steps
-        record = result.record | {"consumed_samples": position(done)}
-        if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
-            enter("evaluating", step)
-            record |= evaluator()
-            eval_loss = record["eval_loss"]
-        if write is not None:
-            write(record)
-        due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
-        if last or due or result.stop:
-            enter("saving", step)
-            saved = save_checkpoint(session, checkpoints, done, position(done), sample_order)
-        if result.stop and not last:
-            return TrainingEnd(done, True, loss, eval_loss, saved, result.stop)
-    return TrainingEnd(max(first, config.train.steps), False, loss, eval_loss, saved)
+    loss, eval_loss, why = None, None, None
+    done = max(first, config.train.steps)
+    with saves:
+        for step in range(first, config.train.steps):
+            enter("training", step)
+            result = trainer.step(step)
+            saves.look()
+            loss, done = result.record["loss"], step + 1
+            last = done == config.train.steps
+            record = result.record | {"consumed_samples": position(done)} | saves.figures()
+            if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
+                enter("evaluating", step)
+                record |= evaluator()
+                eval_loss = record["eval_loss"]
+            if write is not None:
+                write(record)
+            due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
+            if last or due or result.stop:
+                enter("saving", step)
+                saves.save(done, position(done), sample_order)
+            if result.stop and not last:
+                why = result.stop
+                break
+        saved = saves.finish() or saved
+    return TrainingEnd(done, why is not None, loss, eval_loss, saved, why)
+
+
+class _Begin(NamedTuple):
+    """Where a run begins: completed steps, the position in the data, and the checkpoint that it goes on from."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    sample_order: int = SAMPLE_ORDER
+    checkpoint: Path | None = None
+
+
+def _begin(session: Session, resume: Callable[[], list[Found]], say: Callable[[str], None]) -> _Begin:
+    found, model = load_first(session, resume, say), session.config.model.from_
+    if found is not None:
+        state = found.state
+        return _Begin(state["step"], state["consumed_samples"], state["sample_order"], found.path)
+    if model is not None:
+        start_from(session, Path(model))
+    return _Begin()

@@ -23,7 +23,7 @@ from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import CONFIG, open_directory
 from ppctl.geometry.canonical_names import expert_name
 from ppctl.pretrained.companion_files import tokenizer_path
@@ -91,15 +91,12 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
             start += one.size
 
 
-def save_checkpoint(
-    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
-) -> Path:
-    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
+def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
+    """What is saved beside the tensors after `step` completed steps.
 
     `consumed_samples` and `sample_order` are the position in the data, and the rule that says which samples come next.
-    Raises TrainingError on all ranks where one cannot write; the earlier checkpoints are as they were.
     """
-    state = {
+    return {
         "step": step,
         "consumed_samples": consumed_samples,
         "sample_order": sample_order,
@@ -114,13 +111,19 @@ def save_checkpoint(
         "model": asdict(session.config.model),
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
-    config = session.config.checkpoint
-    try:
-        return checkpoint.save(
-            directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
-        )
-    except CheckpointError as error:  # the existing checkpoints are good: it is training that failed
-        raise TrainingError(error.problems) from error
+
+
+def save_checkpoint(
+    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
+) -> Path:
+    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
+
+    Raises CheckpointError on all ranks where one cannot write; the earlier checkpoints are as they were.
+    """
+    config, state = session.config.checkpoint, state_of(session, step, consumed_samples, sample_order)
+    return checkpoint.save(
+        directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
+    )
 
 
 def start_from(session: Session, path: Path) -> None:
