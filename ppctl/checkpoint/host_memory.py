@@ -44,8 +44,7 @@ class HostMemory:
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         if devices:
             # CUDA's own function: torch's pinned memory cannot be shared with a process that has no CUDA.
-            error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.size, 0)
-            torch.cuda.check_error(int(error))
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.size, 0)))
 
     @property
     def values(self) -> Values:
