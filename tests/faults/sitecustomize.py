@@ -5,8 +5,8 @@ raise, kill (SIGKILL), stop (SIGSTOP), hold (a C call that never returns and hol
 takes a tenth of a second longer, from that step on), deaf-N and cut-N (the connections with rank N lose everything; are
 shut), full (no room on the disk for metrics any more), dumb (nor for this rank's log, to which every step then writes),
 noise (from that step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when
-this rank's tensors are written), writer (SIGKILL of the
-node's writer then), room (no room for them), update (raise in the STEP-th optimizer step).
+this rank's tensors are written), writer (SIGKILL of the node's writer then), room (no room for them), change (SIGKILL
+of the writer before the STEP-th change of a directory), update (raise in the STEP-th optimizer step).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -162,6 +162,24 @@ def _arm_writer() -> None:
         _in_one_write(killed)
 
 
+def _arm_change() -> None:
+    """Die before the STEP-th change of a directory of checkpoints; ACTION is `writer:DIRECTORY`, or `all:DIRECTORY`."""
+    _, _, number, action = os.environ["PPCTL_FAULT"].split()
+    doomed, _, directory = action.partition(":")
+    count = [0]
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            count[0] += str(arguments[0]).startswith(directory)
+            if count[0] == int(number):
+                if doomed == "all":
+                    os.kill(os.getppid(), signal.SIGKILL)
+                _strike("kill")
+
+    if _IS_WRITER:
+        sys.addaudithook(watch)
+
+
 def _arm_save() -> None:
     from ppctl.checkpoint.disk import Disk
     from ppctl.checkpoint.writer import RemoteDisk
@@ -206,7 +224,7 @@ def _watch() -> None:
 
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "update": _arm_update}
+    _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change, "update": _arm_update}
     _KINDS.get(os.environ["PPCTL_FAULT"].split()[0], (lambda: None) if _IS_WRITER else _arm)()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ and not _IS_WRITER:
     _watch()
