@@ -22,6 +22,7 @@ from ppctl.checkpoint.manifest import (
     TensorRecord,
     digests_of,
     record_whole,
+    without_collections,
 )
 from ppctl.checkpoint.shard_file import DTYPES, Part
 from ppctl.checkpoint_folder import MANIFEST, STATE
@@ -53,7 +54,8 @@ class Disk:
 
     def choose(self, all_parts: Sequence[bytes]) -> tuple[bytes, ...]:
         """Decide which rank writes what, from the pickled parts of all ranks in rank order; `Writers.own`."""
-        self._writers = choose_writers([pickle.loads(parts) for parts in all_parts])
+        with without_collections():
+            self._writers = choose_writers([pickle.loads(parts) for parts in all_parts])
         return self._writers.own
 
     def prepare(self, directory: Path, step: int) -> None:
@@ -89,13 +91,14 @@ class Disk:
         """
         assert self._writers is not None
         temporary = checkpoint_folder.temporary_path(directory, step)
-        manifest = manifest_of(step, self._writers, [Written(*pickle.loads(each)) for each in written])
-        if temporary.is_dir():
-            seal(temporary, manifest, state)
-            return checkpoint_folder.publish(directory, step)
         path = checkpoint_folder.step_path(directory, step)
-        if (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
-            raise FileNotFoundError(2, os.strerror(2), str(temporary))
+        with without_collections():
+            manifest = manifest_of(step, self._writers, [Written(*pickle.loads(each)) for each in written])
+            if temporary.is_dir():
+                seal(temporary, manifest, state)
+                return checkpoint_folder.publish(directory, step)
+            if (path / MANIFEST).read_bytes() != _with_state(manifest, state).to_text().encode():
+                raise FileNotFoundError(2, os.strerror(2), str(temporary))
         return checkpoint_folder.point_at(directory, step)
 
     def discard(self, path: Path) -> None:
