@@ -358,7 +358,7 @@ class CheckpointConfig:
     """How many checkpoints stay; 0 keeps all."""
     keep_every: int = key(0, not_negative())
     """Checkpoints of every so many steps stay besides; 0 for none."""
-    async_: bool = key(True, known_as="--async-save")
+    async_: bool = key(True, names="--async-save")
     """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
     as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
@@ -366,6 +366,11 @@ class CheckpointConfig:
     load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)
     """Like resume, and the run begins where there is no checkpoint yet; also a directory of runs, of which the newest
     with a checkpoint counts: with log.dir set to it, the same command begins and goes on."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether training goes on beside saves: with no interval, it ends behind the only one."""
+        return self.async_ and self.interval > 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -50,7 +50,6 @@ from ppctl.reach.start import call_roll, join_world, warm_up
 from ppctl.rundir import RunDir
 from ppctl.train.loop import TrainingEnd, train
 from ppctl.train.rank_reports import TIME_IS_OVER
-from ppctl.train.saving import in_background
 from ppctl.train.session import Session, build_session
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ def _run(
 def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
     """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
     key = f"checkpoint writer {own.rank - own.local_rank}"
-    if own.local_rank == 0 and in_background(shared.config.checkpoint):
+    if own.local_rank == 0 and shared.config.checkpoint.in_background:
         try:
             address = WriterProcess().address
         except OSError as error:

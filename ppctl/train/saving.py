@@ -18,18 +18,12 @@ from ppctl.checkpoint import Saver
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.background import BackgroundSaver, Saved
 from ppctl.comm.groups import connecting_on_first_use, make_group
-from ppctl.config.schema import CheckpointConfig
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.train.session import Session
 from ppctl.train.snapshot import session_shards, state_of
 
 SETTLE = 5.0
 """Seconds for which a rank that fails waits for a save under way: others learn of the failure as late."""
-
-
-def in_background(config: CheckpointConfig) -> bool:
-    """Whether training goes on beside saves: with no interval, it ends behind the only one."""
-    return config.async_ and config.interval > 0
 
 
 class Saves:
@@ -56,7 +50,7 @@ class Saves:
         self._path: Path | None = None
         self._saver: Saver | None = None
         self._background: BackgroundSaver | None = None
-        if not in_background(config):
+        if not config.in_background:
             self._saver = Saver(directory, keep=config.keep, keep_every=config.keep_every)
             return
         with connecting_on_first_use():
