@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from ppctl.checkpoint.agreement import problems_of
 from ppctl.checkpoint.host_memory import HostMemory
+from ppctl.checkpoint.local_copy import LocalCopy
 from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.writer import RemoteDisk
 from ppctl.checkpoint.writing import Saver, text_of_state
@@ -40,7 +42,8 @@ class BackgroundSaver:
 
     `address` is that of the node's writer (empty: ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
-    thread. Raises OSError where there is no memory.
+    thread. With `local`, a directory in memory, the copy lies there and outlives the process. Raises CheckpointError
+    (PP-E511) where there is no memory.
     """
 
     def __init__(
@@ -52,11 +55,14 @@ class BackgroundSaver:
         keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
         address: str = "",
+        local: Path | None = None,
         warn: Callable[[Problem], None],
     ) -> None:
-        self._memory = HostMemory(list(shards))
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.disk = RemoteDisk(address, rank, self._memory.descriptor, self._memory.size, warn)
+        ranked = dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if ranked else (0, 1)
+        self.local = None if local is None else LocalCopy(local, rank, world)
+        self.memory = HostMemory(list(shards), None if self.local is None else self.local.values)
+        self.disk = RemoteDisk(address, rank, self.memory.descriptor, self.memory.size, warn)
         self._saver = Saver(directory, keep=keep, keep_every=keep_every, process_group=process_group, disk=self.disk)
         self._thread: Thread | None = None
         self._saved: deque[Saved] = deque()
@@ -69,18 +75,22 @@ class BackgroundSaver:
         """Whether the save under way has failed: `finish` will raise, on all ranks."""
         return self._error is not None
 
-    def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any]) -> None:
+    def begin(self, step: int, shards: Iterable[Shard], state: Mapping[str, Any], *, to_disk: bool = True) -> None:
         """Copy what is saved as step-`step`, and write it in the background; called by all ranks together.
 
-        Waits first for the save before this one, as `finish` does. `shards` and `state` are as of `Saver.save`.
+        Waits first for the save before this one, as `finish` does. `shards` and `state` are as of `Saver.save`. Not
+        `to_disk`: only the local copy.
         """
         self.finish()
         began, held, text = time.perf_counter(), list(shards), text_of_state(state)
-        if [shard.part for shard in held] != self._memory.parts:
+        if [shard.part for shard in held] != self.memory.parts:
             raise ValueError("what a rank saves in the background cannot change its shape")
-        copied = self._memory.copy(held)
+        if self.local is not None:
+            self.local.forget()
+        copied = self.memory.copy(held)
         self.under_way = step
-        self._thread = Thread(target=self._save, args=(step, text, began, copied), name="checkpoint", daemon=True)
+        arguments = step, text, began, copied, to_disk
+        self._thread = Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self, limit: float | None = None) -> bool:
@@ -104,12 +114,17 @@ class BackgroundSaver:
         """No save follows: the writer may end."""
         self.disk.close()
 
-    def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event]) -> None:
+    def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
         try:
             for event in copied:
                 event.synchronize()
-            path = self._saver.write(step, self._memory.parts, self._memory.values, state)
-            self._saved.append(Saved(step, path, time.perf_counter() - began))
+            if self.local is not None:
+                # Without room for its record there is no local copy; ranks compare what they have at a start.
+                with suppress(OSError):
+                    self.local.keep(step, self.memory.parts, state, self.memory.bytes)
+            if to_disk:
+                path = self._saver.write(step, self.memory.parts, self.memory.values, state)
+                self._saved.append(Saved(step, path, time.perf_counter() - began))
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # of the process group: another rank has gone

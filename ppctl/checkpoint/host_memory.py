@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from mmap import mmap
+from pathlib import Path
 
 import torch
 
@@ -24,15 +25,16 @@ if sys.platform == "linux":
 class HostMemory:
     """Room for the values of shards of these parts, made and touched once. Raises CheckpointError (PP-E511).
 
-    A file without a name (memfd): who maps it keeps it, and the last one's end frees it. For a GPU it is pinned.
+    A file without a name (memfd): who maps it keeps it, and the last one's end frees it. Or `file`, with what an
+    earlier process has left in it. For a GPU it is pinned.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], file: Path | None = None) -> None:
         self.parts = [shard.part for shard in shards]
         where = places(self.parts)
         self.size = max(where[-1][1] if where else 0, 1)
         try:
-            self.descriptor, self._map = _shared(self.size)
+            self.descriptor, self._map = _shared(self.size, file)
         except OSError as error:
             raise CheckpointError(_no_room(self.size, error)) from error
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -45,6 +47,17 @@ class HostMemory:
         if devices:
             # CUDA's own function: torch's pinned memory cannot be shared with a process that has no CUDA.
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.size, 0)))
+
+    @property
+    def bytes(self) -> memoryview:
+        """All of it."""
+        return memoryview(self._map)
+
+    @torch.no_grad()
+    def fill(self, shards: Sequence[Shard]) -> None:
+        """Copy back into shards of the same parts."""
+        for own, shard in zip(self._copies, shards, strict=True):
+            shard.tensor.copy_(own)
 
     @property
     def values(self) -> Values:
@@ -69,12 +82,17 @@ class HostMemory:
         return events
 
 
-def _shared(size: int) -> tuple[int, mmap]:
-    """A file without a name, all of it in memory, and its mapping. Raises OSError where there is no room."""
-    if sys.platform != "linux":
+def _shared(size: int, file: Path | None) -> tuple[int, mmap]:
+    """A file, all of it in memory, and its mapping. Raises OSError where there is no room."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    elif sys.platform != "linux":
         return -1, mmap(-1, size)  # this process's alone: no writer can be reached there either
-    descriptor = os.memfd_create("ppctl-checkpoint")
-    os.posix_fallocate(descriptor, 0, size)  # no room is an error here, and SIGBUS later
+    else:
+        descriptor = os.memfd_create("ppctl-checkpoint")
+    os.ftruncate(descriptor, size)
+    os.posix_fallocate(descriptor, 0, size)  # no room is an error here, and SIGBUS later; keeps what is there
     return descriptor, mmap(descriptor, size, flags=MAP_SHARED | MAP_POPULATE)
 
 

@@ -17,7 +17,7 @@ from ppctl.train.metrics import Writer
 from ppctl.train.rank_reports import SAVE_FAILED
 from ppctl.train.saving import Saves
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_first, start_from
+from ppctl.train.snapshot import load_first, load_local, start_from
 from ppctl.train.step import Trainer
 
 
@@ -59,8 +59,8 @@ def train(
     `note_save` are `Saves`'.
     """
     config = session.config
-    first, consumed, sample_order, saved = _begin(session, resume, say)
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
+    first, consumed, sample_order, saved = _begin(session, saves, checkpoints, resume, say)
     trainer = Trainer(
         session,
         session.batches(first, consumed, sample_order),
@@ -90,10 +90,9 @@ def train(
                 eval_loss = record["eval_loss"]
             if write is not None:
                 write(record)
-            due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
-            if last or due or result.stop:
+            if last or saves.is_due(done) or result.stop:
                 enter("saving", step)
-                saves.save(done, position(done), sample_order)
+                saves.save(done, position(done), sample_order, last=last or result.stop is not None)
             if result.stop and not last:
                 why = result.stop
                 break
@@ -110,8 +109,14 @@ class _Begin(NamedTuple):
     checkpoint: Path | None = None
 
 
-def _begin(session: Session, resume: Callable[[], list[Found]], say: Callable[[str], None]) -> _Begin:
-    found, model = load_first(session, resume, say), session.config.model.from_
+def _begin(
+    session: Session, saves: Saves, checkpoints: Path, resume: Callable[[], list[Found]], say: Callable[[str], None]
+) -> _Begin:
+    found, model = None, session.config.model.from_
+    if saves.local is not None:
+        found = load_local(session, saves.local, checkpoints, resume, say)
+    if found is None:
+        found = load_first(session, resume, say)
     if found is not None:
         state = found.state
         return _Begin(state["step"], state["consumed_samples"], state["sample_order"], found.path)

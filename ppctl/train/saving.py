@@ -64,6 +64,7 @@ class Saves:
                 keep_every=config.keep_every,
                 process_group=group,
                 address=writer(),
+                local=None if config.local is None else Path(config.local) / directory.parent.name,
                 warn=self._warn,
             )
 
@@ -74,13 +75,25 @@ class Saves:
         """Whether the save under way has failed on all ranks: the next call of `save` or `finish` raises."""
         return self._background is not None and self._background.failed
 
-    def save(self, step: int, consumed_samples: int, sample_order: int) -> None:
-        """Save what the ranks hold after `step` completed steps; returns when training may change it.
+    @property
+    def local(self) -> BackgroundSaver | None:
+        """Whose memory may hold a copy of an earlier start; None where `checkpoint.local` is not set."""
+        return self._background if self._background is not None and self._background.local is not None else None
+
+    def is_due(self, step: int) -> bool:
+        """Whether something is saved after so many steps."""
+        config = self.session.config.checkpoint
+        return any(every > 0 and step % every == 0 for every in (config.interval, config.local_every))
+
+    def save(self, step: int, consumed_samples: int, sample_order: int, *, last: bool) -> None:
+        """Save what the ranks hold after `step` completed steps; returns when training may change it. To the disk at
+        `checkpoint.interval` and where it is the `last` save, else in memory alone.
 
         Raises TrainingError on all ranks where this save or the one before could not be written: the earlier
         checkpoints are as they were.
         """
-        began = time.perf_counter()
+        began, interval = time.perf_counter(), self.session.config.checkpoint.interval
+        to_disk = last or (interval > 0 and step % interval == 0)
         shards, state = session_shards(self.session), state_of(self.session, step, consumed_samples, sample_order)
         with _as_training_error():
             if self._background is None:
@@ -91,7 +104,7 @@ class Saves:
                 before = self._background.under_way
                 if before is not None and not self._background.finish(0.0):
                     self._tell(f"saving step {step} waits for step {before}, which is still being written")
-                self._background.begin(step, shards, state)
+                self._background.begin(step, shards, state, to_disk=to_disk)
         self._figures["save_stall_s"] = round(time.perf_counter() - began, 6)
 
     def finish(self) -> Path | None:
@@ -113,6 +126,8 @@ class Saves:
             with suppress(CheckpointError):
                 self._background.finish(SETTLE)
             self.look()
+        elif error is None and self._background.local is not None:
+            self._background.local.remove()  # the last checkpoint on the disk is as new
         self._background.close()
 
     def look(self) -> None:
