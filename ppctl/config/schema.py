@@ -367,7 +367,7 @@ class CheckpointConfig:
     the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
     local_every: int = key(0, not_negative())
     """Steps between copies in `local`; each takes the place of the one before. Saves to the disk leave one, too."""
-    local_replicas: int = key(0, not_negative(1), support=Support(LATER, "copies on a neighbour's host"))
+    local_replicas: int = key(0, not_negative(), support=Support(LATER, "copies on a neighbour's host"))
     """How many other hosts hold a rank's copy."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
     """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
