@@ -30,8 +30,10 @@ from ppctl.checkpoint_folder import AUTO, candidates, find
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
 from ppctl.plan.build import build_plan
+from ppctl.plan.memory_limit import amount
 from ppctl.train.loop import train
 from ppctl.train.session import build_session
+from ppctl.train.snapshot import session_shards
 
 __all__ = ["text"]
 
@@ -104,6 +106,22 @@ def test_a_run_saves_the_same_checkpoints_beside_training_and_says_how_long_it_w
         assert ["save_stall_s" in record for record in found] == [False, True, True], mode
         assert {record["saved_step"] for record in found if "saved_step" in record} <= {1, 2}
     assert [record.get("saved_step") for record in records[False]] == [None, 1, 2]
+
+
+def held_bytes(mapping: dict) -> int:
+    config = from_mapping(mapping)
+    session = build_session(config, build_plan(config, {}), dist.get_rank(), torch.device("cpu"))
+    return sum(shard.tensor.nbytes for shard in session_shards(session) if shard.tensor.dim())
+
+
+@pytest.mark.parametrize(("dp", "sharding"), [(1, "none"), (2, "none"), (2, "optimizer_gradients"), (2, "full")])
+def test_the_plan_knows_how_much_host_memory_the_copies_take(text, dp, sharding):
+    config = config_of(text, pp=2, dp=dp)
+    config.parallel.data_parallel_sharding, config.checkpoint.interval = sharding, 1
+    plan = build_plan(config, {})
+    (said,) = [each.equation for each in plan.derived if each.key == "checkpoint copies"]
+    most = max(run_ranks(held_bytes, 2 * dp, to_mapping(config)))
+    assert f"a rank keeps {amount(most)} of" in said
 
 
 # Kills
