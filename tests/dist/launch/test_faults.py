@@ -64,7 +64,7 @@ def test_a_disk_that_fills_while_training_ends_the_run_with_its_reason(text: str
     assert alive(tmp_path) == []
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.whole)])
 def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(
     mode: str, text: str, tmp_path: Path
 ) -> None:
@@ -97,6 +97,7 @@ def test_a_run_goes_on_without_the_writer_that_somebody_killed(text: str, tmp_pa
     assert losses(run) == reference_losses(run, 6)
 
 
+@pytest.mark.whole
 def test_a_full_disk_behind_a_step_ends_the_run_with_its_reason(text: str, tmp_path: Path) -> None:
     saves = ["steps=60", "checkpoint.interval=2"]
     done = ppctl(*TRAIN, text, *saves, cwd=tmp_path, PPCTL_FAULT="room 1 2 -")
