@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 
-.PHONY: train docs test test-all soak test-slurm check bench bench-plan golden fix test-gpu clean
+.PHONY: train docs test test-all soak test-slurm check bench bench-plan bench-ckpt golden fix test-gpu clean
 
 # Paths in a log are those of the checkout, not of the machine.
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
@@ -59,6 +59,9 @@ bench-plan: .venv/ready-core ## plans against recorded memory, published through
 	$(PY) benchmarks/plan_speed.py
 	$(PY) benchmarks/plan_on_cpu.py
 	$(PY) benchmarks/rehearsal.py
+
+bench-ckpt: .venv/ready-core ## saves and loads beside torch's distributed checkpoints, a bare copy and dd, on this disk
+	$(PY) benchmarks/checkpoint.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it
 	PPCTL_GOLDEN=write $(PY) -m pytest -m "not whole and not soak and not gpu" tests/golden tests/unit tests/torch/test_frozen_run.py tests/dist/cli/test_doctor.py tests/dist/cli/test_rehearse_command.py

@@ -233,17 +233,33 @@ def publish(directory: Path, step: int) -> Path:
 
     Everything that needs space on the disk happens before the first rename.
     """
-    path, pointer = step_path(directory, step), directory / f"{LATEST}{_TEMPORARY}"
-    pointer.write_text(f"{path.name}\n")
-    sync(pointer)
+    path = step_path(directory, step)
+    _draft_latest(directory, path)
     moved = path.with_suffix(_OLD)
     if os.path.lexists(path):
         path.rename(moved)
     temporary_path(directory, step).rename(path)
     sync(directory)
-    pointer.replace(directory / LATEST)
+    return _finish(directory, path)
+
+
+def point_at(directory: Path, step: int) -> Path:
+    """The rest of a `publish` that stopped behind its first renames: the checkpoint has its name already."""
+    path = step_path(directory, step)
+    _draft_latest(directory, path)
+    return _finish(directory, path)
+
+
+def _draft_latest(directory: Path, path: Path) -> None:
+    pointer = directory / f"{LATEST}{_TEMPORARY}"
+    pointer.write_text(f"{path.name}\n")
+    sync(pointer)
+
+
+def _finish(directory: Path, path: Path) -> Path:
+    (directory / f"{LATEST}{_TEMPORARY}").replace(directory / LATEST)
     sync(directory)
-    discard(moved)
+    discard(path.with_suffix(_OLD))
     return path
 
 

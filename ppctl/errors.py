@@ -53,6 +53,9 @@ class PpctlError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[PpctlError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)  # pickled by its problems, not by its text
+
 
 class ConfigError(PpctlError):
     """The configuration, the command line or the environment contradict the rules."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.boxes import Box, common
 from ppctl.checkpoint.chunks import ChunkReader
+from ppctl.checkpoint.holders import check_tensors
 from ppctl.checkpoint.manifest import (
     Manifest,
     ShardRecord,
@@ -26,7 +27,7 @@ from ppctl.checkpoint.manifest import (
     read_text,
 )
 from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.shards import Shard, check_tensors
+from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.verification import Kind, misfits
 from ppctl.errors import CheckpointError
 

@@ -74,13 +74,14 @@ def file_name(rank: int) -> str:
 
 
 def write(path: Path, parts: Sequence[Part], values: Iterable[memoryview]) -> Written:
-    """Write a file and bring it to the disk. `values` are the bytes of each part, asked for one after the other.
+    """Write a new file and bring it to the disk. `values` are the bytes of each part, asked for one after the other.
 
-    Raises OSError, and ValueError where the values are not as long as the part says.
+    Raises OSError, also where the file exists: what a writer of an earlier start still does never mixes with this.
+    Raises ValueError where the values are not as long as the part says.
     """
     header, begins = _header(parts)
     shards = []
-    with open(path, "wb", buffering=0) as stream:
+    with open(path, "xb", buffering=0) as stream:
         _write_all(stream.fileno(), memoryview(header))
         for part, begin, data in zip(parts, begins, values, strict=True):
             if len(data) != part.bytes:

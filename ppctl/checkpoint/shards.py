@@ -1,21 +1,18 @@
-"""What ranks hold of a checkpoint's tensors, which of them writes each part, and the proof that copies are equal.
+"""What a rank holds of a checkpoint's tensors: boxes by canonical global name, with their values.
 
-Knows boxes of tensors by canonical global name and which ranks hold them. Must not know why several do (data-parallel
-replicas, tied uses on two pipeline ranks, what tensor parallelism cannot split), nor files.
+Must not know which other ranks hold them (`holders`), why several do, nor files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppctl.checkpoint.boxes import Box, tiling_fault
-from ppctl.checkpoint.manifest import digests_of, ranges
+from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.shard_file import Part
-from ppctl.errors import CheckpointError, Problem
 
 
 class Shard(NamedTuple):
@@ -52,85 +49,3 @@ def whole_shards(tensors: Tensors) -> list[Shard]:
 def values_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's values, row-major: no copy where it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def digests(shard: Shard) -> tuple[str, ...]:
-    """The digests of its chunks; reads every byte."""
-    return digests_of(values_of(shard.tensor))
-
-
-class Writers(NamedTuple):
-    """Who writes what."""
-
-    own: tuple[bytes, ...]
-    """For each rank: for each of its shards, in order, 1 where it writes it."""
-    holders: dict[Part, list[tuple[int, int]]]
-    """For each part: (rank, number of its shard) of all that hold it, the writer first."""
-
-
-def choose_writers(held: Sequence[Sequence[Part]]) -> Writers:
-    """The rank that writes each part, over all ranks' parts in rank order: of those that hold it, the least loaded.
-
-    The largest parts are given away first; equal ones in the order of their names, to the lowest of equal ranks, so
-    that the same parts always give the same writers. Raises CheckpointError where parts of one tensor do not fit
-    together, or are not all of it.
-    """
-    holders: dict[Part, list[tuple[int, int]]] = {}
-    for rank, parts in enumerate(held):
-        for number, part in enumerate(parts):
-            holders.setdefault(part, []).append((rank, number))
-    check_tensors(holders)
-    loads = [0] * len(held)
-    own = [bytearray(len(parts)) for parts in held]
-    for part in sorted(holders, key=lambda part: (-part.bytes, part)):
-        chosen = min(holders[part], key=lambda holder: (loads[holder[0]], holder))
-        loads[chosen[0]] += part.bytes
-        own[chosen[0]][chosen[1]] = 1
-        holders[part] = [chosen, *(holder for holder in holders[part] if holder != chosen)]
-    return Writers(tuple(map(bytes, own)), holders)
-
-
-def check_tensors(parts: Iterable[Part]) -> None:
-    """Raise CheckpointError (PP-E506) unless different parts make up every tensor, each element once."""
-    tensors: dict[str, list[Part]] = {}
-    for part in parts:
-        tensors.setdefault(part.name, []).append(part)
-    faults = []
-    for name, found in tensors.items():
-        kinds = {(part.whole, part.dtype) for part in found}
-        if len(kinds) > 1:
-            faults.append(f"{name}: ranks hold it as {' and '.join(text_of(*kind) for kind in sorted(kinds))}")
-        elif fault := tiling_fault(found[0].whole, {part.box for part in found}):
-            faults.append(f"{name}: {fault}")
-    if faults:
-        message = "what the ranks hold does not make up whole tensors"
-        remedy = "report it: ppctl divided its tensors wrongly"
-        raise CheckpointError(Problem("PP-E506", message, remedy, place="\n".join(faults)))
-
-
-def check_copies(writers: Writers, digests: Sequence[Sequence[tuple[str, ...]]]) -> None:
-    """Raise CheckpointError (PP-E504), which names all tensors whose copies differ.
-
-    `digests` are those of all shards of all ranks, in their order.
-    """
-    unequal: dict[tuple[int, ...], set[str]] = {}
-    for part, holders in writers.holders.items():
-        if len({digests[rank][number] for rank, number in holders}) > 1:
-            unequal.setdefault(tuple(sorted({rank for rank, _ in holders})), set()).add(part.name)
-    if unequal:
-        raise CheckpointError([_unequal(names, ranks) for ranks, names in sorted(unequal.items())])
-
-
-def _unequal(names: set[str], ranks: tuple[int, ...]) -> Problem:
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return Problem(
-        "PP-E504",
-        f"not saved: copies that must be bit-equal differ on {where}; a checkpoint would silently keep one",
-        remedy="`ppctl resume` continues from the last checkpoint, where they were equal",
-        place="\n".join(ranges(names)),
-    )
-
-
-def text_of(shape: tuple[int, ...], dtype: str) -> str:
-    """`float32[4, 8]`."""
-    return f"{dtype}[{', '.join(map(str, shape))}]"

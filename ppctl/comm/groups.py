@@ -6,10 +6,12 @@ Knows how torch makes a group. Must not know what an axis or a number means.
 from __future__ import annotations
 
 import inspect
+import os
 import statistics
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+_ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 _ROUNDS = 11
 """Readings of which the median is the offset between two hosts' clocks."""
 
@@ -59,6 +62,22 @@ def _in_this_order(ranks: tuple[int, ...]) -> dict[str, Any]:
     if list(ranks) != sorted(ranks):
         raise ValueError(f"torch {torch.__version__} would sort the group {ranks}: 2.13 and later keep its order")
     return {}
+
+
+@contextmanager
+def connecting_on_first_use() -> Iterator[None]:
+    """Two ranks of a gloo group that is made inside connect at their first message; the user's own setting stays.
+
+    For groups with collectives alone: a send waits there until the other end receives, although it should return at
+    once, and no time limit ends that wait if the other end has stopped. (Seen in torch 2.13; gloo#520.)
+    """
+    own = os.environ.get(_ON_FIRST_USE)
+    os.environ.setdefault(_ON_FIRST_USE, "1")
+    try:
+        yield
+    finally:
+        if own is None:
+            del os.environ[_ON_FIRST_USE]
 
 
 def limit_of(group: ProcessGroup) -> timedelta:

@@ -38,7 +38,7 @@ from ppctl.config.keys import (
 )
 from ppctl.config.limits import Bounds, OneOf
 from ppctl.config.model_parallel_config import problems as parallel_problems
-from ppctl.config.schema import ParallelConfig, RunConfig
+from ppctl.config.schema import CheckpointConfig, ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
 from ppctl.schedule.policies import AUTO, POLICIES, SPELLINGS, fitting_policy, schedule_policy
@@ -130,6 +130,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _schedule(config)
     yield from _samples(config)
     yield from _exchanging_layers(config)
+    yield from _local_copies(config.checkpoint)
 
 
 def _exchanging_layers(config: RunConfig) -> Iterator[Finding]:
@@ -143,6 +144,16 @@ def _exchanging_layers(config: RunConfig) -> Iterator[Finding]:
             "layers that exchange columns or keys with other ranks are not compiled: the exchanges would break them up"
         )
         yield ("train.compile", *over), message, "train.compile=false"
+
+
+def _local_copies(checkpoint: CheckpointConfig) -> Iterator[Finding]:
+    if (checkpoint.local is not None) != (checkpoint.local_every > 0):
+        message = "copies in memory have a place and an interval, or neither"
+        remedy = "checkpoint.local_every=10" if checkpoint.local is not None else "checkpoint.local=/dev/shm/ppctl"
+        yield ("checkpoint.local", "checkpoint.local_every"), message, remedy
+    if checkpoint.local is not None and not checkpoint.async_:
+        message = "copies in memory are those that are made for saves beside training"
+        yield ("checkpoint.local", "checkpoint.async"), message, "checkpoint.async=true"
 
 
 def _samples(config: RunConfig) -> Iterator[Finding]:

@@ -158,6 +158,7 @@ def sizes(number: int, least: int) -> Form:
 
 
 NOT_EMPTY = Form("not empty", _matching(r"(?s).+"))
+ABSOLUTE = Form("an absolute path, as /dev/shm/ppctl", _matching(r"(?s)/.+"))
 ONE_LINE = Form("one line of text, not empty", _matching(r"(?=.*\S)[^\x00-\x1f]+"))
 DIRECTORY_NAME = Form(
     "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",

@@ -94,8 +94,8 @@ LATER = {
         "--profile --profile-step-start --profile-step-end --use-pytorch-profiler --pytorch-profiler-* "
         "--profile-ranks --record-memory-history --memory-snapshot-path --record-shapes --nvtx-ranges"
     ),
-    "checkpoints written while training goes on, or kept by other rules": (
-        "--async-save --async-strategy --async-ckpt-* --use-persistent-ckpt-worker --save-retain-interval "
+    "checkpoints that are written or kept by other rules": (
+        "--async-strategy --async-ckpt-* --use-persistent-ckpt-worker --save-retain-interval "
         "--persistent-save-interval --non-persistent-* --no-save-optim --replication --replication-jump "
         "--replication-factor"
     ),

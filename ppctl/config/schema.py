@@ -13,6 +13,7 @@ from typing import Any
 from ppctl.accelerators import DEVICES
 from ppctl.config import lr_pieces
 from ppctl.config.limits import (
+    ABSOLUTE,
     BELOW_ONE,
     DIRECTORY_NAME,
     MEMORY,
@@ -386,11 +387,26 @@ class CheckpointConfig:
     """How many checkpoints stay; 0 keeps all."""
     keep_every: int = key(0, not_negative())
     """Checkpoints of every so many steps stay besides; 0 for none."""
+    async_: bool = key(True, names="--async-save")
+    """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
+    as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""
+    local: str | None = key(None, ABSOLUTE, verbatim=True)
+    """A directory in the memory of every host, as /dev/shm/ppctl: the copies that `async` makes lie there and outlive
+    the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
+    local_every: int = key(0, not_negative())
+    """Steps between copies in `local`; each takes the place of the one before. Saves to the disk leave one, too."""
+    local_replicas: int = key(0, not_negative(), support=Support(LATER, "copies on a neighbour's host"))
+    """How many other hosts hold a rank's copy."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
     """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
     load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)
     """Like resume, and the run begins where there is no checkpoint yet; also a directory of runs, of which the newest
     with a checkpoint counts: with log.dir set to it, the same command begins and goes on."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether training goes on beside saves: with no interval, it ends behind the only one."""
+        return self.async_ and (self.interval > 0 or self.local is not None)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -70,7 +70,13 @@ def state_bytes(count: Count, sizes: ParallelSizes, precision: Precision, shardi
     weights, gradients = whole * precision.weight, whole * precision.gradient
     if sharding == "none":
         return State(weights, gradients, whole * precision.optimizer)
-    return State(weights, gradients, shared(dense, experts, sizes) * precision.shared_optimizer)
+    return State(weights, gradients, saved_bytes(count, sizes, precision, sharding))
+
+
+def saved_bytes(count: Count, sizes: ParallelSizes, precision: Precision, sharding: str) -> int:
+    """What a rank saves of `count` parameters: masters and both moments, of its part where they are shared."""
+    dense, experts = on_device(count, sizes)
+    return (dense + experts if sharding == "none" else shared(dense, experts, sizes)) * precision.shared_optimizer
 
 
 def shared(dense: int, experts: int, sizes: ParallelSizes) -> int:

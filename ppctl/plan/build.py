@@ -18,7 +18,7 @@ from ppctl.geometry.foreign_model import foreign_of
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import device_of, gathered, put_off, rank_pricer, stages_held
+from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off, rank_pricer, stages_held
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.offloading import check_offloading, offloaded
 from ppctl.plan.plan import Plan
@@ -327,6 +327,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *decided,
             *gathered(config, sizes, ranks),
             *offloaded(config, stages, costs, ranks),
+            *checkpoint_copies(config, stages, sizes),
             *put_off(config, stages, sizes, proof.schedule, batch.micro_batch_size),
             *origin(measured, cut.layout.canonical()),
         ),

@@ -16,7 +16,7 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import ALLOCATORS, TORCH_ON_CPU, Setting, StageActivations, for_norms, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameters import Count, largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.state import (
     Ends,
     Passing,
@@ -27,11 +27,12 @@ from ppctl.cost.state import (
     most,
     passing,
     peaks,
+    saved_bytes,
     state_bytes,
 )
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
-from ppctl.plan.memory_limit import GIB, MIB, unit_for
+from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
@@ -181,6 +182,25 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
         f"holds {unit.of(rest)}"
     )
     return (Derived("gathered weights", round(weights / GIB.size, 2), equation),)
+
+
+def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
+    """Host memory for copies of what ranks save, in words; nothing where training waits for the disk.
+
+    A rank saves the masters and both moments of its parameters, or of its part of them, each as wide as a gradient.
+    """
+    if not config.checkpoint.in_background:
+        return ()
+    counts: dict[int, Count] = {}
+    for stage in stages:
+        counts[stage.pp_rank] = counts.get(stage.pp_rank, Count()) + trained_count(config.model, stage.layers)
+    precision, sharding = precision_of(config), sharding_of(config, sizes)
+    most = max(saved_bytes(count, sizes, precision, sharding) for count in counts.values())
+    equation = (
+        f"checkpoint.async: a rank keeps {amount(most)} of its host's memory at most for a copy of what it saves; the "
+        f"ranks of a machine add up"
+    )
+    return (Derived("checkpoint copies", round(most / GIB.size, 2), equation),)
 
 
 def put_off(

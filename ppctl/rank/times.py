@@ -71,6 +71,10 @@ class TimeLeft:
                 self.slowest_save = max(self.slowest_save, now - since)
         self._doing = (state, now)
 
+    def note_save(self, seconds: float) -> None:
+        """A save took so long, beside training or not."""
+        self.slowest_save = max(self.slowest_save, seconds)
+
     def over(self) -> bool:
         """Whether the run has to stop now: the time left is less than two saves, three steps and the margin."""
         now = self.clock()

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ppctl import checkpoint_folder
+from ppctl.checkpoint.writer import WriterProcess
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
 from ppctl.devices import device_index, device_type, group_backends
@@ -136,6 +137,7 @@ def _run(
 ) -> TrainingEnd:
     """Connect, build, warm up, train, and write what came of it. A collective over the world."""
     run, config, leads = shared.run, shared.config, own.rank == 0
+    writer = _writer(shared, own, store)
     device = _device(shared, own)
     heartbeat = HeartbeatFile(run.id, own.rank)
     at_end.callback(heartbeat.close)
@@ -177,6 +179,8 @@ def _run(
         keep=(lambda measured: run.write_measured_step(measured.step, measured.to_json())) if leads else None,
         stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
         enter=enter,
+        writer=writer,
+        note_save=time_left.note_save,
     )
     heartbeat.set_state("generating")
     write_results(shared, session, outcome, phases, leads=leads)
@@ -190,6 +194,19 @@ def _run(
         publisher.stop()
     _disconnect(session)
     return outcome
+
+
+def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
+    """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
+    key = f"checkpoint writer {own.rank - own.local_rank}"
+    if own.local_rank == 0 and shared.config.checkpoint.in_background:
+        try:
+            address = WriterProcess().address
+        except OSError as error:
+            print(f"warning: no checkpoint writer could be started, ranks write themselves: {error}", file=sys.stderr)
+            address = ""
+        store.set(key, address)
+    return lambda: store.get(key).decode()
 
 
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:

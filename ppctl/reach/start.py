@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppctl.comm.communicator import Communicator
+from ppctl.comm.groups import connecting_on_first_use
 from ppctl.config.quantities import seconds
 from ppctl.config.schema import LaunchConfig
 from ppctl.errors import Problem
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["call_roll", "join_world", "warm_up"]
-
-_ON_FIRST_USE = "TORCH_GLOO_LAZY_INIT"
 
 
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
@@ -49,28 +47,12 @@ def join_world(store: Store, rank: int, world: int, backends: str, limit: timede
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(limit.total_seconds())))
     try:
-        with _connecting_on_first_use():
+        with connecting_on_first_use():
             dist.init_process_group(backends, store=store, rank=rank, world_size=world, timeout=limit)
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
         message = f"rank {rank} on {host_name()} could not connect to all ranks of the job: {reason_of(error)}"
         raise DeadEdge(Problem("PP-E707", message, REMEDY, CAUSES)) from error
-
-
-@contextmanager
-def _connecting_on_first_use() -> Iterator[None]:
-    """Two ranks of a gloo group that is made inside connect at their first message; the user's own setting stays.
-
-    For groups with collectives alone: a send waits there until the other end receives, although it should return at
-    once, and no time limit ends that wait if the other end has stopped. (Seen in torch 2.13; gloo#520.)
-    """
-    own = os.environ.get(_ON_FIRST_USE)
-    os.environ.setdefault(_ON_FIRST_USE, "1")
-    try:
-        yield
-    finally:
-        if own is None:
-            del os.environ[_ON_FIRST_USE]
 
 
 def warm_up(

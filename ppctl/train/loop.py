@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ppctl.checkpoint_folder import Found
 from ppctl.data.sampler import SAMPLE_ORDER
@@ -15,8 +16,10 @@ from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.step_lines import Record
 from ppctl.train.evaluate import Evaluator
 from ppctl.train.metrics import Writer
+from ppctl.train.rank_reports import SAVE_FAILED
+from ppctl.train.saving import Saves
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_first, save_checkpoint, start_from
+from ppctl.train.snapshot import load_first, load_local, start_from
 from ppctl.train.step import Trainer
 
 
@@ -47,6 +50,8 @@ def train(
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
+    writer: Callable[[], str] = str,
+    note_save: Callable[[float], None] = lambda seconds: None,
 ) -> TrainingEnd:
     """Train to `train.steps`; saves at the interval, at the end, and when any rank was asked to stop.
 
@@ -54,18 +59,16 @@ def train(
 
     Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`, and
     `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
-    begins.
+    begins. `writer` and `note_save` are `Saves`'.
     """
     config = session.config
-    first, consumed, sample_order = 0, 0, SAMPLE_ORDER
-    found = load_first(session, resume, say)
-    saved = None if found is None else found.path
-    if found is not None:
-        state = found.state
-        first, consumed, sample_order = state["step"], state["consumed_samples"], state["sample_order"]
-    elif config.model.from_ is not None:
-        start_from(session, Path(config.model.from_))
-    trainer = Trainer(session, session.batches(first, consumed, sample_order), stop_requested)
+    saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
+    first, consumed, sample_order, saved = _begin(session, saves, checkpoints, resume, say)
+    trainer = Trainer(
+        session,
+        session.batches(first, consumed, sample_order),
+        lambda: SAVE_FAILED if saves.failed else stop_requested(),
+    )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
@@ -74,25 +77,54 @@ def train(
         return consumed + (done - first) * config.train.global_batch_size
 
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
-    loss, eval_loss = None, None
-    for step in range(first, config.train.steps):
-        enter("training", step)
-        result = trainer.step(step)
-        loss, done = result.record["loss"], step + 1
-        last = done == config.train.steps
-        record = result.record | {"consumed_samples": position(done)}
-        if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
-            enter("evaluating", step)
-            record |= evaluator()
-            eval_loss = record["eval_loss"]
-        _hand_out(record, result.measured, write, keep)
-        due = config.checkpoint.interval > 0 and done % config.checkpoint.interval == 0
-        if last or due or result.stop:
-            enter("saving", step)
-            saved = save_checkpoint(session, checkpoints, done, position(done), sample_order)
-        if result.stop and not last:
-            return TrainingEnd(done, True, loss, eval_loss, saved, result.stop)
-    return TrainingEnd(max(first, config.train.steps), False, loss, eval_loss, saved)
+    loss, eval_loss, why = None, None, None
+    done = max(first, config.train.steps)
+    with saves:
+        for step in range(first, config.train.steps):
+            enter("training", step)
+            result = trainer.step(step)
+            saves.look()
+            loss, done = result.record["loss"], step + 1
+            last = done == config.train.steps
+            record = result.record | {"consumed_samples": position(done)} | saves.figures()
+            if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
+                enter("evaluating", step)
+                record |= evaluator()
+                eval_loss = record["eval_loss"]
+            _hand_out(record, result.measured, write, keep)
+            if last or saves.is_due(done) or result.stop:
+                enter("saving", step)
+                saves.save(done, position(done), sample_order, last=last or result.stop is not None)
+            if result.stop and not last:
+                why = result.stop
+                break
+        saved = saves.finish() or saved
+    return TrainingEnd(done, why is not None, loss, eval_loss, saved, why)
+
+
+class _Begin(NamedTuple):
+    """Where a run begins: completed steps, the position in the data, and the checkpoint that it goes on from."""
+
+    step: int = 0
+    consumed_samples: int = 0
+    sample_order: int = SAMPLE_ORDER
+    checkpoint: Path | None = None
+
+
+def _begin(
+    session: Session, saves: Saves, checkpoints: Path, resume: Callable[[], list[Found]], say: Callable[[str], None]
+) -> _Begin:
+    found, model = None, session.config.model.from_
+    if saves.local is not None:
+        found = load_local(session, saves.local, checkpoints, resume, say)
+    if found is None:
+        found = load_first(session, resume, say)
+    if found is not None:
+        state = found.state
+        return _Begin(state["step"], state["consumed_samples"], state["sample_order"], found.path)
+    if model is not None:
+        start_from(session, Path(model))
+    return _Begin()
 
 
 def _hand_out(

@@ -19,7 +19,7 @@ from ppctl.data.batches import check_same_samples
 from ppctl.errors import Problem, TrainingError
 
 NOTHING = -1.0
-TIME_IS_OVER = -1
+TIME_IS_OVER, SAVE_FAILED = -1, -2
 
 Numbers = npt.NDArray[np.float64]
 
@@ -29,7 +29,7 @@ class RankReport:
     """One rank's numbers of one step. Times are seconds on the job's common clock."""
 
     stop: float = 0.0
-    """The signal that asked this rank to stop, or TIME_IS_OVER; 0 to go on."""
+    """The signal that asked this rank to stop, or one of the two numbers below 0; 0 to go on."""
     loss: float = 0.0
     """This rank's share of the loss (0 where it has no loss stage)."""
     bad_microbatch: float = NOTHING
@@ -126,6 +126,8 @@ def stop_reason(reports: Reports) -> str | None:
     asked = _without(reports.column("stop"), 0.0)
     if not asked:
         return None
+    if SAVE_FAILED in asked.values():
+        return "a checkpoint could not be written"
     if TIME_IS_OVER in asked.values():
         return "its time is nearly over"
     first, number = next(iter(asked.items()))

@@ -5,6 +5,7 @@ Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
@@ -16,15 +17,17 @@ from torch import Tensor
 
 from ppctl import checkpoint
 from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.background import BackgroundSaver
 from ppctl.checkpoint.boxes import Box, boxes_of_run
+from ppctl.checkpoint.local_copy import intact
 from ppctl.checkpoint.manifest import read_manifest, read_state
 from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
 from ppctl.checkpoint.verification import with_sizes
-from ppctl.checkpoint_folder import AUTO, Found
+from ppctl.checkpoint_folder import AUTO, Found, find, step_of
 from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
-from ppctl.errors import CheckpointError, Problem, TrainingError
+from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
 from ppctl.geometry.canonical_names import expert_name
 from ppctl.geometry.foreign_model import foreign_of
@@ -93,15 +96,12 @@ def _places(session: Session, name: str) -> Iterator[_Place]:
             start += one.size
 
 
-def save_checkpoint(
-    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
-) -> Path:
-    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
+def state_of(session: Session, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER) -> dict[str, Any]:
+    """What is saved beside the tensors after `step` completed steps.
 
     `consumed_samples` and `sample_order` are the position in the data, and the rule that says which samples come next.
-    Raises TrainingError on all ranks where one cannot write; the earlier checkpoints are as they were.
     """
-    state = {
+    return {
         "step": step,
         "consumed_samples": consumed_samples,
         "sample_order": sample_order,
@@ -117,13 +117,19 @@ def save_checkpoint(
         "model": asdict(session.config.model),
         "loss_scale": None if session.loss_scale is None else session.loss_scale.state(),
     }
-    config = session.config.checkpoint
-    try:
-        return checkpoint.save(
-            directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
-        )
-    except CheckpointError as error:  # the existing checkpoints are good: it is training that failed
-        raise TrainingError(error.problems) from error
+
+
+def save_checkpoint(
+    session: Session, directory: Path, step: int, consumed_samples: int, sample_order: int = SAMPLE_ORDER
+) -> Path:
+    """Write `directory`/step-`step` after `step` completed steps. A collective over the world.
+
+    Raises CheckpointError on all ranks where one cannot write; the earlier checkpoints are as they were.
+    """
+    config, state = session.config.checkpoint, state_of(session, step, consumed_samples, sample_order)
+    return checkpoint.save(
+        directory, step, session_shards(session), state, keep=config.keep, keep_every=config.keep_every
+    )
 
 
 def start_from(session: Session, path: Path) -> None:
@@ -158,7 +164,8 @@ def _fill_from_directory(read: Callable[[str], Tensor], shards: Sequence[Shard])
 class Loaded(NamedTuple):
     """The checkpoint that a run goes on from, and the state saved in it."""
 
-    path: Path
+    path: Path | None
+    """Of the newest on the disk, where the run goes on from copies in memory."""
     state: dict[str, Any]
 
 
@@ -195,6 +202,66 @@ def _nothing(line: str) -> None:
     pass
 
 
+class _Local(NamedTuple):
+    """What the ranks decide together on copies in memory."""
+
+    step: int = 0
+    """Whose copies are tried; 0: none."""
+    newest: Path | None = None
+    """The newest checkpoint on the disk."""
+    line: str = ""
+    """For the user."""
+
+
+def load_local(
+    session: Session,
+    saver: BackgroundSaver,
+    directory: Path,
+    candidates: Callable[[], list[Found]],
+    say: Callable[[str], None] = print,
+) -> Loaded | None:
+    """Take the copies that an earlier start of this run has left in memory, where all ranks have the same step and it
+    is later than that of the checkpoint that the run would go on from; else None, and what is there is forgotten.
+
+    A collective over the world. `say` takes, on rank 0, what was chosen, and why. A start from an earlier checkpoint
+    than the newest of `directory` means that one.
+    """
+    assert saver.local is not None
+    ranks, record = AgreeingRanks(None), saver.local.find(saver.memory.parts)
+
+    def choose(steps: list[int | None]) -> _Local:
+        found = candidates()
+        newest, path = find(directory), found[0].path if found else None
+        given = path is not None and (newest is None or path != newest.path)
+        some = sorted({step for step in steps if step is not None})
+        if given or not some:
+            return _Local()
+        on_disk = f"{path.name} on the disk" if path is not None else "no checkpoint on the disk"
+        if len(some) > 1 or None in steps:
+            count = sum(step is not None for step in steps)
+            what = f"copies in memory are of steps {', '.join(map(str, some))}, on {count} of {len(steps)} ranks"
+            return _Local(line=f"note: {what}: going on from {on_disk}")
+        if some[0] <= step_of(path):
+            return _Local()
+        return _Local(some[0], path, f"going on from the copies of step {some[0]} in memory; there is {on_disk}")
+
+    what = "look for copies in memory"
+    chosen = ranks.agree(what, lambda: None if record is None else record.step, choose)
+    said = say if ranks.rank == 0 else _nothing
+    if chosen.step:
+        assert record is not None
+        whole = record
+        if ranks.agree(what, lambda: intact(whole, saver.memory.bytes), all):
+            said(chosen.line)
+            saver.memory.fill(session_shards(session))
+            return Loaded(chosen.newest, _continued(session, json.loads(record.state), saver.local.directory))
+        chosen = _Local(line="warning: copies in memory have changed since they were made; they are not used")
+    if chosen.line:
+        said(chosen.line)
+    saver.local.forget()
+    return None
+
+
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
@@ -210,6 +277,11 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         misfit = any(problem.code == "PP-E502" for problem in error.problems)
         saved = read_state(path)["model"] if misfit else {}
         raise CheckpointError(with_sizes(error.problems, saved, asdict(session.config.model))) from error
+    return _continued(session, state, path)
+
+
+def _continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The state of tensors that have been filled, once the session goes on from it."""
     session.weights.publish()
     if session.loss_scale is not None and state.get("loss_scale") is not None:
         session.loss_scale.restore(state["loss_scale"])

@@ -6,7 +6,8 @@ takes a tenth of a second longer, from that step on), deaf-N and cut-N (the conn
 shut), stall-AXIS and die-AXIS (held, or killed, when its next exchange along tp, cp, ep or etp starts), full (no room
 on the disk for metrics any more), dumb (nor for this rank's log, to which every step then writes), noise (from that
 step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when this rank's
-tensors are written), room (no room for them), update (raise in the STEP-th optimizer step).
+tensors are written), writer (SIGKILL of the node's writer then), room (no room for them), change (SIGKILL of the writer
+before the STEP-th change of a directory), update (raise in the STEP-th optimizer step).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -16,6 +17,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+
+_IS_WRITER = "ppctl.checkpoint.writer" in sys.orig_argv
 
 
 def _arm() -> None:
@@ -119,27 +123,35 @@ def _write_to_a_full_log() -> None:
 
 
 def _arm_room() -> None:
-    """A limit on the size of files stands in for a disk that fills while a rank writes its tensors."""
+    """A limit on the size of files stands in for a disk that fills while a rank's tensors are written."""
     import resource
 
-    from ppctl.checkpoint.writing import Saver
-
-    _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    write, saves = Saver._write, [0]
-
-    def cramped_write(self: Saver, *arguments: object) -> object:
-        saves[0] += 1
-        if os.environ["RANK"] != rank or saves[0] != int(number):
-            return write(self, *arguments)
+    def cramped(write: Callable[[], object]) -> object:
         sys.dont_write_bytecode = True  # else a cut .pyc stays behind for everybody
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
         try:
-            return write(self, *arguments)
+            return write()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    Saver._write = cramped_write
+    _in_one_write(cramped)
+
+
+def _in_one_write(strike: Callable[[Callable[[], object]], object]) -> None:
+    """Let `strike` do the write that PPCTL_FAULT names, in whatever process the rank's tensors are written."""
+    from ppctl.checkpoint.disk import Disk
+
+    _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
+    write, saves = Disk.write, [0]
+
+    def spoilt_write(self: Disk, *arguments: object) -> object:
+        saves[0] += str(self.rank) == rank
+        if str(self.rank) != rank or saves[0] != int(number):
+            return write(self, *arguments)
+        return strike(lambda: write(self, *arguments))
+
+    Disk.write = spoilt_write
 
 
 def _arm_update() -> None:
@@ -157,20 +169,55 @@ def _arm_update() -> None:
     AdamW.step = spoilt_step
 
 
+def _arm_writer() -> None:
+    def killed(write: Callable[[], object]) -> object:
+        write()
+        _strike("kill")
+
+    if _IS_WRITER:
+        _in_one_write(killed)
+
+
+def _arm_change() -> None:
+    """Die before the STEP-th change of a directory of checkpoints; ACTION is `writer:DIRECTORY`, or `all:DIRECTORY`."""
+    _, _, number, action = os.environ["PPCTL_FAULT"].split()
+    doomed, _, directory = action.partition(":")
+    count = [0]
+
+    def watch(event: str, arguments: tuple) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            count[0] += str(arguments[0]).startswith(directory)
+            if count[0] == int(number):
+                if doomed == "all":
+                    os.kill(os.getppid(), signal.SIGKILL)
+                _strike("kill")
+
+    if _IS_WRITER:
+        sys.addaudithook(watch)
+
+
 def _arm_save() -> None:
-    from ppctl.checkpoint.writing import Saver
+    from ppctl.checkpoint.disk import Disk
+    from ppctl.checkpoint.writer import RemoteDisk
 
     _, rank, number, _ = os.environ["PPCTL_FAULT"].split()
-    write, saves = Saver._write, [0]
+    saves = [0]
 
-    def spoilt_write(self: Saver, *arguments: object) -> object:
-        written = write(self, *arguments)
-        saves[0] += 1
-        if os.environ["RANK"] == rank and saves[0] == int(number):
-            _strike("kill")
-        return written
+    def spoil(disk: type) -> None:
+        write = disk.write
 
-    Saver._write = spoilt_write
+        def spoilt_write(self: object, *arguments: object) -> object:
+            written = write(self, *arguments)
+            saves[0] += 1
+            if os.environ["RANK"] == rank and saves[0] == int(number):
+                _strike("kill")
+            return written
+
+        disk.write = spoilt_write
+
+    if not _IS_WRITER:
+        spoil(Disk)
+        spoil(RemoteDisk)
 
 
 def _watch() -> None:
@@ -193,8 +240,9 @@ def _watch() -> None:
 
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    {"save": _arm_save, "room": _arm_room, "update": _arm_update}.get(os.environ["PPCTL_FAULT"].split()[0], _arm)()
-if "RANK" in os.environ and "PPCTL_WATCH" in os.environ:
+    _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change, "update": _arm_update}
+    _KINDS.get(os.environ["PPCTL_FAULT"].split()[0], (lambda: None) if _IS_WRITER else _arm)()
+if "RANK" in os.environ and "PPCTL_WATCH" in os.environ and not _IS_WRITER:
     _watch()
-if "RANK" in os.environ and "PPCTL_TELL" in os.environ:
+if "RANK" in os.environ and "PPCTL_TELL" in os.environ and not _IS_WRITER:
     open(os.path.join(os.environ["PPCTL_TELL"], os.environ["RANK"]), "w").close()

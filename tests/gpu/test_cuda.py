@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from background_saves import saver_of
 from command import TINY, metrics, only_run, ppctl
 from one_rank import tiny_config, waits_in_a_pipeline
 from ranks import run_ranks
 from torch.nn.attention import SDPBackend
 
+from ppctl.checkpoint import CheckpointReader, Shard, read_manifest
 from ppctl.config.mapping import to_mapping
 from ppctl.devices import nccl_shares_gpus
 from ppctl.engine.recorder import make_recorder
@@ -195,3 +197,21 @@ def test_the_dist_tier_runs_over_nccl():
     if count < 2:
         pytest.skip("one device, and no NCCL from 2.30.7 on with NCCL_MULTI_RANK_GPU_ENABLE=1")
     dist_tier(PPCTL_TEST_RANKS="nccl", PPCTL_TEST_GPUS=str(count))
+
+
+@pytest.mark.parametrize("writer", [True, False], ids=["writer", "own thread"])
+def test_what_a_gpu_computes_behind_a_save_does_not_reach_it(tmp_path: Path, writer: bool) -> None:
+    """The host does not wait for the copy; kernels that change what is saved do."""
+    shards = [Shard(f"w{n}", (1 << 22,), (0,), torch.empty(1 << 22, device="cuda")) for n in range(8)]
+    saver = saver_of(tmp_path, shards, writer=writer)
+    for step in (1, 2, 3):
+        for shard in shards:
+            shard.tensor.fill_(step)
+        saver.begin(step, shards, {})
+        for shard in shards:
+            shard.tensor.fill_(-1)
+        saver.finish()
+        path = saver.news()[0].path
+        reader = CheckpointReader(path, read_manifest(path))
+        assert all(reader.tensor(shard.name).eq(step).all() for shard in shards)
+    saver.close()

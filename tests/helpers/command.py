@@ -83,12 +83,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def alive(where: Path) -> list[int]:
-    """The workers that run in `where` (a zombie that nobody has reaped yet does not run)."""
+def alive(where: Path, program: str = "ppctl.rank.worker") -> list[int]:
+    """The processes of a program that run in `where` (a zombie that nobody has reaped yet does not run)."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and b"ppctl.rank.worker" in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and program.encode() in (entry / "cmdline").read_bytes():
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
                 if state not in "ZX" and (entry / "cwd").resolve() == where.resolve():
                     found.append(int(entry.name))

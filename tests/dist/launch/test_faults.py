@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from command import TINY, alive, environment, losses, metrics, only_run, ppctl
 from oracle.reference import reference_losses
 
 from ppctl import heartbeat
+from ppctl.checkpoint import verify
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,16 +64,59 @@ def test_a_disk_that_fills_while_training_ends_the_run_with_its_reason(text: str
     assert alive(tmp_path) == []
 
 
-def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(text: str, tmp_path: Path) -> None:
-    done = ppctl(*TRAIN, text, "steps=6", "checkpoint.interval=2", cwd=tmp_path, PPCTL_FAULT="save 1 2 -")
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.whole)])
+def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_and_nothing_else(
+    mode: str, text: str, tmp_path: Path
+) -> None:
+    saves = ["steps=6", "checkpoint.interval=2", *["checkpoint.async=false"] * (mode == "sync")]
+    done = ppctl(*TRAIN, text, *saves, cwd=tmp_path, PPCTL_FAULT="save 1 2 -")
     assert done.returncode == 1
-    assert done.stderr.startswith("error PP-E702: rank 1 failed while saving: killed by signal 9 (SIGKILL)\n")
+    doing = r"failed while saving" if mode == "sync" else r".*failed (in|while) .*"
+    assert re.match(rf"error PP-E702: rank 1 {doing}: killed by signal 9 \(SIGKILL\)\n", done.stderr), done.stderr
+    assert left_over(tmp_path) == []
     run = only_run(tmp_path)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2"]
     assert not [path for path in heartbeat.directory().iterdir() if run.name in path.name]
     assert ppctl("resume", cwd=tmp_path).returncode == 0
     assert [record["step"] for record in metrics(run)] == list(range(1, 7))
     assert losses(run) == reference_losses(run, 6), "in the same cut; test_train_command.py: in another"
+
+
+def test_a_run_goes_on_without_the_writer_that_somebody_killed(text: str, tmp_path: Path) -> None:
+    """Every save is complete: the ranks write what lies in their memory, the one under way included."""
+    saves = ["steps=6", "checkpoint.interval=2", "checkpoint.keep=0"]
+    done = ppctl(*TRAIN, text, *saves, cwd=tmp_path, PPCTL_FAULT="writer 1 2 -")
+    assert done.returncode == 0, done.stderr
+    assert "warning: PP-E510: rank 0 has lost the checkpoint writer of" in done.stdout
+    run = only_run(tmp_path)
+    assert "warning: PP-E510: rank 1 has lost" in (run / "logs" / "rank-0001.log").read_text()
+    for step in (2, 4, 6):
+        assert f"saved step {step} (in the background, " in done.stdout
+        assert verify(run / "checkpoints" / f"step-{step}").step == step
+    assert not list((run / "checkpoints").glob("*.tmp"))
+    assert losses(run) == reference_losses(run, 6)
+
+
+@pytest.mark.whole
+def test_a_full_disk_behind_a_step_ends_the_run_with_its_reason(text: str, tmp_path: Path) -> None:
+    saves = ["steps=60", "checkpoint.interval=2"]
+    done = ppctl(*TRAIN, text, *saves, cwd=tmp_path, PPCTL_FAULT="room 1 2 -")
+    assert done.returncode == 1
+    # The limit is that of the writer, which writes for both ranks.
+    said = r"error PP-E505: rank [01] failed while saving: rank [01] could not write the checkpoint .*File too large"
+    assert re.search(said, done.stderr), done.stderr
+    checkpoints = only_run(tmp_path) / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-2"]
+    assert verify(checkpoints / "step-2").step == 2
+    assert left_over(tmp_path) == []
+
+
+def left_over(where: Path) -> list[int]:
+    """Writers of checkpoints that still run in this directory after a moment."""
+    deadline = time.monotonic() + 5
+    while (left := alive(where, "ppctl.checkpoint.writer")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def agent_of_two_ranks(text: str, where: Path) -> subprocess.Popen[str]:

@@ -11,11 +11,10 @@ import traceback
 
 
 def _arm() -> None:
-    from ppctl.checkpoint.writing import Saver
     from ppctl.engine.interpreter import Engine
     from ppctl.train.step import Trainer
 
-    run, step, write, rank = Engine.run, Trainer.step, Saver._write, int(os.environ["RANK"])
+    run, step, rank = Engine.run, Trainer.step, int(os.environ["RANK"])
     begun = [0]
 
     def slow_step(self: Trainer, number: int) -> object:
@@ -28,17 +27,29 @@ def _arm() -> None:
         begun[0] += 1
         run(self)
 
-    def slow_write(self: Saver, *arguments: object) -> object:
+    Engine.run, Trainer.step = raising_run, slow_step
+
+
+def _arm_disk() -> None:
+    """In ranks and in the writers of their nodes."""
+    from ppctl.checkpoint.disk import Disk
+
+    write = Disk.write
+
+    def slow_write(self: Disk, *arguments: object) -> object:
         if "SLOW_SAVE" in os.environ:
-            time.sleep(float(os.environ["SLOW_SAVE"].split(",")[rank]))
+            time.sleep(float(os.environ["SLOW_SAVE"].split(",")[self.rank]))
         return write(self, *arguments)
 
-    Engine.run, Trainer.step, Saver._write = raising_run, slow_step, slow_write
+    Disk.write = slow_write
 
 
-if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "ppctl.rank.worker" in sys.orig_argv:
+_RANK, _WRITER = "ppctl.rank.worker" in sys.orig_argv, "ppctl.checkpoint.writer" in sys.orig_argv
+if "RANK" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and (_RANK or _WRITER):
     try:
-        _arm()
+        _arm_disk()
+        if _RANK:
+            _arm()
     except BaseException:
         # Python only mentions an error in this file, and the test would test nothing.
         traceback.print_exc()

@@ -25,8 +25,8 @@ from ppctl.checkpoint import (
     whole_shards,
 )
 from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.holders import choose_writers
 from ppctl.checkpoint.shard_file import Part
-from ppctl.checkpoint.shards import choose_writers
 from ppctl.checkpoint_folder import find, step_path
 from ppctl.errors import CheckpointError
 

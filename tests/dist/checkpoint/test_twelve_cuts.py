@@ -1,0 +1,83 @@
+"""Twelve cuts of one model, each saved and each loaded from the checkpoint of every other: all state comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from axis_runs import config_of
+from ranks import run_ranks
+
+from ppctl.checkpoint import load
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.plan.build import build_plan
+from ppctl.train.session import build_session
+from ppctl.train.snapshot import save_checkpoint, session_shards
+
+V = dict(pp=2, virtual_pipeline_model_parallel_size=2, pp_schedule="zbv_zero_bubble", layout="Et|t|t*2|mL")
+LOOP = dict(pp=2, virtual_pipeline_model_parallel_size=2, layout="Et|t|t*2|mL")
+CUTS: dict[str, dict[str, Any]] = {
+    "dp 8": dict(dp=8),
+    "dp 8, ep 2, gradients in parts": dict(dp=8, ep=2, data_parallel_sharding="optimizer_gradients"),
+    "dp 8, ep 4, all in parts": dict(dp=8, ep=4, data_parallel_sharding="full"),
+    "dp 4, cp 2, ep 2, all in parts": dict(dp=4, cp=2, ep=2, data_parallel_sharding="full"),
+    "pp 2, tp 2, cp 2, ep 2, etp 2": dict(pp=2, tp=2, sp=True, cp=2, ep=2, etp=2, layout="Et*2|t*2mL"),
+    "loop, tp 4, ep 4, etp 1": LOOP | dict(tp=4, sp=True, ep=4, etp=1),
+    "loop, tp 2, dp 2, gradients in parts": LOOP
+    | dict(tp=2, sp=True, dp=2, data_parallel_sharding="optimizer_gradients"),
+    "V, dp 4": V | dict(dp=4),
+    "V, tp 2, dp 2, ep 2": V | dict(tp=2, sp=True, dp=2, ep=2),
+    "V, dp 4, ep 2, gradients in parts": V | dict(dp=4, ep=2, data_parallel_sharding="optimizer_gradients"),
+    "tp 2, cp 2, dp 2, ep 2, gradients in parts": dict(
+        tp=2, sp=True, cp=2, ways="all_gather", dp=2, ep=2, data_parallel_sharding="optimizer_gradients"
+    ),
+    # The last one: its embedding's group has not all ranks, and torch names later groups by how many a rank has made.
+    "pp 4, dp 2": dict(pp=4, dp=2, layout="Et|t|t|tmL"),
+}  # fmt: skip
+
+
+def mapping_of(text: Path, cut: str) -> dict[str, Any]:
+    config = config_of("deepseek", **CUTS[cut])
+    config.model.vocab_size, config.data.path = 320, str(text)
+    config.train.micro_batch_size, config.train.global_batch_size = 1, 16
+    return to_mapping(config)
+
+
+def all_from_all(mappings: dict[str, dict[str, Any]], directory: str) -> list[str]:
+    """In a rank: each cut saves the state of the first, then loads what every other has saved; which were not equal."""
+    root, sessions, wrong = Path(directory), {}, []
+    for cut, mapping in mappings.items():
+        config = from_mapping(mapping)
+        etp = config.parallel.expert_tensor_parallel_size
+        plan = build_plan(config, {} if etp is None else {"parallel.expert_tensor_parallel_size": "command line"})
+        assert not plan.problems, (cut, plan.problems)
+        session = sessions[cut] = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
+        if len(sessions) == 1:  # moments that are no zeros, equal on replicas
+            for shard in session_shards(session):
+                if shard.name.startswith("optim.") and shard.tensor.dim():
+                    shard.tensor.copy_(torch.arange(shard.tensor.numel(), dtype=shard.tensor.dtype).view(shard.shape))
+        else:
+            load(root / next(iter(mappings)) / "step-1", session_shards(session))
+        save_checkpoint(session, root / cut, 1, 16)
+    for cut, session in sessions.items():
+        shards = session_shards(session)
+        expected = [shard.tensor.clone() for shard in shards]
+        for other in mappings:
+            for shard in shards:
+                shard.tensor.fill_(-1)
+            load(root / other / "step-1", shards)
+            equal = all(torch.equal(shard.tensor, own) for shard, own in zip(shards, expected, strict=True))
+            wrong += [] if equal else [f"{cut} from {other}"]
+        session.close()
+    return wrong
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_each_of_twelve_cuts_loads_what_every_other_has_saved(text: Path, tmp_path: Path) -> None:
+    assert len(CUTS) == 12
+    mappings = {cut: mapping_of(text, cut) for cut in CUTS}
+    assert run_ranks(all_from_all, 8, mappings, str(tmp_path), timeout=500) == [[]] * 8
