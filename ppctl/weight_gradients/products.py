@@ -99,15 +99,6 @@ def _of_input(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return of_rows if x.dim() == 2 else of_rows.reshape(x.shape)
 
 
-def _of_input(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of x in x @ weight.t(): `_of_left` without transposing twice."""
-    rows = _rows(gradient)
-    if _by_columns(_rows(x)):
-        return weight.t().mm(rows.t()).t().reshape(x.shape)
-    of_rows = rows.mm(weight)
-    return of_rows if x.dim() == 2 else of_rows.reshape(x.shape)
-
-
 def _matrix_gradient(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """The gradient of the matrix in x @ matrix."""
     if _by_columns(matrix):
