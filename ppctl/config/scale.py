@@ -45,9 +45,9 @@ def miniature(config: RunConfig, scale: str, typed: Collection[str]) -> dict[str
 def smoke(config: RunConfig) -> dict[str, Any]:
     """The values, by key, that make `config` small.
 
-    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs; no more steps
-    than take two minutes; widths of a toy, with numbers of heads, experts, groups and chosen experts in proportion;
-    bytes for tokens; a rate that a model of this size learns at.
+    One data-parallel replica of unshared layers; as many microbatches as pp, or as the schedule needs, and no more
+    steps than take two minutes; widths of a toy, with numbers of heads, experts, groups and chosen experts in
+    proportion; bytes for tokens; a rate that a model of this size learns at.
     """
     parallel, train = config.parallel, config.train
     values: dict[str, Any] = {f"model.{name}": value for name, value in _model(config.model).items()}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from ppctl.config.schema import TrainConfig
 from ppctl.geometry.layers import Layer, recomputed_modules, recomputed_runs
@@ -96,9 +96,84 @@ def _checkpointed(function: Function, switch: Switch) -> Function:
     def call(*inputs: Any) -> Any:
         if not (switch.on and torch.is_grad_enabled()):
             return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        with _Inputs(function, inputs).not_kept():
+            return function(*inputs)
 
     return call
+
+
+class _Inputs:
+    """The inputs of one call of a function, all that is kept of it; what its operations save is made a second time.
+
+    As torch's non-reentrant checkpoint, which imports its compiler for it (2.3 s a process) and wraps a hook anew for
+    every call: the second call is made when the backward first needs something, and given up behind the last tensor
+    that the first one saved; each of these is free when its operation's backward has used it.
+    """
+
+    def __init__(self, function: Function, inputs: Sequence[Any]) -> None:
+        self._function, self._around, self._cast = function, _hooks_around(), _casting(inputs)
+        self._inputs = [
+            _Input(self._around.keep(each.detach()), each.requires_grad) if isinstance(each, Tensor) else each
+            for each in inputs
+        ]
+        self._saved: list[ref[_Saved]] = []
+
+    def not_kept(self) -> AbstractContextManager[object]:
+        """Hooks for the first call."""
+        return saved_tensors_hooks(self._number, _made_again)
+
+    def _number(self, _: Tensor) -> _Saved:
+        saved = _Saved(self)
+        self._saved.append(ref(saved))
+        return saved
+
+    def call_again(self) -> None:
+        """Make everything that the backward still asks for."""
+        inputs = [each.anew() if isinstance(each, _Input) else each for each in self._inputs]
+        count = 0
+
+        def save(tensor: Tensor) -> Tensor:
+            nonlocal count
+            tensor = tensor.detach()  # an operation that holds its own result would hold itself
+            if (saved := self._saved[count]()) is not None:
+                saved.tensor = tensor
+            count += 1
+            if count == len(self._saved):
+                raise _EnoughError
+            return tensor
+
+        try:
+            with self._cast, torch.enable_grad(), saved_tensors_hooks(save, _as_it_is):
+                self._function(*inputs)
+        except _EnoughError:
+            return
+        raise AssertionError(f"a function saved {len(self._saved)} tensors, and {count} when it was called again")
+
+
+class _Saved:
+    """A tensor that an operation of the first call saved: not there until its backward asks for it."""
+
+    __slots__ = ("__weakref__", "call", "tensor")
+
+    def __init__(self, call: _Inputs) -> None:
+        self.call = call
+        self.tensor: Tensor | None = None
+
+
+class _EnoughError(Exception):
+    """Ends the second call of a function behind what the backward needs of it."""
+
+
+def _made_again(saved: _Saved) -> Tensor:
+    if saved.tensor is None:
+        saved.call.call_again()
+    tensor, saved.tensor = saved.tensor, None
+    assert tensor is not None
+    return tensor
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _recompute_modules(layer: nn.Module, modules: Sequence[str]) -> None:
@@ -185,6 +260,16 @@ class _Hooks(NamedTuple):
         return _Kept(self.unpack, self.pack(tensor))
 
 
+class _Input(NamedTuple):
+    """A tensor that a function is called with a second time."""
+
+    kept: _Kept
+    requires_grad: bool
+
+    def anew(self) -> Tensor:
+        return _unpack(self.kept).detach().requires_grad_(self.requires_grad)
+
+
 _NO_HOOKS = _Hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -217,7 +302,7 @@ class _Again:
 
     def __init__(self, function: Function, inputs: Sequence[Tensor], around: _Hooks) -> None:
         self.function = function
-        self.inputs = [(around.keep(tensor.detach()), tensor.requires_grad) for tensor in inputs]
+        self.inputs = [_Input(around.keep(tensor.detach()), tensor.requires_grad) for tensor in inputs]
         self._cast = _casting(inputs)
         self._count = 0
         self._made: _Made | None = None
@@ -230,7 +315,7 @@ class _Again:
     def made(self) -> _Made:
         """The results of the second call."""
         if self._made is None:
-            inputs = [_unpack(kept).detach().requires_grad_(needed) for kept, needed in self.inputs]
+            inputs = [each.anew() for each in self.inputs]
             saved: list[Tensor] = []
             with (
                 self._cast,
@@ -246,9 +331,9 @@ class _Again:
         return self, self._count - 1
 
 
-def _casting(inputs: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """The present autocast state, as a context for later."""
-    kind = inputs[0].device.type
+def _casting(inputs: Sequence[Any]) -> AbstractContextManager[object]:
+    """The present autocast state of the inputs' device, as a context for later."""
+    kind = next(each.device.type for each in inputs if isinstance(each, Tensor))
     if not torch.amp.is_autocast_available(kind):
         return nullcontext()
     return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))

@@ -127,7 +127,7 @@ class _Columns(torch.autograd.Function):
         if put_off is not None:
             again = _Again(split, formulas, len(places))
             for gradient, place in zip(gradients, places, strict=True):
-                put_off.put(place, partial(_of_weight, gradient, x, place, again=again))
+                put_off.put(place, place, partial(_of_weight, gradient, x, place, again=again))
         return None, summing(), *of_weights
 
 

@@ -90,6 +90,15 @@ def _of_left(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     return of_rows if x.dim() == 2 else of_rows.reshape(x.shape)
 
 
+def _of_input(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of x in x @ weight.t(): `_of_left` without transposing twice."""
+    rows = _rows(gradient)
+    if _by_columns(_rows(x)):
+        return weight.t().mm(rows.t()).t().reshape(x.shape)
+    of_rows = rows.mm(weight)
+    return of_rows if x.dim() == 2 else of_rows.reshape(x.shape)
+
+
 def _matrix_gradient(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """The gradient of the matrix in x @ matrix."""
     if _by_columns(matrix):
@@ -99,7 +108,7 @@ def _matrix_gradient(gradient: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
 
 def _transposed_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the weight in x @ weight.t()."""
-    if _by_columns(weight.t()):
+    if weight.stride() == (weight.shape[1], 1):  # its transposed matrix lies column by column
         return _rows(gradient).t().mm(_rows(x))
     return _rows(x).t().mm(_rows(gradient)).t()
 
@@ -108,7 +117,7 @@ def _nothing(*_: Tensor) -> None:
     """Numbers have no gradient."""
 
 
-_LINEAR = Rule(F.linear, lambda gradient, x, factor: _of_left(gradient, x, factor.t()), _transposed_gradient)
+_LINEAR = Rule(F.linear, _of_input, _transposed_gradient)
 _MATMUL = Rule(lambda x, factor, _: torch.matmul(x, factor), _of_left, _matrix_gradient)
 _ADDMM = Rule(lambda x, factor, bias: torch.addmm(bias, x, factor), _of_left, _matrix_gradient)
 _BMM = Rule(

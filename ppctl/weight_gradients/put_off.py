@@ -20,31 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ppctl.errors import Problem, TrainingError
-
-AT_ONCE = 16 * 2**20
-"""Bytes of weights for which autograd is called once in W: a call takes longer than a small product."""
-
-TOGETHER = 2**19
-"""Bytes of weights whose gradients are made together in such a call: the next ones are made when these are stored. More
-would have left the processor's cache by then; for less, going on to the next takes longer than what it saves."""
-
-Make = Callable[[], Tensor]
-"""Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
-
-
-_LEAVE_WHOLE = "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))"
-
-
-class _Use(NamedTuple):
-    """A weight as one product had it (a parameter, or a view of one), and this use's part of its gradient."""
-
-    weight: Tensor
-    make: Make
-    version: int
-    """Of what `make` reads, summed: in-place operations count it up."""
+from ppctl.weight_gradients.delivery import AT_ONCE, LEAVE_WHOLE, TOGETHER, Make, Use, deliver, operands, version_of
 
 
 class PutOff:
@@ -60,7 +39,7 @@ class PutOff:
         """Whether gradients are forgotten: those that `torch.autograd.grad` makes are not for weights."""
         self._whole = {id(base): base for base in map(_base_of, whole)}
         self._taken: dict[int, nn.Parameter] = {}
-        self._uses: dict[int, list[_Use]] = {}
+        self._uses: dict[int, list[Use]] = {}
         self._functions: list[Callable[[], object]] = []
         self._cast: dict[int, Tensor] = {}
 
@@ -111,15 +90,15 @@ class PutOff:
             return weight.view_as(weight)
         return self._cast.setdefault(id(weight), weight.view_as(weight))
 
-    def put(self, weight: Tensor, make: Make) -> None:
+    def put(self, weight: Tensor, place: Tensor, make: Make) -> None:
         """Put off one use's part of a weight's gradient. Parts are added up in the order in which they are put."""
         if self.drops:
             return
         base = parameter_of(weight)
         assert base is not None  # it was taken
         if self.intercepted:
-            _look_for(weight, base)
-        self._uses.setdefault(id(base), []).append(_Use(weight, make, _version(weight, make)))
+            _look_for(place, base)
+        self._uses.setdefault(id(base), []).append(Use(weight, place, make, version_of(weight, make)))
 
     def put_function(self, function: Callable[[], object]) -> None:
         """Put off anything; functions are called in this order, when all weights have their gradients."""
@@ -153,42 +132,38 @@ class PutOff:
         Autograd is called once for weights of about `AT_ONCE` bytes, whose gradients are there at the same time.
         """
         while self._uses:
-            groups: list[list[_Use]] = []
+            groups: list[list[Use]] = []
             size = 0
             while self._uses and size < AT_ONCE:
                 size += self._move_to(groups)
-            _deliver(groups)
+            deliver(groups)
         functions, self._functions = self._functions, []
         for function in functions:
             function()
 
-    def _move_to(self, groups: list[list[_Use]]) -> int:
+    def _move_to(self, groups: list[list[Use]]) -> int:
         """Move all uses of the first weights, of about `TOGETHER` bytes, to a new group; these bytes."""
         groups.append([])
         size = 0
         while self._uses and size < TOGETHER:
             uses = self._uses.pop(next(iter(self._uses)))
-            groups[-1] += uses
-            size += uses[0].weight.nbytes
+            weight = uses[0].weight
+            # Alone it needs no place among others, which would be a node more in W.
+            groups[-1] += uses if len(uses) > 1 else [Use(weight, weight, *uses[0][2:])]
+            size += weight.nbytes
         return size
 
     def _kept(self) -> Iterator[Tensor]:
         for uses in self._uses.values():
-            for weight, make, _ in uses:
-                yield from _operands(weight, make)
+            for weight, _, make, _ in uses:
+                yield from operands(weight, make)
 
 
 def _used_unseen(weight: Tensor, where: str) -> TrainingError:
     message = (
         f"a weight of shape {list(weight.shape)} is used in a product whose weight gradient is put off, and {where}"
     )
-    return TrainingError(Problem("PP-E717", message, _LEAVE_WHOLE))
-
-
-def _operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
-    """What is kept for one use: the tensors that `make` reads, without the weight."""
-    if isinstance(make, partial):
-        yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
+    return TrainingError(Problem("PP-E717", message, LEAVE_WHOLE))
 
 
 def parameter_of(weight: Tensor) -> nn.Parameter | None:
@@ -197,15 +172,6 @@ def parameter_of(weight: Tensor) -> nn.Parameter | None:
         return None
     base = _base_of(weight)
     return base if type(base) is nn.Parameter and base.requires_grad else None
-
-
-def _version(weight: Tensor, make: Make) -> int:
-    """The versions of `_operands`, summed; without a generator, because every product asks twice."""
-    total = 0
-    for held in make.args if isinstance(make, partial) else ():
-        if held is not weight and isinstance(held, Tensor):
-            total += held._version
-    return total
 
 
 def _base_of(weight: Tensor) -> Tensor:
@@ -300,6 +266,7 @@ class _Call(NamedTuple):
     gradients: PutOff
     rule: Rule
     weight: Tensor
+    place: Tensor
     cast_back: torch.dtype | None
     factor: list[Tensor]
     """Emptied when it is saved: a factor that recomputation makes again must not be held from here."""
@@ -323,8 +290,8 @@ def multiply(
     cast = factor is not None
     # Autocast casts a parameter once for all its uses, which are summed before that is undone, and each view by itself.
     cast_back = weight.dtype if cast and weight._base is not None else None
-    call = _Call(gradients, rule, gradients.place(weight, cast=cast), cast_back, [weight if factor is None else factor])
-    return _apply_product(call, anchor, x, bias, *others)
+    place, held = gradients.place(weight, cast=cast), [weight if factor is None else factor]
+    return _apply_product(_Call(gradients, rule, weight, place, cast_back, held), anchor, x, bias, *others)
 
 
 class _Product(torch.autograd.Function):
@@ -342,12 +309,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (put_off, rule, weight, cast_back, _) = gradients, ctx.call
+        (gradient,), (put_off, rule, weight, place, cast_back, _) = gradients, ctx.call
         factor, x, *others = ctx.saved_tensors  # recomputation may run here, and is watched
         make = partial(rule.of_factor, gradient, x, weight, *others)
         with torch._C.DisableTorchFunction():
             of_input = rule.of_input(gradient, x, factor, *others) if ctx.needs_input_grad[2] else None
-            put_off.put(weight, make if cast_back is None else partial(_cast_back, cast_back, *make.args, of=make.func))
+            if cast_back is not None:
+                make = partial(_cast_back, cast_back, *make.args, of=make.func)
+            put_off.put(weight, place, make)
         # Autograd itself sums the rows of the bias's.
         of_bias = gradient.flatten(0, -2) if ctx.needs_input_grad[3] else None
         return None, None, of_input, of_bias, *(None for _ in others)
@@ -371,55 +340,5 @@ class _Elsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
-        ctx.gradients.put(ctx.place, partial(torch.clone, gradients[0]))
+        ctx.gradients.put(ctx.place, ctx.place, partial(torch.clone, gradients[0]))
         return None, None, None, None
-
-
-def _deliver(groups: list[list[_Use]]) -> None:
-    """Hand parameters the sums of their uses' parts, through autograd: each group when the one before is stored."""
-    # Autograd runs what was made last first, and stores a gradient before it goes on.
-    roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
-    seeds = tuple(root.detach() for root in roots)
-    # What torch.autograd.backward comes down to, which imports sympy.
-    _engine_run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _sums(uses: list[_Use]) -> Tensor:
-    """The root of a graph whose backward makes the weights' gradients."""
-    weights: dict[int, Tensor] = {}
-    makes: dict[int, list[Make]] = {}
-    for weight, make, version in uses:
-        if _version(weight, make) != version:
-            message = (
-                f"what the gradient of a weight of shape {list(weight.shape)} is computed from (the input of its "
-                "product, the gradient of its result) was changed in place between I and W"
-            )
-            raise TrainingError(Problem("PP-E718", message, _LEAVE_WHOLE))
-        weights[id(weight)] = weight
-        makes.setdefault(id(weight), []).append(make)
-    return _apply_sums(list(makes.values()), *weights.values())
-
-
-class _Sums(torch.autograd.Function):
-    """Its backward makes gradients, so that nobody else holds one when it arrives: else autograd would copy it."""
-
-    @staticmethod
-    def forward(ctx: Any, makes: list[list[Make]], *weights: Tensor) -> Tensor:
-        ctx.makes = makes
-        return weights[0].new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *map(_sum, ctx.makes)
-
-
-_apply_sums: Callable[..., Tensor] = super(torch.autograd.Function, _Sums).apply
-
-
-def _sum(makes: list[Make]) -> Tensor:
-    """The sum of the parts in their order; each is forgotten when it is made."""
-    makes.reverse()
-    total = makes.pop()()
-    while makes:
-        total.add_(makes.pop()())
-    return total

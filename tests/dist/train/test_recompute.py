@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,3 +165,20 @@ def test_keys_of_the_config_reach_the_stages():
     config = RunConfig()
     config.train.recompute_granularity = "selective"
     assert recomputed_modules(from_mapping(to_mapping(config)).train, 5) == ("core_attn",)
+
+
+RECOMPUTED = """
+import sys, torch
+from ppctl.model.recompute import Switch, _checkpointed
+
+weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(2, 4, requires_grad=True)
+y = _checkpointed(lambda x: torch.tanh(x @ weight), Switch())(x)
+torch.autograd.backward((y,), (torch.ones(2, 4),))
+assert weight.grad is not None
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_recomputing_imports_no_compiler() -> None:
+    """It would cost every rank two seconds."""
+    assert subprocess.run([sys.executable, "-c", RECOMPUTED], check=False).returncode == 0

@@ -1,0 +1,103 @@
+"""How W hands weights' gradients to autograd: the sum of a weight's parts, once.
+
+Knows autograd. Must not know how uses of weights are found (`put_off`), or which products there are (`products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, autograd
+from torch.autograd.graph import _engine_run_backward
+
+from ppctl.errors import Problem, TrainingError
+
+AT_ONCE = 16 * 2**20
+"""Bytes of weights for which autograd is called once in W: a call takes longer than a small product."""
+
+TOGETHER = 2**19
+"""Bytes of weights whose gradients are made together in such a call: the next ones are made when these are stored. More
+would have left the processor's cache by then; for less, going on to the next takes longer than what it saves."""
+
+Make = Callable[[], Tensor]
+"""Computes one use's part of a weight's gradient: a new tensor of the weight's shape."""
+
+LEAVE_WHOLE = "name the weight in the program's `whole`: StageProgram(..., whole=(weight,))"
+
+
+class Use(NamedTuple):
+    """A weight as one product had it (a parameter, or a view of one), and this use's part of its gradient."""
+
+    weight: Tensor
+    place: Tensor
+    """The weight as the node that keeps this use's place among others (`PutOff.place`)."""
+    make: Make
+    version: int
+    """Of what `make` reads, summed: in-place operations count it up."""
+
+
+def operands(weight: Tensor, make: Make) -> Iterator[Tensor]:
+    """What is kept for one use: the tensors that `make` reads, without the weight."""
+    if isinstance(make, partial):
+        yield from (held for held in make.args if isinstance(held, Tensor) and held is not weight)
+
+
+def version_of(weight: Tensor, make: Make) -> int:
+    """The versions of `operands`, summed; without a generator, because every product asks twice."""
+    total = 0
+    for held in make.args if isinstance(make, partial) else ():
+        if held is not weight and isinstance(held, Tensor):
+            total += held._version
+    return total
+
+
+def deliver(groups: list[list[Use]]) -> None:
+    """Hand parameters the sums of their uses' parts, through autograd: each group when the one before is stored."""
+    # Autograd runs what was made last first, and stores a gradient before it goes on.
+    roots = tuple(_sums(groups.pop()) for _ in range(len(groups)))
+    seeds = tuple(root.detach() for root in roots)
+    # What torch.autograd.backward comes down to, which imports sympy.
+    _engine_run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _sums(uses: list[Use]) -> Tensor:
+    """The root of a graph whose backward makes the weights' gradients."""
+    weights: dict[int, Tensor] = {}
+    makes: dict[int, list[Make]] = {}
+    for weight, place, make, version in uses:
+        if version_of(weight, make) != version:
+            message = (
+                f"what the gradient of a weight of shape {list(weight.shape)} is computed from (the input of its "
+                "product, the gradient of its result) was changed in place between I and W"
+            )
+            raise TrainingError(Problem("PP-E718", message, LEAVE_WHOLE))
+        weights[id(place)] = place
+        makes.setdefault(id(place), []).append(make)
+    return _apply_sums(list(makes.values()), *weights.values())
+
+
+class _Sums(autograd.Function):
+    """Its backward makes gradients, so that nobody else holds one when it arrives: else autograd would copy it."""
+
+    @staticmethod
+    def forward(ctx: Any, makes: list[list[Make]], *weights: Tensor) -> Tensor:
+        ctx.makes = makes
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *map(_sum, ctx.makes)
+
+
+_apply_sums: Callable[..., Tensor] = super(autograd.Function, _Sums).apply
+
+
+def _sum(makes: list[Make]) -> Tensor:
+    """The sum of the parts in their order; each is forgotten when it is made."""
+    makes.reverse()
+    total = makes.pop()()
+    while makes:
+        total.add_(makes.pop()())
+    return total
