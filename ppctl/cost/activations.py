@@ -571,10 +571,22 @@ def _moved(
 
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
-    """Bytes beside layers, in models with MTP: the final norm behind the decoder, and states that go to the loss."""
+    """Bytes beside layers: turning tables for a rank's own positions, which each microbatch picks; in models with MTP
+    the final norm behind the decoder, and states that go to the loss."""
+    tables = _tables(model, held, setting)
     if not model.mtp_num_layers:
-        return 0.0
+        return tables
     normed = setting.tokens * _final_norm(setting) * model.hidden_size / setting.sp
     first = next((layer.index for layer in held if layer.kind == "mtp"), None)
     states = 0 if first is None or Layer("loss") in held else 1 + first
-    return normed * holds_final_norm(model, held) + states * setting.hidden_bytes(model)
+    return tables + normed * holds_final_norm(model, held) + states * setting.hidden_bytes(model)
+
+
+def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
+    """Cosines and sines for the positions of ranks that share sequences: others read one table for all."""
+    turns = model.position_embedding_type == "rope" and any(layer.kind in ("decoder", "mtp") for layer in held)
+    if setting.sizes.cp == 1 or not turns or not setting.allocator.backward:
+        return 0.0
+    sizes = Sizes.of(model)
+    width = sizes.turned if sizes.latent else int(sizes.head * model.rotary_percent)
+    return 2 * setting.element * width * -(-setting.seq_length // setting.sizes.cp)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -80,8 +80,14 @@ def channel_contacts(ends: Sequence[DirectEnd], pp_group: ProcessGroup, device: 
     return contacts
 
 
-def group_contacts(name: str, group: ProcessGroup, device: torch.device, *, ring: bool = True) -> list[Contact]:
-    """A group's contacts: on gloo a message over every edge of its ring, then a collective on each of its backends."""
+def group_contacts(
+    name: str, group: ProcessGroup, device: torch.device, *, ring: bool = True, exchanges: Collection[str] = ()
+) -> list[Contact]:
+    """A group's contacts: on gloo a message over every edge of its ring, then a collective on each of its backends.
+
+    `exchanges` are those for which ranks connect in another way than for collectives, NCCL at the first of each:
+    messages `round` the group, from every rank to the next, or `all to all`.
+    """
     size, rank, ranks = group.size(), group.rank(), tuple(dist.get_process_group_ranks(group))
     if size == 1:
         return []
@@ -94,7 +100,13 @@ def group_contacts(name: str, group: ProcessGroup, device: torch.device, *, ring
             between = (ranks[edge.source], ranks[edge.target])
             contacts.append(Contact(f"edge of group {name}", between, _message(end, _CPU, rank)))
     devices = [_CPU] * (gloo is not None) + [device] * (gloo is None or device != _CPU)
-    return contacts + [Contact(f"group {name} ({on.type})", ranks, _collective(group, on)) for on in devices]
+    contacts += [Contact(f"group {name} ({on.type})", ranks, _collective(group, on)) for on in devices]
+    ways = {"round": _round, "all to all": _all_to_all}
+    return contacts + [
+        Contact(f"group {name} ({device.type}), {each}", ranks, way(group, device))
+        for each, way in ways.items()
+        if each in exchanges
+    ]
 
 
 def _gloo(group: ProcessGroup) -> Transport | None:
@@ -132,6 +144,30 @@ def _collective(group: ProcessGroup, device: torch.device) -> Callable[[], None]
         _synchronize(device)
 
     return all_reduce
+
+
+def _round(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
+    def hop() -> None:
+        rank, size = group.rank(), group.size()
+        sent, arriving = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        ops = [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+            dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        _synchronize(device)
+
+    return hop
+
+
+def _all_to_all(group: ProcessGroup, device: torch.device) -> Callable[[], None]:
+    def exchange() -> None:
+        sent = torch.zeros(group.size(), device=device)
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+        _synchronize(device)
+
+    return exchange
 
 
 def _synchronize(device: torch.device) -> None:

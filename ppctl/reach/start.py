@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["call_roll", "join_world", "warm_up"]
+
+Exchanges = Mapping[str, Collection[str]]
+"""Of groups beside collectives, by axis, as `group_contacts` names them."""
 
 
 def join_world(store: Store, rank: int, world: int, backends: str, limit: timedelta) -> None:
@@ -62,14 +66,17 @@ def warm_up(
     communicator: Communicator | None,
     groups: Mapping[str, ProcessGroup],
     ties: ProcessGroup | None = None,
+    exchanges: Exchanges = MappingProxyType({}),
 ) -> dict[str, Any] | None:
     """Use every channel of the pipeline once, and this rank's `groups` (by axis), that of tied weights and the world.
+
+    `exchanges` are those of groups beside collectives, by axis.
 
     Returns the content of edges.json on rank 0, else None. A collective over the world; raises DeadEdge.
     """
     rank, limit = dist.get_rank(), float(seconds(launch.edge_limit))
     first = FirstContact(store, rank, dist.get_world_size(), host_name(), float(seconds(launch.start_limit)))
-    contacts = _contacts(device, communicator, groups, ties)
+    contacts = _contacts(device, communicator, groups, ties, exchanges)
     made = first.make(contacts, limit, lambda: _enter(device))
     if communicator is not None:
         communicator.connected = True
@@ -83,13 +90,14 @@ def _contacts(
     communicator: Communicator | None,
     groups: Mapping[str, ProcessGroup],
     ties: ProcessGroup | None,
+    exchanges: Exchanges,
 ) -> list[Contact]:
     contacts: list[Contact] = []
     if communicator is not None:
         contacts += channel_contacts(communicator.ends, communicator.pp_group, communicator.device)
     for axis, group in groups.items():
         by_channels = communicator is not None and bool(communicator.ends) and group is communicator.pp_group
-        contacts += group_contacts(axis, group, device, ring=not by_channels)
+        contacts += group_contacts(axis, group, device, ring=not by_channels, exchanges=exchanges.get(axis, ()))
     if ties is not None:
         contacts += group_contacts("ties", ties, device, ring=False)
     world = dist.group.WORLD

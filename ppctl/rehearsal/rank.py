@@ -71,7 +71,8 @@ class MemoryRecorder(Recorder):
 
 def rehearse(config: RunConfig, plan: Plan, rank: int) -> Rehearsed:
     """One step of a rank, in a process without a default process group: it has a fake one meanwhile."""
-    dist.init_process_group("fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
+    # Messages ask a group for the backend of their device: torch has its stand-in for tensors without values nowhere.
+    dist.init_process_group("cpu:fake,cuda:fake,meta:fake", rank=rank, world_size=plan.sizes.world, store=FakeStore())
     try:
         return _rehearse(config, plan, rank)
     finally:

@@ -152,6 +152,20 @@ class Session:
         return [self.groups[axis] for axis in ("pp", "dp", "cp", "tp") if axis in self.groups]
 
     @property
+    def exchanges(self) -> dict[str, list[str]]:
+        """By group, how its ranks exchange something otherwise than in collectives (`reach/first_contact.py`)."""
+        listed = self.config.model.cp_comm_type
+        ways = {listed} if isinstance(listed, str) else set(listed)
+        found: dict[str, list[str]] = {
+            "ep": ["all to all"],
+            "etp": ["all to all"],
+            "cp": ["round"] * ("p2p" in ways) + ["all to all"] * ("a2a" in ways),
+            "cp-inner": ["all to all"],
+            "cp-outer": ["round"],
+        }
+        return {axis: found[axis] for axis in found if axis in self.groups}
+
+    @property
     def split(self) -> TensorParallel | None:
         """The ranks that divide weights with this one."""
         group = self.groups.get("tp")

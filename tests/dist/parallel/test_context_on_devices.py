@@ -24,7 +24,9 @@ B, HEADS, S, WIDTH = 2, 4, 32, 2
 PACKED: dict[str, Lengths | None] = {"rows": None, "documents": ((5, 20, 7), (1, 31))}
 
 
-def by_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scale: float | None) -> Tensor:
+def by_documents(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, scale: float | None, drops: None = None
+) -> Tensor:
     """An `Attend` to whole sequences, by a softmax over all scores."""
     rows = ((S,),) * B if documents is None else documents.lengths
     seen = torch.stack([torch.block_diag(*(torch.ones(n, n) for n in row)).tril().bool() for row in rows])

@@ -65,7 +65,7 @@ def axes_of_a_session(mapping):
     config = from_mapping(mapping)
     session = build_session(config, build_plan(config), dist.get_rank(), CPU)
     store = dist.distributed_c10d._get_default_store()
-    record = warm_up(store, config.launch, CPU, session.communicator, session.groups)
+    record = warm_up(store, config.launch, CPU, session.communicator, session.groups, exchanges=session.exchanges)
     session.close()
     return record
 
@@ -91,6 +91,10 @@ def test_the_groups_of_every_axis_are_touched_and_timed():
         "group ep (cpu)": {(0, 2), (1, 3), (4, 6), (5, 7)},
         "group edp (cpu)": {(0, 4), (1, 5), (2, 6), (3, 7)},
         "group world (cpu)": {tuple(range(8))},
+        "group cp-inner (cpu), all to all": {(0, 2), (4, 6), (1, 3), (5, 7)},
+        "group cp-outer (cpu), round": {(0, 4), (2, 6), (1, 5), (3, 7)},
+        "group ep (cpu), all to all": {(0, 2), (1, 3), (4, 6), (5, 7)},
+        "group etp (cpu), all to all": pairs,
     }
 
 

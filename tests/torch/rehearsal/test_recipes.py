@@ -15,8 +15,6 @@ from ppctl.rehearsal.rank import rehearse
 
 CLOSE, LITTLE = 0.01, 2**20 // 10
 KEPT_CLOSE = 0.002
-PLANNED_ONLY = {"gpt3_175b", "llama3_405b"}
-"""Recipes whose axes and blocks ppctl plans and does not run."""
 MODES = (
     "none", "full 1", "full 2", "block 1",
     "core_attn", "mlp", "layernorm", "moe", "moe_act", "mla_up_proj",
@@ -25,8 +23,10 @@ MODES = (
 PP = 3
 MICROBATCHES = 2 * PP
 TINY = "messages and rotary tables of 0.1 to 0.3 MB are more than 1 % of a peak of 11 to 19 MB"
+DIVIDED = "1.0 to 1.6 % at tp 8 with a hidden size of 16,384: about one hidden state of all tokens more in a backward"
 OFF = {
     **{("quickstart", mode): TINY for mode in ("full 1", "full 2", "block 1", "mlp", "mlp layernorm", "core_attn mlp")},
+    **{("llama3_405b", mode): DIVIDED for mode in MODES},
 }
 """Cases whose plan is off by more, and what is known of why."""
 
@@ -59,7 +59,7 @@ def possible(model, mode):
     return all(has.get(word, True) for word in mode.split())
 
 
-def cut(recipe, mode):
+def cut(recipe, mode, *more):
     """(config, plan) of a cut of the recipe: dense layers ahead of experts where it has them."""
     config = config_of(recipe)
     model, ep = config.model, config.parallel.expert_model_parallel_size or 1
@@ -79,6 +79,7 @@ def cut(recipe, mode):
         "launch.device_memory=null",
         "launch.device=cuda",
         *recomputation(mode),
+        *more,
     ]
     composed, plan, problems = planned(overrides, for_training=True)
     assert plan is not None, problems
@@ -86,7 +87,7 @@ def cut(recipe, mode):
 
 
 def grid():
-    for recipe in sorted({*recipes()} - PLANNED_ONLY):
+    for recipe in sorted(recipes()):
         model = config_of(recipe).model
         yield from ((recipe, mode) for mode in MODES if possible(model, mode))
 
@@ -113,7 +114,7 @@ def test_the_plan_is_what_is_measured(recipe, mode):
     config, plan = cut(recipe, mode)
     off = []
     for cost in plan.pp_ranks:
-        measured = rehearse(config, plan, cost.pp_rank * plan.sizes.dp)
+        measured = rehearse(config, plan, cost.pp_rank * plan.sizes.world // PP)
         for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
             if getattr(measured, name) != getattr(cost, name):
                 off.append(f"pp_rank {cost.pp_rank}: {name} {getattr(measured, name):,} of {getattr(cost, name):,}")
@@ -131,3 +132,26 @@ def test_the_plan_is_what_is_measured(recipe, mode):
                 f"pp_rank {cost.pp_rank}: {measured.peak_bytes:,} in {measured.peak_action} of {peak:,} ({share:+.2%})"
             )
     assert bool(off) == ((recipe, mode) in OFF), "; ".join(off)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "typed", "sent"),
+    [
+        ("llama3_8b", ["cp=2"], {("cp", "send")}),
+        pytest.param(
+            "llama3_8b", ["cp=2", "model.cp_comm_type=all_gather"], {("cp", "allgather_base")}, marks=pytest.mark.whole
+        ),
+        pytest.param(
+            "llama3_8b", ["cp=2", "model.cp_comm_type=a2a"], {("cp", "alltoall_base")}, marks=pytest.mark.whole
+        ),
+        ("mixtral_8x7b", ["tp=2", "sp=true", "etp=2"], {("etp", "alltoall_base"), ("tp", "reduce_scatter_base")}),
+    ],
+)
+def test_other_axes_are_rehearsed(recipe, typed, sent):
+    config, plan = cut(recipe, "none", *typed)
+    measured = rehearse(config, plan, 0)
+    assert sent <= {(each.group, each.kind) for each in measured.traffic if each.bytes}
+    for memory in measured.stages:
+        layers = plan.stages[memory.stage].layers
+        kept = held_bytes(config, memory.stage, layers, plan.sizes, config.train.micro_batch_size)[1]
+        assert close(kept, memory.kept, KEPT_CLOSE)
