@@ -85,10 +85,10 @@ def export_checkpoint(
     that training began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
     """
     manifest, state = read_manifest(checkpoint), read_state(checkpoint)
-    model = _model(state)
+    model = saved_model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
     family, config = write_config(model)
-    dtypes = _dtypes(checkpoint, manifest, model, dtype)
+    dtypes = saved_dtypes(checkpoint, manifest, model, dtype)
     shapes, stored = model_tensors(model), stored_names(family, model)
     order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(model).items()]
     specs = [Spec(name, shapes[of], dtypes[of]) for of, name in order]
@@ -110,12 +110,15 @@ def export_checkpoint(
     return Done(out, family.model_type, parameters, len(specs), total, tokenizer, kept.line)
 
 
-def _model(state: Mapping[str, Any]) -> ModelConfig:
+def saved_model(state: Mapping[str, Any]) -> ModelConfig:
+    """The model that a checkpoint's state describes."""
     known = {field.name for field in fields(ModelConfig)}
     return ModelConfig(**{key: value for key, value in state["model"].items() if key in known})
 
 
-def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def saved_dtypes(
+    path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
     """Canonical name -> dtype to write. Raises CheckpointError where the checkpoint lacks a tensor of the model."""
     shapes = model_tensors(model)
     records = {name: manifest.tensors.get(f"model.{name}") for name in shapes}
