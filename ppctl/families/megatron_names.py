@@ -20,11 +20,11 @@ Shape = tuple[int, ...]
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor that is `groups` equal blocks of rows: of each block `count` rows from `first` on."""
+    """Rows of a tensor that is `groups` equal blocks of rows: of each block `size` rows from `first` on."""
 
     groups: int
     first: int
-    count: int
+    size: int
     block: int
     """Rows of a block."""
 

@@ -144,10 +144,10 @@ def _values(reader: DcpReader, stored: _Stored) -> Tensor:
     if rows is None:
         return reader.read(stored.key, box)
     if rows.groups > 1:
-        whole = reader.read(stored.key, box).unflatten(dim, (rows.groups, rows.block))
-        return whole.narrow(dim + 1, rows.first, rows.count)
+        groups: Tensor = reader.read(stored.key, box).unflatten(dim, (rows.groups, rows.block))
+        return groups.narrow(dim + 1, rows.first, rows.size)
     offset, shape = list(box.offset), list(box.shape)
-    offset[dim], shape[dim] = rows.first, rows.count
+    offset[dim], shape[dim] = rows.first, rows.size
     return reader.read(stored.key, Box(tuple(offset), tuple(shape)))
 
 
@@ -173,5 +173,5 @@ def _paired(name: str, value: Tensor, model: ModelConfig, pairs: tuple[int, int]
     if model.rotary_interleaved or (".attention.wq." not in name and ".attention.wk." not in name):
         return value
     head = head_dim(model)
-    heads = value.unflatten(0, (-1, head)).unflatten(1, pairs)
+    heads: Tensor = value.unflatten(0, (-1, head)).unflatten(1, pairs)
     return heads.transpose(1, 2).reshape(value.shape)

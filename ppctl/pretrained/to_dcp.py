@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ppctl.checkpoint.manifest import read_manifest, read_state
 from ppctl.checkpoint.reading import CheckpointReader
@@ -136,7 +137,7 @@ def _joined(tensor: Callable[[str], Tensor], names: Mapping[str, Rows | None], s
     if rows is None:
         return tensor(first).reshape(shape)
     pieces = sorted(((part, name) for name, part in names.items() if part is not None), key=lambda each: each[0].first)
-    values = [tensor(name).unflatten(0, (part.groups, part.count)) for part, name in pieces]
+    values = [tensor(name).unflatten(0, (part.groups, part.size)) for part, name in pieces]
     return torch.cat(values, 1).reshape(shape)
 
 

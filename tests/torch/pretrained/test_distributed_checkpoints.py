@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints: Megatron-core's, which it wrote itself (`golden/torch_dist/make.py`), and torchtitan's."""
+"""torch's distributed checkpoints: what Megatron-core wrote (`golden/torch_dist/make.py`), and torchtitan's."""
 
 from __future__ import annotations
 
