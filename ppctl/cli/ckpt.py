@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,11 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--keep-every", type=_at_least_one, default=0, metavar="M", help=words)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
-    importing = actions.add_parser("import", help="Hugging Face directory -> checkpoint")
-    importing.add_argument("--hf", type=Path, required=True, metavar="DIR", help="with config.json and safetensors")
+    importing = actions.add_parser("import", help="make a checkpoint of other programs' weights")
+    exporting = actions.add_parser("export", help="write weights for other programs")
+    _add_formats(importing, "DIR", "a Hugging Face directory: config.json and safetensors")
+    _add_formats(exporting, "RUN", "for transformers; RUN is a run, or one of its checkpoints")
     importing.add_argument("out", type=Path, metavar="OUT", help="a new directory")
-    exporting = actions.add_parser("export", help="checkpoint -> directory that transformers loads")
-    exporting.add_argument("--hf", required=True, metavar="RUN", help="a run, or one of its checkpoints")
     exporting.add_argument("out", type=Path, metavar="DIR", help="a new directory")
     exporting.add_argument("--dtype", choices=DTYPES, help="of the new weights (default: as they were saved)")
     for each in (importing, exporting):
@@ -81,7 +81,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (inspect, verify, diff, prune):
         each.add_argument("--json", action="store_true", help="print one JSON object")
     words = "the last option: would a run with these KEY=VALUE load it, names, shapes, dtypes and optimizer?"
-    verify.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
+    _add_for(verify, words)
+    _add_for(importing, "the last option, with --dcp and --torch-dist: the model, as ppctl plan takes it")
+
+
+def _add_for(parser: argparse.ArgumentParser, words: str) -> None:
+    parser.add_argument("--for", dest="overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help=words)
+
+
+def _add_formats(parser: argparse.ArgumentParser, metavar: str, words: str) -> None:
+    """The formats of other programs, of which one is given."""
+    formats = parser.add_mutually_exclusive_group(required=True)
+    formats.add_argument("--hf", metavar=metavar, help=words)
+    formats.add_argument("--dcp", metavar=metavar, help="torchtitan's Llama: torch's distributed checkpoint")
+    formats.add_argument("--torch-dist", metavar=metavar, help="a GPT model of Megatron-core: torch_dist")
 
 
 def _at_least_one(text: str) -> int:
@@ -264,13 +277,28 @@ def _needed(folder: Path, kept: Sequence[Path]) -> list[Path]:
 
 
 def _import(args: argparse.Namespace) -> int:
-    return _convert("import", args.hf, args.out, *["--no-mtp"] * args.no_mtp)
+    name, source = _format(args)
+    options = ["--format", name, *["--no-mtp"] * args.no_mtp]
+    if name != "hf":
+        model = _planned(args.overrides or ()).model
+        model = replace(model, mtp_num_layers=None) if args.no_mtp else model
+        options += ["--model", json.dumps(asdict(model))]
+    elif args.overrides is not None:
+        message = "--for is for --dcp and --torch-dist: a Hugging Face directory tells its model"
+        raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt import --hf '{source}' '{args.out}'"))
+    return _convert("import", source, args.out, *options)
 
 
 def _export(args: argparse.Namespace) -> int:
-    source = find_checkpoint(args.hf, args.dir, "ckpt export --hf")
-    options = [*["--no-mtp"] * args.no_mtp, *(["--dtype", args.dtype] if args.dtype else [])]
+    name, text = _format(args)
+    source = find_checkpoint(text, args.dir, f"ckpt export --{name.replace('_', '-')}")
+    options = ["--format", name, *["--no-mtp"] * args.no_mtp, *(["--dtype", args.dtype] if args.dtype else [])]
     return _convert("export", source, args.out, *options)
+
+
+def _format(args: argparse.Namespace) -> tuple[str, str]:
+    """The format of the other program, and what was given for it."""
+    return next((name, value) for name in ("hf", "dcp", "torch_dist") if (value := getattr(args, name)) is not None)
 
 
 def _convert(action: str, *words: object) -> int:

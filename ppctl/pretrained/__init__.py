@@ -1,1 +1,1 @@
-"""Weights that come from, or go to, Hugging Face's model directories, one tensor at a time."""
+"""Weights that come from, or go to, other programs' formats, one tensor at a time."""

@@ -6,6 +6,7 @@ Knows the command line and what it prints. Must not know how a conversion is don
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError, Problem
 from ppctl.pretrained.average import average
 from ppctl.pretrained.convert import Done, export_checkpoint, import_directory
@@ -25,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
     parser.add_argument("action", choices=("import", "export", "average"))
+    parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help="of the other side")
+    parser.add_argument("--model", type=json.loads, help="ModelConfig as JSON, for formats that do not tell it")
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype")
@@ -46,9 +50,16 @@ def _convert(args: argparse.Namespace) -> Done:
     try:
         if args.action == "average":
             return average(args.sources, out, progress)
+        megatron, dtype = args.format == "torch_dist", getattr(torch, args.dtype) if args.dtype else None
+        if args.format != "hf":
+            from ppctl.pretrained.from_dcp import import_dcp  # with torch's checkpoint library
+            from ppctl.pretrained.to_dcp import export_dcp
+
+            if args.action == "import":
+                return import_dcp(source, out, ModelConfig(**args.model), progress, megatron=megatron)
+            return export_dcp(source, out, progress, dtype=dtype, mtp=not args.no_mtp, megatron=megatron)
         if args.action == "import":
             return import_directory(source, out, progress, mtp=not args.no_mtp)
-        dtype = getattr(torch, args.dtype) if args.dtype else None
         return export_checkpoint(source, out, progress, dtype=dtype, mtp=not args.no_mtp)
     except OSError as error:
         message = f"{args.out} cannot be written: {error.strerror}"

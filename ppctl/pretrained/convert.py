@@ -87,7 +87,7 @@ def export_checkpoint(
     that training began with. Raises ConfigError (PP-E522, PP-E525) and CheckpointError (PP-E502, PP-E503).
     """
     manifest, state = read_manifest(checkpoint), read_state(checkpoint)
-    model = _model(state)
+    model = saved_model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
     shapes, foreign = model_tensors(model), foreign_of(model)
     if foreign is None:
@@ -96,7 +96,7 @@ def export_checkpoint(
     else:
         family, config, stored = None, json.loads(foreign.config), {name: name for name in shapes}
         model_type = config["model_type"]
-    dtypes = _dtypes(checkpoint, manifest, model, dtype)
+    dtypes = saved_dtypes(checkpoint, manifest, model, dtype)
     order = [(of, name) for of, name in stored.items()] + [(of, name) for name, of in mtp_tables(model).items()]
     specs = [Spec(name, shapes[of], dtypes[of]) for of, name in order]
     reader = CheckpointReader(checkpoint, manifest)
@@ -117,12 +117,15 @@ def export_checkpoint(
     return Done(out, model_type, parameters, len(specs), total, tokenizer, kept.line)
 
 
-def _model(state: Mapping[str, Any]) -> ModelConfig:
+def saved_model(state: Mapping[str, Any]) -> ModelConfig:
+    """The model that a checkpoint's state describes."""
     known = {field.name for field in fields(ModelConfig)}
     return ModelConfig(**{key: value for key, value in state["model"].items() if key in known})
 
 
-def _dtypes(path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def saved_dtypes(
+    path: Path, manifest: Manifest, model: ModelConfig, dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
     """Canonical name -> dtype to write. Raises CheckpointError where the checkpoint lacks a tensor of the model."""
     shapes = model_tensors(model)
     records = {name: manifest.tensors.get(f"model.{name}") for name in shapes}

@@ -1,0 +1,167 @@
+"""Where Megatron-core keeps each tensor of a model: its key in a `torch_dist` checkpoint, and which rows of it.
+
+Knows names and shapes. Must not know files or torch. A tensor of ours is a run of rows of theirs, or some rows of every
+group of heads: queries, keys and values are one matrix there, group by group, and the gate of a feed-forward stands
+in front of its other half. Source: the sharded state dicts of Megatron-core 0.16 (`transformer/*.py`, `ssm` aside).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ppctl.config.moe_layer_freq import moe_layer_pattern
+from ppctl.config.schema import ModelConfig
+from ppctl.families.directory import model_tensors
+from ppctl.geometry.layers import head_dim, query_groups
+
+Shape = tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor that is `groups` equal blocks of rows: of each block `size` rows from `first` on."""
+
+    groups: int
+    first: int
+    size: int
+    block: int
+    """Rows of a block."""
+
+
+class Place(NamedTuple):
+    """Where one of our tensors is."""
+
+    keys: tuple[str, ...]
+    """Its key where layers have keys of their own, as it is written today first; alternatives behind it."""
+    rows: Rows | None = None
+    """Which rows of what is stored under the key; None for all."""
+    alone: str = ""
+    """What is appended to the key where these rows are stored by themselves."""
+
+
+MODEL = {
+    "tok_embeddings.weight": "embedding.word_embeddings.weight",
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "norm.bias": "decoder.final_layernorm.bias",
+    "output.weight": "output_layer.weight",
+}
+
+_ATTENTION = "self_attention"
+_WHOLE = {
+    "attention.wo": f"{_ATTENTION}.linear_proj",
+    "attention.wq": f"{_ATTENTION}.linear_q_proj",
+    "attention.wq_a": f"{_ATTENTION}.linear_q_down_proj",
+    "attention.wq_b": f"{_ATTENTION}.linear_q_up_proj",
+    "attention.wkv_a": f"{_ATTENTION}.linear_kv_down_proj",
+    "attention.wkv_b": f"{_ATTENTION}.linear_kv_up_proj",
+    "attention.k_norm": f"{_ATTENTION}.k_layernorm",
+    "feed_forward.w2": "mlp.linear_fc2",
+    "moe.router": "mlp.router",
+    "moe.experts.{expert}.w2": "mlp.experts.experts.{expert}.linear_fc2",
+    "moe.shared_experts.w2": "mlp.shared_experts.linear_fc2",
+}
+"""Module within a layer -> theirs; `.weight` and `.bias` stay as they are."""
+
+_NORMS = {
+    "attention_norm": (f"{_ATTENTION}.linear_qkv.layer_norm_", "input_layernorm."),
+    "ffn_norm": ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+}
+"""Norms are stored with the product behind them, or by themselves."""
+
+_FIRST = {
+    "feed_forward": "mlp.linear_fc1",
+    "moe.experts.{expert}": "mlp.experts.experts.{expert}.linear_fc1",
+    "moe.shared_experts": "mlp.shared_experts.linear_fc1",
+}
+"""Feed-forward -> its first product; with a gate w1 and w3 are its halves."""
+
+_MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "final_layernorm"}
+_EXPERT = re.compile(r"experts\.(\d+)\.")
+_NUMBERED = re.compile(r"(layers|mtp)\.(\d+)\.(layer\.)?(.+)")
+STACKED = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+STACKED_EXPERT = re.compile(r"(.+\.experts\.experts)\.(\d+)\.(.+)")
+
+SKIPPED = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler", "param_groups")
+"""Beginnings of keys of what is no weight."""
+
+
+def is_stacked(model: ModelConfig) -> bool:
+    """Whether Megatron-core stacks the decoder's layers by itself: where all are of one kind."""
+    return len(set(moe_layer_pattern(model))) == 1
+
+
+def places(model: ModelConfig) -> dict[str, Place]:
+    """Canonical name -> where it is, for all of a model's tensors."""
+    shapes = model_tensors(model)
+    return {name: _place(name, shapes, model) for name in shapes}
+
+
+def _place(name: str, shapes: Mapping[str, Shape], model: ModelConfig) -> Place:
+    shape = shapes[name]
+    if name in MODEL:
+        return Place((MODEL[name],))
+    found = _NUMBERED.fullmatch(name)
+    assert found is not None, name
+    if found[1] == "mtp" and not found[3]:
+        module, _, kind = found[4].rpartition(".")
+        return Place((f"mtp.layers.{found[2]}.{_MTP[module]}.{kind}",))
+    if found[1] == "mtp":
+        prefixes = [f"mtp.layers.{found[2]}.{inner}." for inner in ("transformer_layer", "mtp_model_layer")]
+    else:
+        prefixes = [f"decoder.layers.{found[2]}."]
+    moe = f"{name.removesuffix(found[4])}moe.router.weight" in shapes
+    inner = _within(found[4], shape, model, moe)
+    return inner._replace(keys=tuple(prefix + key for prefix in prefixes for key in inner.keys))
+
+
+def _within(name: str, shape: Shape, model: ModelConfig, moe: bool) -> Place:
+    """The same within a decoder layer."""
+    module, _, kind = name.rpartition(".")
+    if name == "moe.router.expert_bias":
+        return Place(("mlp.router.expert_bias",))
+    if module in _NORMS:
+        fused, alone = _NORMS[module]
+        # Experts and compressed vectors have no product that takes the norm in; Megatron's own layers name it so.
+        by_itself = moe if module == "ffn_norm" else model.multi_latent_attention
+        keys = (f"{fused}{kind}", f"{alone}{kind}")
+        return Place(keys[::-1] if by_itself else keys)
+    if module == "attention.q_norm":
+        alone = f"{_ATTENTION}.q_layernorm.{kind}"
+        fused = f"{_ATTENTION}.linear_q_up_proj.layer_norm_{kind}"
+        return Place((fused, alone) if model.multi_latent_attention else (alone,))
+    if module == "attention.kv_norm":
+        return Place((f"{_ATTENTION}.linear_kv_up_proj.layer_norm_{kind}", f"{_ATTENTION}.kv_layernorm.{kind}"))
+    if module in ("attention.wq", "attention.wk", "attention.wv") and not model.multi_latent_attention:
+        return Place((f"{_ATTENTION}.linear_qkv.{kind}",), _of_groups(module[-1], model))
+    expert = _EXPERT.search(module)
+    general = module.replace(expert[0], "experts.{expert}.") if expert else module
+    if general.endswith((".w1", ".w3")):
+        key = f"{_FIRST[general[:-3]]}.{kind}".format(expert=expert and expert[1])
+        half = Rows(1, 0 if general.endswith("1") else shape[0], shape[0], 2 * shape[0])
+        return (
+            Place((key,), half, "_w" if general.endswith("1") else "_v") if model.gated_linear_unit else Place((key,))
+        )
+    return Place((f"{_WHOLE[general]}.{kind}".format(expert=expert and expert[1]),))
+
+
+def _of_groups(which: str, model: ModelConfig) -> Rows:
+    """The rows of queries, keys or values: of each group its heads' queries, then its keys, then its values."""
+    groups, head = query_groups(model), head_dim(model)
+    queries = model.num_attention_heads // groups * head
+    first, count = {"q": (0, queries), "k": (queries, head), "v": (queries + head, head)}[which]
+    return Rows(groups, first, count, queries + 2 * head)
+
+
+def written(model: ModelConfig) -> dict[str, tuple[Shape, Mapping[str, Rows | None]]]:
+    """Key with layers and experts of their own -> its shape, and which rows of it each of our tensors is."""
+    shapes, found = model_tensors(model), dict[str, tuple[Shape, dict[str, Rows | None]]]()
+    for name, place in places(model).items():
+        shape = shapes[name]
+        if place.rows is not None:
+            shape = (place.rows.groups * place.rows.block, *shape[1:])
+        # Norms have two keys, by the kind of layers that Megatron-core builds: both are written, as they are small.
+        for key in place.keys if len(shape) == 1 and name.startswith("layers.") else place.keys[:1]:
+            found.setdefault(key, (shape, {}))[1][name] = place.rows
+    return dict(found)

@@ -1,0 +1,177 @@
+"""From a distributed checkpoint of torchtitan's or Megatron-core's to one of ours, one tensor at a time, bit for bit.
+
+Knows how their tensors are found by our names. Must not know the command line, ranks or modules. Sizes are the
+config's: such a checkpoint does not tell them in a form that can be read without its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.manifest import ranges
+from ppctl.checkpoint.streaming import save_streamed
+from ppctl.checkpoint_folder import step_path
+from ppctl.config.schema import ModelConfig
+from ppctl.errors import CheckpointError, Problem
+from ppctl.families.directory import model_tensors
+from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, Place, Rows, places
+from ppctl.geometry.layers import head_dim
+from ppctl.pretrained.convert import Done, Progress, new_directory
+from ppctl.pretrained.dcp_reader import DcpReader
+
+_WORDS = ("tok_embeddings.weight", "output.weight")
+"""Tables that Megatron-core stores with more rows than the vocabulary has words."""
+
+_TITAN_SKIPPED = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+
+
+class _Stored(NamedTuple):
+    """Where one of our tensors is in their checkpoint."""
+
+    key: str
+    box: Box
+    """All of the matrix in which it is."""
+    rows: Rows | None
+    dim: int
+    """Of the matrix' rows: behind the indexes of layer and expert."""
+
+
+def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, *, megatron: bool) -> Done:
+    """Write the weights of a distributed checkpoint as `out`/checkpoints/step-0, in their own dtypes.
+
+    Optimizer states and what is no tensor are left out. Raises ConfigError (PP-E525 where `out` is taken) and
+    CheckpointError: PP-E532 where the checkpoint cannot be read, PP-E533 naming all tensors that are missing, unknown
+    or of another shape than the model's.
+    """
+    reader = DcpReader(source)
+    stored = _find(reader, model, megatron=megatron)
+    shapes = model_tensors(model)
+    specs = {
+        f"model.{name}": torch.empty(shapes[name], dtype=reader.kind(each.key)[1], device="meta")
+        for name, each in stored.items()
+    }
+    counter = count(1)
+
+    def read(name: str) -> Tensor:
+        plain = name.removeprefix("model.")
+        progress(plain, next(counter), len(specs))
+        found = _values(reader, stored[plain]).reshape(shapes[plain])
+        return found if megatron else in_our_order(plain, found, model)
+
+    state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(model)}
+    state["source"] = str(source.absolute())
+    with new_directory(out) as temporary:
+        save_streamed(temporary / "checkpoints", 0, specs, read, state)
+    elements = [spec.numel() for spec in specs.values()]
+    size = sum(spec.numel() * spec.itemsize for spec in specs.values())
+    return Done(step_path(out / "checkpoints", 0), "", sum(elements), len(specs), size)
+
+
+def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str, _Stored]:
+    """Where every tensor of the model is. Raises CheckpointError (PP-E533)."""
+    shapes = model_tensors(model)
+    names = places(model) if megatron else {name: Place(_titan_keys(name)) for name in shapes}
+    found, missing, wrong = dict[str, _Stored](), [], []
+    for name, place in names.items():
+        match = next((each for each in _candidates(place, model) if each[0] in reader.tensors), None)
+        if match is None:
+            missing.append(f"{name}: {place.keys[0]}")
+            continue
+        key, front, rows = match
+        shape, extents = _whole(shapes[name], rows), reader.kind(key)[0]
+        padded = megatron and name in _WORDS and extents[1:] == shape[1:] and extents[0] >= shape[0]
+        if extents[len(front) :] != shape and not padded:
+            wrong.append(f"{name} ({key}): {list(extents)} stored, {list(shape)} of each expected")
+        elif any(index >= extent for index, extent in zip(front, extents, strict=False)):
+            missing.append(f"{name}: {key} at {list(front)}")
+        found[name] = _Stored(key, Box((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape)), rows, len(front))
+    used = {each.key for each in found.values()}
+    aliases = {key for place in names.values() for key, _, _ in _candidates(place, model)}
+    skipped = SKIPPED if megatron else _TITAN_SKIPPED
+    unknown = [
+        key
+        for key in sorted(reader.tensors.keys() - used - aliases)
+        if not key.startswith(skipped) and "_extra_state" not in key
+    ]
+    faults = {"lacks tensors of the model": missing, "holds tensors that the model lacks": ranges(unknown)}
+    faults["holds tensors of another shape than the model's"] = wrong
+    problems = [_misfit(reader, fault, lines) for fault, lines in faults.items() if lines]
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
+    remedy = "give the model's sizes behind --for, as `ppctl plan` takes them: +recipe=NAME or model.KEY=VALUE"
+    shown = [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else lines
+    return Problem("PP-E533", f"{reader.path} {fault}", remedy, "\n".join(shown))
+
+
+def _candidates(place: Place, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], Rows | None]]:
+    """(key, indexes in front of the matrix, its rows): layers and experts stacked or not, halves alone or not."""
+    for key in place.keys:
+        for stacked, front in _stacked(key):
+            yield stacked, front, place.rows
+            if place.alone:
+                yield stacked + place.alone, front, None
+
+
+def _stacked(key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """A key with its layer and expert in it, or as indexes in front."""
+    experts = STACKED_EXPERT.fullmatch(key)
+    for each, behind in [(key, ()), *([(f"{experts[1]}.{experts[3]}", (int(experts[2]),))] if experts else [])]:
+        yield each, behind
+        if layer := STACKED.fullmatch(each):
+            yield f"{layer[1]}.{layer[3]}", (int(layer[2]), *behind)
+
+
+def _whole(shape: tuple[int, ...], rows: Rows | None) -> tuple[int, ...]:
+    """The shape of the matrix that has these rows of ours."""
+    return shape if rows is None else (rows.groups * rows.block, *shape[1:])
+
+
+def _values(reader: DcpReader, stored: _Stored) -> Tensor:
+    """One of our tensors, with the indexes in front as dims of one element."""
+    rows, box, dim = stored.rows, stored.box, stored.dim
+    if rows is None:
+        return reader.read(stored.key, box)
+    if rows.groups > 1:
+        groups: Tensor = reader.read(stored.key, box).unflatten(dim, (rows.groups, rows.block))
+        return groups.narrow(dim + 1, rows.first, rows.size)
+    offset, shape = list(box.offset), list(box.shape)
+    offset[dim], shape[dim] = rows.first, rows.size
+    return reader.read(stored.key, Box(tuple(offset), tuple(shape)))
+
+
+def _titan_keys(name: str) -> tuple[str, ...]:
+    """torchtitan's names are ours; newer versions have the projections one level deeper, older ones a prefix."""
+    deeper = name
+    for which in "qkv":
+        deeper = deeper.replace(f"attention.w{which}.", f"attention.qkv_linear.w{which}.")
+    return (name, deeper, f"model.{name}", f"model.{deeper}") if deeper != name else (name, f"model.{name}")
+
+
+def in_our_order(name: str, value: Tensor, model: ModelConfig) -> Tensor:
+    """Rows of queries and keys as rotary positions pair them here, from torchtitan's neighbours."""
+    return _paired(name, value, model, (-1, 2))
+
+
+def in_titans_order(name: str, value: Tensor, model: ModelConfig) -> Tensor:
+    """The inverse: neighbours are pairs."""
+    return _paired(name, value, model, (2, -1))
+
+
+def _paired(name: str, value: Tensor, model: ModelConfig, pairs: tuple[int, int]) -> Tensor:
+    if model.rotary_interleaved or (".attention.wq." not in name and ".attention.wk." not in name):
+        return value
+    head = head_dim(model)
+    heads: Tensor = value.unflatten(0, (-1, head)).unflatten(1, pairs)
+    return heads.transpose(1, 2).reshape(value.shape)

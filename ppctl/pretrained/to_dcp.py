@@ -1,0 +1,189 @@
+"""From one of our checkpoints to a distributed checkpoint that torchtitan or Megatron-core loads, matrix by matrix.
+
+Knows what is written under which key. Must not know the command line, ranks or modules. torch's own library writes the
+files and `.metadata`; its planner asks for a value when it is written, so that one matrix is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ppctl.checkpoint.manifest import read_manifest, read_state
+from ppctl.checkpoint.reading import CheckpointReader
+from ppctl.config.schema import ModelConfig
+from ppctl.families.directory import model_tensors
+from ppctl.families.megatron_names import STACKED, STACKED_EXPERT, Rows, is_stacked, written
+from ppctl.pretrained.convert import Done, Progress, new_directory, saved_dtypes, saved_model
+from ppctl.pretrained.from_dcp import in_titans_order
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_EXTRA = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Modules of which Megatron-core expects an entry `_extra_state`, which is empty without 8-bit floats."""
+
+
+class _Part(NamedTuple):
+    """A box of a tensor of theirs, and how its values are made."""
+
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def export_dcp(
+    checkpoint: Path,
+    out: Path,
+    progress: Progress,
+    *,
+    dtype: torch.dtype | None = None,
+    mtp: bool = True,
+    megatron: bool,
+) -> Done:
+    """Write a checkpoint's weights as a distributed checkpoint; `dtype` None keeps that of the checkpoint.
+
+    Raises ConfigError (PP-E525 where `out` is taken) and CheckpointError (PP-E502, PP-E503).
+    """
+    manifest, state = read_manifest(checkpoint), read_state(checkpoint)
+    model = saved_model(state)
+    model = model if mtp else replace(model, mtp_num_layers=None)
+    dtypes = saved_dtypes(checkpoint, manifest, model, dtype)
+    reader, counter = CheckpointReader(checkpoint, manifest), count(1)
+
+    def tensor(name: str) -> Tensor:
+        progress(name, next(counter), len(dtypes))
+        value = reader.tensor(f"model.{name}").to(dtypes[name])
+        return value if megatron else in_titans_order(name, value, model)
+
+    parts = _megatron_parts(model, dtypes, tensor) if megatron else _titan_parts(model, dtypes, tensor)
+    objects = _extra_states(parts, model) if megatron else []
+    with new_directory(out) as temporary:
+        writer = FileSystemWriter(temporary, single_file_per_rank=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save({}, storage_writer=writer, planner=_Planner(parts, objects), no_dist=True)
+        if megatron:
+            torch.save({"iteration": manifest.step, "content_metadata": {}}, temporary / "common.pt")
+            (temporary / "metadata.json").write_text(json.dumps(_BACKENDS))
+    elements = sum(_elements(shape) for shape in model_tensors(model).values())
+    size = sum(_elements(part.sizes) * part.dtype.itemsize for part in parts)
+    return Done(out, "", elements, len({part.key for part in parts}), size)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _titan_parts(model: ModelConfig, dtypes: Mapping[str, torch.dtype], tensor: Callable[[str], Tensor]) -> list[_Part]:
+    """Tensors under our names, which are torchtitan's."""
+    return [
+        _Part(name, shape, (0,) * len(shape), shape, dtypes[name], partial(tensor, name))
+        for name, shape in model_tensors(model).items()
+    ]
+
+
+def _megatron_parts(
+    model: ModelConfig, dtypes: Mapping[str, torch.dtype], tensor: Callable[[str], Tensor]
+) -> list[_Part]:
+    """Tensors under Megatron-core's keys: layers of one kind and experts stacked, a part for each."""
+    parts = []
+    for key, (shape, names) in written(model).items():
+        stacked, extents, front = _stack(key, model)
+        read = partial(_joined, tensor, names, (*(1 for _ in front), *shape))
+        box = ((*front, *(0 for _ in shape)), (*(1 for _ in front), *shape))
+        parts.append(_Part(stacked, (*extents, *shape), *box, dtypes[next(iter(names))], read))
+    return parts
+
+
+def _stack(key: str, model: ModelConfig) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """A key without its layer and expert, their numbers, and which ones they are."""
+    extents, front = list[int](), list[int]()
+    if expert := STACKED_EXPERT.fullmatch(key):
+        key = f"{expert[1]}.{expert[3]}"
+        extents, front = [model.num_moe_experts or 0], [int(expert[2])]
+    layer = STACKED.fullmatch(key)
+    if layer and is_stacked(model):
+        key = f"{layer[1]}.{layer[3]}"
+        extents, front = [model.num_layers, *extents], [int(layer[2]), *front]
+    return key, tuple(extents), tuple(front)
+
+
+def _joined(tensor: Callable[[str], Tensor], names: Mapping[str, Rows | None], shape: tuple[int, ...]) -> Tensor:
+    """Our tensors as one of theirs."""
+    (first, rows), *_ = names.items()
+    if rows is None:
+        return tensor(first).reshape(shape)
+    pieces = sorted(((part, name) for name, part in names.items() if part is not None), key=lambda each: each[0].first)
+    values = [tensor(name).unflatten(0, (part.groups, part.size)) for part, name in pieces]
+    return torch.cat(values, 1).reshape(shape)
+
+
+def _extra_states(parts: list[_Part], model: ModelConfig) -> list[str]:
+    """Keys of the empty entries that Megatron-core's layers ask for: `..._extra_state/shard_1.0_2.4`."""
+    keys = []
+    for part in parts:
+        module, _, kind = part.key.rpartition(".")
+        if kind == "weight" and module.endswith(_EXTRA):
+            dims = len(part.shape) - 2
+            index, extents = part.offset[:dims] or (0,), part.shape[:dims] or (1,)
+            place = f"{'.'.join(map(str, index))}_{'.'.join(map(str, extents))}"
+            keys.append(f"{module}._extra_state/shard_{place}")
+    return keys
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans parts that exist only when they are asked for."""
+
+    def __init__(self, parts: list[_Part], objects: list[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = {MetadataIndex(part.key, part.offset): part for part in parts}
+        self._objects = objects
+
+    def create_local_plan(self) -> SavePlan:
+        """All parts, in their order."""
+        items = [
+            WriteItem(
+                index=index,
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.sizes)),
+                    properties=TensorProperties(dtype=part.dtype),
+                    size=torch.Size(part.shape),
+                ),
+            )
+            for index, part in self._parts.items()
+        ]
+        items += [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self._objects]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The values of a part, or an empty object."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            data = io.BytesIO()
+            torch.save([None], data)
+            return data
+        return self._parts[write_item.index].read().contiguous()
