@@ -96,7 +96,7 @@ def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-any-return]  # torch's own is untyped
+    return int(sdpa_flop_count(query, key, value))
 
 
 def _fitted(lengths: Sequence[int], values: Sequence[float]) -> Growth:
@@ -141,7 +141,8 @@ def _held(stage: nn.Module) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _balance(stage: nn.Module, number: int, chosen: int) -> None:
