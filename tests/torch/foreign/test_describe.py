@@ -9,7 +9,7 @@ import pytest
 import torch
 from foreign_models import FEW, OTHERS, config_of
 
-from ppctl.config.schema import ModelConfig
+from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import TORCH_ON_CPU, Setting, stage_activations
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import active_parameters, total_parameters
@@ -20,6 +20,7 @@ from ppctl.foreign.library import make_model
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.geometry.layers import Layer
+from ppctl.plan.build import build_plan
 
 
 def described(kind: str, tmp_path: Path, **overrides: str) -> ForeignModel:
@@ -91,3 +92,15 @@ def test_measured_bytes_are_those_of_the_same_blocks_of_ppctls_own(tmp_path: Pat
         assert stage_activations(config_with(found), layers, setting) == stage_activations(ours, layers, setting)
     (kind,) = found.kinds
     assert torch.tensor(kind.cost(8).kept) / 2 == pytest.approx(torch.tensor(kind.cost(4).kept))
+
+
+def test_modules_are_named_as_the_model_names_them(tmp_path: Path) -> None:
+    model = config_with(described("GPT2", tmp_path))
+    parts = [["transformer.wte", "wpe", "h.0"], ["transformer.h.1", "h.2", "h.3", "transformer.ln_f", "lm_head"]]
+    config = RunConfig(model=model)
+    config.parallel.pipeline_model_parallel_size = 2
+    config.pipeline.module_fqns_per_model_part = parts
+    assert build_plan(config).layout == "Et|t*3L"
+    config.pipeline.module_fqns_per_model_part = [*parts, ["vision"]]
+    with pytest.raises(ConfigError, match="'vision' in part 2; this model has transformer.wte"):
+        build_plan(config)
