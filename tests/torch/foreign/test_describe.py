@@ -102,5 +102,5 @@ def test_modules_are_named_as_the_model_names_them(tmp_path: Path) -> None:
     config.pipeline.module_fqns_per_model_part = parts
     assert build_plan(config).layout == "Et|t*3L"
     config.pipeline.module_fqns_per_model_part = [*parts, ["vision"]]
-    with pytest.raises(ConfigError, match="'vision' in part 2; this model has transformer.wte"):
+    with pytest.raises(ConfigError, match=r"'vision' in part 2; this model has transformer\.wte"):
         build_plan(config)
