@@ -89,6 +89,7 @@ def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype)
     inside = sum(kept.values()) - kept.get(_storage(given), 0)
     forward = live.peak
     live.peak = 0
+    live.storages.pop(_storage(output), None)  # a stage's output is a message, or the next layer's input
     gradient = torch.zeros_like(output)
     with live:
         output.backward(gradient)

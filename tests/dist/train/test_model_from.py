@@ -193,5 +193,5 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(here: Path, ref
     assert f"PP-E524: {here / 'lacking'} lacks tensors" in told and "\n  model.layers.2.mlp.up_proj.weight" in told
     config = json.loads((here / "cut" / "config.json").read_text())
     (here / "cut" / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
-    unknown = refused(2, "model.from=cut")
+    unknown = refused(2, "model.from=cut", "model.implementation=ppctl")
     assert "PP-E520: model_type 'bert'" in unknown and "deepseek_v3, glm4_moe, kimi_k2, llama" in unknown

@@ -9,7 +9,8 @@ import pytest
 import torch
 from foreign_models import FEW, OTHERS, config_of
 
-from ppctl.config.schema import ModelConfig
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.cost.activations import TORCH_ON_CPU, Setting, stage_activations
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import active_parameters, total_parameters
 from ppctl.errors import ConfigError
@@ -19,6 +20,7 @@ from ppctl.foreign.library import make_model
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.geometry.layers import Layer
+from ppctl.plan.build import build_plan
 
 
 def described(kind: str, tmp_path: Path, **overrides: str) -> ForeignModel:
@@ -77,11 +79,28 @@ def test_a_child_writes_a_description_or_its_problems(tmp_path: Path) -> None:
     assert "no field nothing" in json.loads(out.read_text())["problems"][0]["message"]
 
 
-def test_kept_bytes_are_those_that_autograd_saves(tmp_path: Path) -> None:
-    (kind,) = described("Llama", tmp_path).kinds
-    kept, s = kind.cost(4).kept, 32
-    assert kept.pair == 0  # no scores are kept
-    assert kept.of(2, s) - kept.constant == 2 * (kept.of(1, s) - kept.constant)
-    narrow = kind.cost(2).kept
-    assert kept.token / 2 < narrow.token < kept.token
-    assert torch.tensor(kind.cost(8).kept) / 2 == pytest.approx(torch.tensor(kept))
+def test_measured_bytes_are_those_of_the_same_blocks_of_ppctls_own(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=176, num_attention_heads=4, vocab_size=320)
+    transformers.LlamaConfig(**theirs, num_key_value_heads=2, max_position_embeddings=1024).save_pretrained(tmp_path)
+    found = describe(tmp_path, {})
+    ours = ModelConfig(
+        num_layers=2, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, num_query_groups=2, vocab_size=320
+    )
+    setting = Setting(2, 512, 4, allocator=TORCH_ON_CPU)
+    for layers in ([Layer("decoder", 0), Layer("decoder", 1)], [Layer("decoder", 1)]):
+        assert stage_activations(config_with(found), layers, setting) == stage_activations(ours, layers, setting)
+    (kind,) = found.kinds
+    assert torch.tensor(kind.cost(8).kept) / 2 == pytest.approx(torch.tensor(kind.cost(4).kept))
+
+
+def test_modules_are_named_as_the_model_names_them(tmp_path: Path) -> None:
+    model = config_with(described("GPT2", tmp_path))
+    parts = [["transformer.wte", "wpe", "h.0"], ["transformer.h.1", "h.2", "h.3", "transformer.ln_f", "lm_head"]]
+    config = RunConfig(model=model)
+    config.parallel.pipeline_model_parallel_size = 2
+    config.pipeline.module_fqns_per_model_part = parts
+    assert build_plan(config).layout == "Et|t*3L"
+    config.pipeline.module_fqns_per_model_part = [*parts, ["vision"]]
+    with pytest.raises(ConfigError, match=r"'vision' in part 2; this model has transformer\.wte"):
+        build_plan(config)
