@@ -26,7 +26,8 @@ CUTS: dict[str, dict[str, Any]] = {
     "dp 4, cp 2, ep 2, all in parts": dict(dp=4, cp=2, ep=2, data_parallel_sharding="full"),
     "pp 2, tp 2, cp 2, ep 2, etp 2": dict(pp=2, tp=2, sp=True, cp=2, ep=2, etp=2, layout="Et*2|t*2mL"),
     "loop, tp 4, ep 4, etp 1": LOOP | dict(tp=4, sp=True, ep=4, etp=1),
-    "loop, tp 2, dp 2, gradients in parts": LOOP | dict(tp=2, sp=True, dp=2, data_parallel_sharding="optimizer_gradients"),
+    "loop, tp 2, dp 2, gradients in parts": LOOP
+    | dict(tp=2, sp=True, dp=2, data_parallel_sharding="optimizer_gradients"),
     "V, dp 4": V | dict(dp=4),
     "V, tp 2, dp 2, ep 2": V | dict(tp=2, sp=True, dp=2, ep=2),
     "V, dp 4, ep 2, gradients in parts": V | dict(dp=4, ep=2, data_parallel_sharding="optimizer_gradients"),
