@@ -96,7 +96,7 @@ class _Bench:
         self.work = torch.randn(384, 384)
         self.shards = whole_shards(self.state)
         self.saver = BackgroundSaver(
-            root / "background", self.shards, keep=1, process_group=dist.new_group(backend="gloo"), address=address,
+            root / "background", self.shards, keep=0, process_group=dist.new_group(backend="gloo"), address=address,
             warn=lambda problem: print(problem),
         )  # fmt: skip
         self.own = dist.new_group(backend="gloo")
@@ -117,8 +117,10 @@ class _Bench:
         results["DCP load"] = self._slowest(self.dcp_load(self.root / f"dcp-{number}"))
         dist.barrier()
         if self.rank == 0:
-            shutil.rmtree(self.root / f"dcp-{number}")
-            shutil.rmtree(self.root / f"dcp-async-{number}")
+            for name in (f"dcp-{number}", f"dcp-async-{number}", "background", "at once"):
+                shutil.rmtree(self.root / name)
+            os.sync()  # what one round has written is no other's
+        dist.barrier()
         return results
 
     def _slowest(self, row: Row) -> Row:
@@ -184,7 +186,7 @@ class _Bench:
 
     def at_once(self, number: int) -> Row:
         """checkpoint.async=false."""
-        return self._timed(lambda: checkpoint.save(self.root / "at once", number, self.shards, {}, keep=1))
+        return self._timed(lambda: checkpoint.save(self.root / "at once", number, self.shards, {}, keep=0))
 
     def dcp(self, number: int) -> Row:
         """DCP's save."""

@@ -123,17 +123,27 @@ def _write_to_a_full_log() -> None:
 
 
 def _arm_room() -> None:
-    """A limit on the size of files stands in for a disk that fills while a rank's tensors are written."""
-    import resource
+    """A disk that fills while a rank's tensors are written; the same process may write for others, who have room."""
+    import errno
+    import threading
+
+    from ppctl.checkpoint import shard_file
 
     def cramped(write: Callable[[], object]) -> object:
-        sys.dont_write_bytecode = True  # else a cut .pyc stays behind for everybody
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+        room, thread, write_all = 500, threading.get_ident(), shard_file._write_all
+
+        def write_some(descriptor: int, data: memoryview) -> None:
+            if threading.get_ident() != thread:
+                write_all(descriptor, data)
+                return
+            os.write(descriptor, data[:room])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        shard_file._write_all = write_some
         try:
             return write()
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            shard_file._write_all = write_all
 
     _in_one_write(cramped)
 
