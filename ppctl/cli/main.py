@@ -61,7 +61,7 @@ COMMANDS = {
     "completion": Command("print a script that completes ppctl's words in bash, zsh or fish"),
 }
 
-LATER = ("trace", "parity")
+LATER = ("parity",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

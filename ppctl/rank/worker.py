@@ -155,8 +155,15 @@ def _run(
     time_left = _time_left(config.train.exit_after) if leads else TimeLeft()
     with phases("warm-up"):
         heartbeat.set_state("warming up")
-        groups, ties, exchanges = session.groups, session.ties.group, session.exchanges
-        edges = warm_up(store, config.launch, device, session.communicator, groups, ties, exchanges)
+        edges = warm_up(
+            store,
+            config.launch,
+            device,
+            session.communicator,
+            session.groups,
+            session.ties.group,
+            session.exchanges,
+        )
         if edges is not None:
             run.write_edges(edges)
     heartbeat.set_state("loading")
