@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -70,9 +71,12 @@ class LocalCopy:
             self.directory.rmdir()
 
 
-def directory_of(local: Path, run: str) -> Path:
-    """Where the copies of a run lie, in `checkpoint.local`."""
-    return local / run
+def directory_of(local: Path, run: Path) -> Path:
+    """Where the copies of the run in a directory lie, in `checkpoint.local`.
+
+    An id alone is not one run's: torchrun's users choose it, and runs of several names and log.dirs may have the same.
+    """
+    return local / f"{run.name}-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:8]}"
 
 
 def sweep(directory: Path, here: range) -> None:

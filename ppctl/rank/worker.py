@@ -211,7 +211,7 @@ def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
     if own.local_rank == 0 and config.in_background:
         if config.local is not None:  # no rank makes room before it has the address
             with suppress(OSError):
-                copies = directory_of(Path(config.local), shared.run.id)
+                copies = directory_of(Path(config.local), shared.run.path)
                 sweep(copies, range(own.rank, own.rank + own.local_world_size))
         try:
             address = WriterProcess().address

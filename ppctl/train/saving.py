@@ -66,7 +66,7 @@ class Saves:
                 keep_every=config.keep_every,
                 process_group=group,
                 address=writer(),
-                local=None if config.local is None else directory_of(Path(config.local), directory.parent.name),
+                local=None if config.local is None else directory_of(Path(config.local), directory.parent),
                 warn=self._warn,
             )
 

@@ -413,7 +413,7 @@ def test_a_run_that_failed_goes_on_from_copies_in_memory_and_removes_them_in_the
 def test_copies_that_are_not_whole_on_all_ranks_are_passed_over(local_mapping, memory, tmp_path, spoil, said):
     directory = tmp_path / "run" / "checkpoints"
     run_ranks(going_on, 2, local_mapping, str(directory), 6)
-    record, values = (memory / "run" / f"rank-00001.{end}" for end in ("json", "values"))
+    record, values = (directory_of(memory, directory.parent) / f"rank-00001.{end}" for end in ("json", "values"))
     if spoil == "lost":
         record.unlink()
     elif spoil == "torn":
@@ -429,7 +429,8 @@ def test_copies_that_are_not_whole_on_all_ranks_are_passed_over(local_mapping, m
 
 
 def test_what_ranks_that_have_moved_to_other_hosts_left_gives_its_memory_back(memory):
-    directory = directory_of(memory, "run")
+    directory = directory_of(memory, memory / "job")
+    assert directory != directory_of(memory, memory / "other" / "job"), "an id that a user chose twice"
     for rank in (6, 7, 8, 15, 12345):
         copy = LocalCopy(directory, rank, 16384)
         HostMemory([], copy.values)
