@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from evaluated_runs import config_of, text
 from ranks import run_ranks
 
 from ppctl import checkpoint
-from ppctl.checkpoint import CheckpointReader, Shard, read_manifest, verify, whole_shards
+from ppctl.checkpoint import CheckpointReader, Shard, host_memory, read_manifest, verify, whole_shards
 from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.disk import Disk
 from ppctl.checkpoint.host_memory import HostMemory
@@ -343,6 +344,16 @@ def test_another_run_that_takes_the_directory_is_an_error_and_no_mixed_checkpoin
     (problem,) = refused(one).problems
     assert problem.code == "PP-E505" and "step-3" in problem.message + problem.place
     assert_usable(directory, {4})
+
+
+def test_memory_that_cuda_cannot_pin_is_told_with_what_to_do(monkeypatch):
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: 2, cudaError=lambda number: number, cudaGetErrorString=lambda _: "out of memory"
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with pytest.raises(CheckpointError, match="GiB: CUDA cannot pin it, out of memory") as raised:
+        host_memory._pin(torch.empty(8, dtype=torch.uint8))
+    assert [problem.code for problem in raised.value.problems] == ["PP-E511"]
 
 
 # Copies in memory
