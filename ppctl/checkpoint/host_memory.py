@@ -36,7 +36,7 @@ class HostMemory:
         try:
             self.descriptor, self._map = _shared(self.size, file)
         except OSError as error:
-            raise CheckpointError(_no_room(self.size, error)) from error
+            raise CheckpointError(_no_room(self.size, str(error.strerror))) from error
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
         self._copies = [
             memory[begin:end].view(shard.tensor.dtype).view(shard.tensor.shape)
@@ -46,7 +46,7 @@ class HostMemory:
         self._streams = {device: torch.cuda.Stream(device) for device in devices}
         if devices:
             # CUDA's own function: torch's pinned memory cannot be shared with a process that has no CUDA.
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.size, 0)))
+            _pin(memory)
 
     @property
     def bytes(self) -> memoryview:
@@ -96,6 +96,14 @@ def _shared(size: int, file: Path | None) -> tuple[int, mmap]:
     return descriptor, mmap(descriptor, size, flags=MAP_SHARED | MAP_POPULATE)
 
 
-def _no_room(size: int, error: OSError) -> Problem:
-    message = f"no host memory for a copy of what a rank saves, {size / 2**30:.2f} GiB: {error.strerror}"
+def _pin(memory: torch.Tensor) -> None:
+    runtime = torch.cuda.cudart()
+    result = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if result:
+        why = f"CUDA cannot pin it, {runtime.cudaGetErrorString(runtime.cudaError(result))}"
+        raise CheckpointError(_no_room(memory.numel(), why))
+
+
+def _no_room(size: int, why: str) -> Problem:
+    message = f"no host memory for a copy of what a rank saves, {size / 2**30:.2f} GiB: {why}"
     return Problem("PP-E511", message, "checkpoint.async=false")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,10 +20,12 @@ from ppctl.checkpoint.shard_file import Part
 
 @dataclass(frozen=True, slots=True)
 class LocalRecord:
-    """What lies in the memory. Of use where every rank has one of the same step and world, of the parts it holds."""
+    """What lies in the memory. Of use where every rank has one of the same step, start and world, of its parts."""
 
     step: int
     world: int
+    start: str
+    """Of the run, in which it was made: copies that two starts made of one step may differ."""
     parts: str
     """A digest of the parts' names, boxes and dtypes."""
     state: str
@@ -36,6 +39,8 @@ class LocalCopy:
 
     def __init__(self, directory: Path, rank: int, world: int) -> None:
         self.directory, self.world = directory, world
+        self.start = ""
+        """Names this start of the run, the same on all ranks."""
         self.values = directory / f"rank-{rank:05}.values"
         self._record = directory / f"rank-{rank:05}.json"
 
@@ -53,7 +58,7 @@ class LocalCopy:
 
     def keep(self, step: int, parts: Sequence[Part], state: bytes, memory: memoryview) -> None:
         """The values of `step` are whole. Raises OSError."""
-        record = LocalRecord(step, self.world, _digest(parts), state.decode(), list(digests_of(memory)))
+        record = LocalRecord(step, self.world, self.start, _digest(parts), state.decode(), list(digests_of(memory)))
         draft = self._record.with_suffix(".tmp")
         draft.write_text(json.dumps(asdict(record)))
         draft.replace(self._record)
@@ -64,6 +69,25 @@ class LocalCopy:
             self.forget()
             self.values.unlink(missing_ok=True)
             self.directory.rmdir()
+
+
+def directory_of(local: Path, run: Path) -> Path:
+    """Where the copies of the run in a directory lie, in `checkpoint.local`.
+
+    An id alone is not one run's: torchrun's users choose it, and runs of several names and log.dirs may have the same.
+    """
+    return local / f"{run.name}-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:8]}"
+
+
+def sweep(directory: Path, here: range) -> None:
+    """Delete what ranks other than those `here` have left on this host: nobody looks for it here any more.
+
+    Before room for new copies is made: after a host was lost, ranks begin on other hosts than before.
+    """
+    for path in directory.glob("rank-*.*"):
+        number = path.name.removeprefix("rank-").split(".")[0]
+        if number.isdecimal() and int(number) not in here:
+            path.unlink(missing_ok=True)
 
 
 def intact(record: LocalRecord, memory: memoryview) -> bool:

@@ -89,7 +89,11 @@ def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> 
 
 @contextmanager
 def rows_are_whole() -> Iterator[None]:
-    """Let the library not look in positions for several documents in a row: tensors without values have none."""
+    """Let the library not look in positions for several documents in a row, and take each for one.
+
+    Looking reads a value in every forward: a host waits there until its GPU is through with all that it was given.
+    Tensors without values have none to read.
+    """
     masks: Any = importlib.import_module("transformers.masking_utils")
     name = "find_packed_sequence_indices"
     before = getattr(masks, name, None)

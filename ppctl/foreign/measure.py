@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ppctl.foreign.library import rows_are_whole
 from ppctl.foreign.stage import ForeignStage
 from ppctl.geometry.foreign_model import Anatomy, Growth, LayerCost
 from ppctl.geometry.layers import Layer
@@ -52,7 +51,7 @@ def layer_cost(
     found = {}
     for width, dtype in _WIDTHS.items():
         copied = deepcopy(blank).to(dtype)
-        with FakeTensorMode(allow_non_fake_inputs=True), rows_are_whole():
+        with FakeTensorMode(allow_non_fake_inputs=True):
             stage = ForeignStage(copied, anatomy, [Layer("decoder", index)])
             if experts is not None:
                 _balance(stage, *experts)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.foreign.library import rows_are_whole
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter, Role
@@ -74,7 +75,8 @@ class ForeignStage(nn.Module, StageModel):
             return (given.clone(),)
         self._arrived = None if self.embeds else given
         try:
-            result = self.model(**self._begin(given), use_cache=False, return_dict=True)
+            with rows_are_whole():
+                result = self.model(**self._begin(given), use_cache=False, return_dict=True)
         except _Departed as departed:
             state = departed.state
             return (state.clone() if state is given else state,)

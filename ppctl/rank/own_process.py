@@ -92,7 +92,7 @@ class _LossyFile(io.FileIO):
 def raise_file_limit() -> None:
     """From now on this process may open as many files and sockets as its hard limit allows.
 
-    Rank 0 has two sockets for every rank: in its store, and in a gather to it.
+    Rank 0 has three sockets for every rank: in its store, in a gather to it, and in a save beside training.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS allows fewer than the limit that it reports

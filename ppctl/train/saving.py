@@ -5,6 +5,7 @@ Knows the keys of `checkpoint` and who is told. Must not know when a checkpoint 
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ppctl.checkpoint import Saver
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.background import BackgroundSaver, Saved
+from ppctl.checkpoint.local_copy import directory_of
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
 from ppctl.train.session import Session
@@ -64,11 +66,14 @@ class Saves:
                 keep_every=config.keep_every,
                 process_group=group,
                 address=writer(),
-                local=None if config.local is None else Path(config.local) / directory.parent.name,
+                local=None if config.local is None else directory_of(Path(config.local), directory.parent),
                 warn=self._warn,
             )
 
-        AgreeingRanks(group).agree("make room for copies of what it saves", make, lambda _: None)
+        ranks = AgreeingRanks(group)
+        start = ranks.agree("make room for copies of what it saves", make, lambda _: secrets.token_hex(8))
+        if (background := self.local) is not None and background.local is not None:
+            background.local.start = start
 
     @property
     def failed(self) -> bool:

@@ -220,8 +220,8 @@ def load_local(
     candidates: Callable[[], list[Found]],
     say: Callable[[str], None] = print,
 ) -> Loaded | None:
-    """Take the copies that an earlier start of this run has left in memory, where all ranks have the same step and it
-    is later than that of the checkpoint that the run would go on from; else None, and what is there is forgotten.
+    """Take the copies that an earlier start of this run has left in memory, where all ranks have those of one step and
+    start, later than that of the checkpoint that the run would go on from; else None, and what is there is forgotten.
 
     A collective over the world. `say` takes, on rank 0, what was chosen, and why. A start from an earlier checkpoint
     than the newest of `directory` means that one.
@@ -229,24 +229,26 @@ def load_local(
     assert saver.local is not None
     ranks, record = AgreeingRanks(None), saver.local.find(saver.memory.parts)
 
-    def choose(steps: list[int | None]) -> _Local:
+    def choose(copies: list[tuple[int, str] | None]) -> _Local:
         found = candidates()
         newest, path = find(directory), found[0].path if found else None
         given = path is not None and (newest is None or path != newest.path)
-        some = sorted({step for step in steps if step is not None})
+        some = {copy for copy in copies if copy is not None}
+        steps = sorted({step for step, _ in some})
         if given or not some:
             return _Local()
         on_disk = f"{path.name} on the disk" if path is not None else "no checkpoint on the disk"
-        if len(some) > 1 or None in steps:
-            count = sum(step is not None for step in steps)
-            what = f"copies in memory are of steps {', '.join(map(str, some))}, on {count} of {len(steps)} ranks"
+        if len(some) > 1 or None in copies:
+            count = sum(copy is not None for copy in copies)
+            what = f"copies in memory are of steps {', '.join(map(str, steps))}, on {count} of {len(copies)} ranks"
+            what += ", made in several starts of the run" if len(some) > len(steps) else ""
             return _Local(line=f"note: {what}: going on from {on_disk}")
-        if some[0] <= step_of(path):
+        if steps[0] <= step_of(path):
             return _Local()
-        return _Local(some[0], path, f"going on from the copies of step {some[0]} in memory; there is {on_disk}")
+        return _Local(steps[0], path, f"going on from the copies of step {steps[0]} in memory; there is {on_disk}")
 
     what = "look for copies in memory"
-    chosen = ranks.agree(what, lambda: None if record is None else record.step, choose)
+    chosen = ranks.agree(what, lambda: None if record is None else (record.step, record.start), choose)
     said = say if ranks.rank == 0 else _nothing
     if chosen.step:
         assert record is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +25,11 @@ from evaluated_runs import config_of, text
 from ranks import run_ranks
 
 from ppctl import checkpoint
-from ppctl.checkpoint import CheckpointReader, Shard, read_manifest, verify, whole_shards
+from ppctl.checkpoint import CheckpointReader, Shard, host_memory, read_manifest, verify, whole_shards
 from ppctl.checkpoint.boxes import boxes_of_run
 from ppctl.checkpoint.disk import Disk
+from ppctl.checkpoint.host_memory import HostMemory
+from ppctl.checkpoint.local_copy import LocalCopy, directory_of, sweep
 from ppctl.checkpoint_folder import AUTO, candidates, find
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.errors import CheckpointError
@@ -342,6 +346,16 @@ def test_another_run_that_takes_the_directory_is_an_error_and_no_mixed_checkpoin
     assert_usable(directory, {4})
 
 
+def test_memory_that_cuda_cannot_pin_is_told_with_what_to_do(monkeypatch):
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: 2, cudaError=lambda number: number, cudaGetErrorString=lambda _: "out of memory"
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with pytest.raises(CheckpointError, match="GiB: CUDA cannot pin it, out of memory") as raised:
+        host_memory._pin(torch.empty(8, dtype=torch.uint8))
+    assert [problem.code for problem in raised.value.problems] == ["PP-E511"]
+
+
 # Copies in memory
 
 
@@ -400,22 +414,41 @@ def test_a_run_that_failed_goes_on_from_copies_in_memory_and_removes_them_in_the
         ("lost", "note: copies in memory are of steps 6, on 1 of 2 ranks: going on from step-4 on the disk"),
         ("flipped", "warning: copies in memory have changed since they were made; they are not used"),
         ("torn", "note: copies in memory are of steps 6, on 1 of 2 ranks: going on from step-4 on the disk"),
+        (
+            "of another start",  # left on a host that was not part of the start in between
+            "note: copies in memory are of steps 6, on 2 of 2 ranks, made in several starts of the run: going on "
+            "from step-4 on the disk",
+        ),
     ],
 )
 def test_copies_that_are_not_whole_on_all_ranks_are_passed_over(local_mapping, memory, tmp_path, spoil, said):
     directory = tmp_path / "run" / "checkpoints"
     run_ranks(going_on, 2, local_mapping, str(directory), 6)
-    record, values = (memory / "run" / f"rank-00001.{end}" for end in ("json", "values"))
+    record, values = (directory_of(memory, directory.parent) / f"rank-00001.{end}" for end in ("json", "values"))
     if spoil == "lost":
         record.unlink()
     elif spoil == "torn":
         record.write_text(record.read_text()[:40])
+    elif spoil == "of another start":
+        record.write_text(json.dumps({**json.loads(record.read_text()), "start": "0123456789abcdef"}))
     else:
         data = bytearray(values.read_bytes())
         data[len(data) // 2] ^= 1
         values.write_bytes(data)
     rest, lines = run_ranks(going_on, 2, local_mapping, str(directory), None)[0]
     assert lines[0] == said and [step for step, _ in rest] == [5, 6, 7, 8]
+
+
+def test_what_ranks_that_have_moved_to_other_hosts_left_gives_its_memory_back(memory):
+    directory = directory_of(memory, memory / "job")
+    assert directory != directory_of(memory, memory / "other" / "job"), "an id that a user chose twice"
+    for rank in (6, 7, 8, 15, 12345):
+        copy = LocalCopy(directory, rank, 16384)
+        HostMemory([], copy.values)
+        copy.keep(3, [], b"{}", memoryview(b""))
+    sweep(directory, range(8, 16))
+    assert files_of(memory) == [f"rank-{rank:05}.{end}" for rank in (8, 15) for end in ("json", "values")]
+    sweep(memory / "none yet", range(8))
 
 
 def test_copies_of_another_cut_or_no_later_than_the_disk_are_not_used(local_mapping, memory, tmp_path):

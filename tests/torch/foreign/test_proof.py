@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from foreign_models import FEW, config_of
+from foreign_models import FEW, config_of, model_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.errors import ConfigError
 from ppctl.foreign import library, stage
 from ppctl.foreign.__main__ import main
-from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.anatomy import CannotCut, survey
 from ppctl.foreign.library import make_model, read_own_config
 from ppctl.foreign.proof import prove
 from ppctl.foreign.stage import ForeignStage
@@ -141,3 +142,23 @@ def test_without_transformers_there_is_one_clear_error(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match=r"ppctl\[transformers\]") as caught:
         read_own_config(where)
     assert [problem.code for problem in caught.value.problems] == ["PP-E526"]
+
+
+class _Reads(TorchDispatchMode):
+    """Refuses what a host waits for on a GPU: operations that read a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mixtral"])
+def test_no_forward_and_no_backward_of_a_stage_reads_a_value(kind: str) -> None:
+    blank, layers = make_model(config_of(kind), "meta").train(), [Layer("embedding"), Layer("decoder", 0)]
+    found = ForeignStage(blank, survey(model_of(kind)), layers)
+    with torch.no_grad():
+        for parameter in found.canonical_parameters().values():
+            parameter.fill_(0.1)
+    with _Reads():
+        (state,) = found(torch.arange(24).view(2, 12))
+        state.sum().backward()
