@@ -21,9 +21,10 @@ import torch.distributed as dist
 from ppctl.checkpoint.agreement import problems_of
 from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copy import LocalCopy
+from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.writer import RemoteDisk
-from ppctl.checkpoint.writing import Saver, text_of_state
+from ppctl.checkpoint.writing import Saver
 from ppctl.errors import CheckpointError, Problem
 
 
@@ -82,7 +83,7 @@ class BackgroundSaver:
         `to_disk`: only the local copy.
         """
         self.finish()
-        began, held, text = time.perf_counter(), list(shards), text_of_state(state)
+        began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
             raise ValueError("what a rank saves in the background cannot change its shape")
         if self.local is not None:
