@@ -1,6 +1,6 @@
 """Saves beside training: a step waits for one copy of what its rank holds, and the rest happens in the background.
 
-A thread of every rank goes through the order of a save (`writing`), on a process group of its own; nearly all the time
+A thread of every rank goes through the order of a save (`saver`), on a process group of its own; nearly all the time
 it waits, for the node's writer or for other ranks. Must not know steps of training, models or the run.
 """
 
@@ -22,9 +22,9 @@ from ppctl.checkpoint.agreement import problems_of
 from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copy import LocalCopy
 from ppctl.checkpoint.manifest import state_text
+from ppctl.checkpoint.saver import Saver
 from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.writer import RemoteDisk
-from ppctl.checkpoint.writing import Saver
 from ppctl.errors import CheckpointError, Problem
 
 
