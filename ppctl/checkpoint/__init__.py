@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ppctl.checkpoint.manifest import read_manifest, read_state
     from ppctl.checkpoint.reading import CheckpointReader, load
+    from ppctl.checkpoint.saver import Saver, save
     from ppctl.checkpoint.shards import Shard, whole_shards
     from ppctl.checkpoint.verification import verify
-    from ppctl.checkpoint.writing import Saver, save
 
 _HOME_OF = {
     "CheckpointReader": "reading",
-    "Saver": "writing",
+    "Saver": "saver",
     "Shard": "shards",
     "load": "reading",
     "read_manifest": "manifest",
     "read_state": "manifest",
-    "save": "writing",
+    "save": "saver",
     "verify": "verification",
     "whole_shards": "shards",
 }

@@ -1,6 +1,6 @@
 """Saves beside training: a step waits for one copy of what its rank holds, and the rest happens in the background.
 
-A thread of every rank goes through the order of a save (`writing`), on a process group of its own; nearly all the time
+A thread of every rank goes through the order of a save (`saver`), on a process group of its own; nearly all the time
 it waits, for the node's writer or for other ranks. Must not know steps of training, models or the run.
 """
 
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from ppctl.checkpoint.agreement import problems_of
 from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copy import LocalCopy
+from ppctl.checkpoint.manifest import state_text
+from ppctl.checkpoint.saver import Saver
 from ppctl.checkpoint.shards import Shard
 from ppctl.checkpoint.writer import RemoteDisk
-from ppctl.checkpoint.writing import Saver, text_of_state
 from ppctl.errors import CheckpointError, Problem
 
 
@@ -82,7 +83,7 @@ class BackgroundSaver:
         `to_disk`: only the local copy.
         """
         self.finish()
-        began, held, text = time.perf_counter(), list(shards), text_of_state(state)
+        began, held, text = time.perf_counter(), list(shards), state_text(state)
         if [shard.part for shard in held] != self.memory.parts:
             raise ValueError("what a rank saves in the background cannot change its shape")
         if self.local is not None:

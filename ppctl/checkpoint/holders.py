@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ppctl.checkpoint.boxes import tiling_fault
 from ppctl.checkpoint.manifest import ranges
-from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.shard_file import Part, text_of
 from ppctl.errors import CheckpointError, Problem
 
 
@@ -85,8 +85,3 @@ def _unequal(names: set[str], ranks: tuple[int, ...]) -> Problem:
         remedy="`ppctl resume` continues from the last checkpoint, where they were equal",
         place="\n".join(ranges(names)),
     )
-
-
-def text_of(shape: tuple[int, ...], dtype: str) -> str:
-    """`float32[4, 8]`."""
-    return f"{dtype}[{', '.join(map(str, shape))}]"

@@ -221,6 +221,11 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(damaged(path, fault)) from None
 
 
+def state_text(state: Mapping[str, Any]) -> bytes:
+    """The content of `state.json`."""
+    return (json.dumps(dict(state), indent=1) + "\n").encode()
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The `state` that was saved with the checkpoint at `path`, after checking its digest."""
     return checked_state(path, read_manifest(path))

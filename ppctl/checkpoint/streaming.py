@@ -5,7 +5,6 @@ Must not know models, nor where tensors come from.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from ppctl import checkpoint_folder
 from ppctl.checkpoint import shard_file
 from ppctl.checkpoint.disk import seal
-from ppctl.checkpoint.manifest import Manifest, TensorRecord
+from ppctl.checkpoint.manifest import Manifest, TensorRecord, state_text
 from ppctl.checkpoint.shards import values_of, whole_shards
 
 Read = Callable[[str], Tensor]
@@ -38,8 +37,7 @@ def save_streamed(
         records = {
             part.name: TensorRecord(part.whole, part.dtype, (shard,)) for part, shard in zip(parts, shards, strict=True)
         }
-        text = json.dumps(dict(state), indent=1) + "\n"
-        seal(temporary, Manifest(step, {path.name: record}, records), text.encode())
+        seal(temporary, Manifest(step, {path.name: record}, records), state_text(state))
         return checkpoint_folder.publish(directory, step)
     except BaseException:
         checkpoint_folder.discard(temporary)

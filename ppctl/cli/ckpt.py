@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     average.add_argument("paths", nargs="+", metavar="PATH", help=one)
     average.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
 
-    prune = actions.add_parser("prune", help="delete old checkpoints of a run that does not run")
+    prune = actions.add_parser("prune", help="delete old checkpoints of a run that is not running")
     prune.add_argument("path", metavar="PATH", help="a run, or a directory of checkpoints")
     prune.add_argument("--keep", type=_at_least_one, required=True, metavar="N", help="keep the last N")
     words = "and those of every M-th step"
@@ -231,7 +231,7 @@ def _average(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     folder = _folder(args.path, args.dir)
     if folder is None:
-        message = f"{args.path} is one checkpoint, and no directory of checkpoints or run"
+        message = f"{args.path} is a single checkpoint, not a run or a directory of checkpoints"
         parent = Path(args.path).absolute().parent
         raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt prune '{parent}' --keep {args.keep}"))
     with at_rest(RunDir(folder.parent)):
@@ -284,7 +284,7 @@ def _import(args: argparse.Namespace) -> int:
         model = replace(model, mtp_num_layers=None) if args.no_mtp else model
         options += ["--model", json.dumps(asdict(model))]
     elif args.overrides is not None:
-        message = "--for is for --dcp and --torch-dist: a Hugging Face directory tells its model"
+        message = "--for is for --dcp and --torch-dist: the config.json of a Hugging Face directory describes the model"
         raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt import --hf '{source}' '{args.out}'"))
     return _convert("import", source, args.out, *options)
 

@@ -215,7 +215,7 @@ def differences(report: Mapping[str, Any], limit: int) -> str:
     if limit and len(different) > limit:
         lines.append(f"and {len(different) - limit} more tensors that differ (--limit 0 shows all)")
     only = len(report["only_in_a"]) + len(report["only_in_b"])
-    lines.append(f"{report['equal']} tensors are equal to the bit, {len(different)} differ, {only} are in one alone")
+    lines.append(f"{report['equal']} tensors are equal to the bit, {len(different)} differ, {only} are only in one")
     return "\n".join(lines)
 
 

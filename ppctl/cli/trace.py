@@ -87,7 +87,9 @@ def _step(run: RunDir, asked: int | None) -> MeasuredStep:
     if step not in found:
         there = ", ".join(map(str, found))
         raise ConfigError(
-            Problem("PP-E643", f"step {step} was not traced; there are {there}", f"--step {max(found)}", str(run.path))
+            Problem(
+                "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(found)}", str(run.path)
+            )
         )
     return MeasuredStep.from_json(json.loads(found[step].read_text(encoding="utf-8")))
 

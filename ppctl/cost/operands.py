@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.activations import Setting, stage_pieces
+from ppctl.cost.activations import stage_pieces
 from ppctl.cost.parameters import held
+from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import Kind, Layer, layer_kinds
 from ppctl.geometry.offloading import offloaded_layers
 from ppctl.geometry.parameters import Sizes, kind_parameters

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.activations import Setting
 from ppctl.cost.context import context_traffic, exchanging
+from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import Kind, Layer, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.geometry.parameters import Sizes
 

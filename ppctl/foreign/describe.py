@@ -14,10 +14,10 @@ from torch import nn
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
 from ppctl.foreign.measure import layer_cost, rough_cost
 from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, prove
-from ppctl.foreign.stage import row_of
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind
 from ppctl.geometry.rows import Parameter
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from ppctl.foreign.stage import ForeignStage
+from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.geometry.foreign_model import Anatomy, Growth, LayerCost
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.foreign.anatomy import CannotCut, survey
+from ppctl.foreign.foreign_stage import ForeignStage, untie
 from ppctl.foreign.library import make_model
 from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
-from ppctl.foreign.stage import ForeignStage, untie
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Start

@@ -308,7 +308,7 @@ def _build_stages(
     )
     build: Callable[[StageSpec, ModelConfig], StageModel] = partial(build_stage, kernels=kernels, **given)
     if (foreign := foreign_of(config.model)) is not None:
-        from ppctl.foreign.build import build_foreign_stage  # transformers, which few runs need
+        from ppctl.foreign.foreign_stage import build_foreign_stage  # transformers, which few runs need
 
         build = partial(build_foreign_stage, foreign=foreign, **given)
     stages = {spec.stage: build(spec, config.model) for spec in specs}

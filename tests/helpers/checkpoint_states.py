@@ -31,7 +31,7 @@ def write(path: Path, mark: str) -> Path:
 
 
 def save(directory: Path, step: int, mark: str, keep: int = 0) -> None:
-    """A whole save, in the order of `checkpoint/writing.py`."""
+    """A whole save, in the order of `checkpoint/saver.py`."""
     write(prepare(directory, step), mark)
     publish(directory, step)
     retain(directory, step, keep)

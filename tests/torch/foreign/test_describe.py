@@ -10,9 +10,10 @@ import torch
 from foreign_models import FEW, OTHERS, config_of
 
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.activations import TORCH_ON_CPU, Setting, stage_activations
+from ppctl.cost.activations import stage_activations
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import active_parameters, total_parameters
+from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.errors import ConfigError
 from ppctl.foreign.__main__ import main
 from ppctl.foreign.describe import describe

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.errors import ConfigError
-from ppctl.foreign import library, stage
+from ppctl.foreign import foreign_stage, library
 from ppctl.foreign.__main__ import main
 from ppctl.foreign.anatomy import CannotCut, survey
+from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
 from ppctl.foreign.proof import prove
-from ppctl.foreign.stage import ForeignStage
 from ppctl.geometry.layers import Layer
 
 
@@ -58,7 +58,7 @@ def test_what_a_cut_cannot_carry_is_named(case: str) -> None:
 
 
 def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_make_buffers", lambda *_: None)
+    monkeypatch.setattr(foreign_stage, "_make_buffers", lambda *_: None)
     with pytest.raises(CannotCut, match=r"model\.layers\.0: with the same hidden state before it"):
         prove(config_of("Llama"))
 

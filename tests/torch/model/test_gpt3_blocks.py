@@ -10,7 +10,8 @@ from live_memory import LiveBytes
 from oracle.reference import whole_model
 
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.activations import TORCH_ON_CPU, Setting, for_norms, stage_activations
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.setting import TORCH_ON_CPU, Setting, for_norms
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.dropout import Draws, kept, kept_probabilities, row_keys, sample_key
 from ppctl.model.packing import Packing

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.config.compose import compose
-from ppctl.cost.activations import Setting, attention_parts
+from ppctl.cost.layer_parts import attention_parts
+from ppctl.cost.setting import Setting
 from ppctl.errors import ConfigError
 from ppctl.model.attention import Attention
 from ppctl.model.block_attention import FLASH_ON_CPU, FLASH_ON_CUDA, UNFUSED

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from cuts import tiny
 from live_memory import LiveBytes, kept_by
 
-from ppctl.cost.activations import Setting, layer_parts, stage_activations
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.layer_parts import layer_parts
+from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import LOSS_ROWS, Kind, Layer
 from ppctl.model.linear import Linear
 from ppctl.model.loss import NO_TOKEN, microbatch_loss, token_losses

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from ppctl.cost.activations import TORCH_ON_CPU, Setting, for_norms, stage_activations
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.setting import TORCH_ON_CPU, Setting, for_norms
 from ppctl.geometry.layers import parse_layers
 from ppctl.geometry.offloading import SMALLEST
 from ppctl.model.host_copies import Copies, HostBuffers

@@ -7,7 +7,8 @@ from cuts import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppctl.cost.activations import Setting, attention_parts
+from ppctl.cost.layer_parts import attention_parts
+from ppctl.cost.setting import Setting
 from ppctl.data.batches import find_documents, lengths, positions
 from ppctl.data.load import DocumentEnd
 from ppctl.geometry.layers import parse_layers

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.activations import Setting
 from ppctl.cost.operands import is_put_off, stage_operands
+from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import parse_layers
 from ppctl.model.recompute import recompute
 from ppctl.model.stage import build_stage

@@ -161,7 +161,8 @@ def test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it(typ
 
 
 @pytest.mark.parametrize(
-    ("typed", "named"), [("zbv", "zbv_zero_bubble"), ("DualPipe", "dualpipev"), ("Interleaved", "interleaved1f1b")]
+    ("typed", "named"),
+    [("zbv_bubble", "zbv_zero_bubble"), ("DualPipe", "dualpipev"), ("Interleaved", "interleaved1f1b")],
 )
 def test_the_schedule_that_is_meant_is_named(typed, named):
     with pytest.raises(ConfigError) as error:

@@ -88,7 +88,8 @@ def test_a_python_object_left_in_a_config_is_no_problem_of_text():
         ("interleaved_1f1b", "interleaved_1f1b"),
         ("GPipe", "gpipe"),
         ("ScheduleGPipe", "gpipe"),
-        ("zbv", None),
+        ("zbv", "zbv_zero_bubble"),
+        ("zb_v", None),
         (None, None),
     ],
 )

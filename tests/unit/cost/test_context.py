@@ -7,8 +7,9 @@ import pytest
 
 from ppctl.accelerators import preset
 from ppctl.config.schema import ModelConfig
-from ppctl.cost.activations import Setting, attention_parts
 from ppctl.cost.context import ContextTraffic, context_traffic
+from ppctl.cost.layer_parts import attention_parts
+from ppctl.cost.setting import Setting
 from ppctl.cost.times import layer_seconds, layer_work, machine_of
 from ppctl.geometry.layers import Kind, Layer, cp_comm_type, layer_kinds, parse_layers
 from ppctl.topology import ParallelSizes

@@ -3,7 +3,8 @@
 import pytest
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.activations import Setting, stage_activations
+from ppctl.cost.activations import stage_activations
+from ppctl.cost.setting import Setting
 from ppctl.cost.state import PRECISIONS, peaks
 from ppctl.geometry.layers import parse_layers
 from ppctl.geometry.parameters import Sizes

@@ -6,7 +6,7 @@ from published_runs import kendall_tau, throughput_rows
 from ppctl.accelerators import DEVICES, device_called
 from ppctl.config.keys import keys
 from ppctl.config.limits import OneOf
-from ppctl.cost.activations import ALLOCATORS
+from ppctl.cost.setting import ALLOCATORS
 
 
 def test_published_throughput_is_planned_within_30_percent_and_in_order() -> None:

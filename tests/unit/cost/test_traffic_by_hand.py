@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.cost.activations import Setting
+from ppctl.cost.setting import Setting
 from ppctl.cost.step_traffic import Stages, Sums, buckets, once_a_step
 from ppctl.cost.traffic import Traffic, layer_passes, stage_passes
 from ppctl.geometry.layers import Kind, parse_layers

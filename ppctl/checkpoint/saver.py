@@ -5,7 +5,6 @@ Knows the order of the steps, and what all ranks agree on. Must not know models,
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.disk import Disk, Values
+from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.shards import Shard, values_of
 from ppctl.checkpoint.writer import RemoteDisk
@@ -53,7 +53,7 @@ class Saver:
         """
         held = list(shards)
         return self.write(
-            step, [shard.part for shard in held], lambda number: values_of(held[number].tensor), text_of_state(state)
+            step, [shard.part for shard in held], lambda number: values_of(held[number].tensor), state_text(state)
         )
 
     def write(self, step: int, parts: list[Part], values: Values, state: bytes) -> Path:
@@ -113,8 +113,3 @@ def save(
     """A single save, as by a `Saver`. Without torch.distributed this process is alone."""
     saver = Saver(directory, keep=keep, keep_every=keep_every, process_group=process_group)
     return saver.save(step, shards, state)
-
-
-def text_of_state(state: Mapping[str, Any]) -> bytes:
-    """The content of `state.json`."""
-    return (json.dumps(dict(state), indent=1) + "\n").encode()

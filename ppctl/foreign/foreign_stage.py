@@ -1,7 +1,7 @@
 """A stage of a model of transformers: the model's whole forward, in which only what lies beyond the cut is replaced.
 
-Knows how modules of other stages stand in for themselves, and what training asks of a stage (`model/stage_model.py`).
-Must not know families, files or ranks.
+Knows how modules of other stages stand in for themselves, what training asks of a stage (`model/stage_model.py`), and
+how a description becomes a stage with initial weights. Must not know families, files or ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.foreign.library import rows_are_whole
-from ppctl.geometry.foreign_model import Anatomy
+from ppctl.foreign.library import config_from, make_model, rows_are_whole
+from ppctl.geometry.canonical_names import stage_parameters
+from ppctl.geometry.foreign_model import Anatomy, ForeignModel
 from ppctl.geometry.layers import Layer
+from ppctl.geometry.parts import WHOLE, Parts
 from ppctl.geometry.rows import Parameter, Role
+from ppctl.model.initialize import Initialize, initial_value, initialize
 from ppctl.model.packing import ROWS, Packing
 from ppctl.model.stage_model import Run, StageModel
+from ppctl.plan import StageSpec
 
 Forward = Callable[..., Any]
 
@@ -186,6 +191,38 @@ class ForeignStage(nn.Module, StageModel):
     def _returned(self, state: Tensor) -> Any:
         """A hidden state in the form in which this model's layers return it."""
         return (state, *[None] * (self.anatomy.returned - 1)) if self.anatomy.returned else state
+
+
+def build_foreign_stage(
+    spec: StageSpec,
+    model: ModelConfig,
+    foreign: ForeignModel,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parts: Parts = WHOLE,
+    initialize: Initialize = initialize,
+) -> ForeignStage:
+    """Build a stage on meta, give what it owns memory on `device` in `dtype`, and let `initialize` fill it.
+
+    Raises LookupError where the installed transformers builds other parameters than the description says.
+    """
+    stage = ForeignStage(
+        make_model(config_from(foreign.config), "meta", dtype).train(), foreign.anatomy, spec.layers, device
+    )
+    rows = {row.name: row for row in stage.parameter_rows().values()}
+    expected = stage_parameters(model, spec.layers)
+    built, described = ({name: row.shape for name, row in each.items()} for each in (rows, expected))
+    wrong = sorted(name for name in built | described if built.get(name) != described.get(name))
+    if wrong:
+        message = f"this transformers builds other parameters than {foreign.transformers}, which described the model"
+        raise LookupError(f"{message}: {', '.join(wrong[:5])}")
+    initialize(stage.canonical_parameters(), model, seed, parts)
+    with torch.no_grad():
+        for name, buffer in stage.canonical_buffers().items():
+            buffer.copy_(initial_value(name, model, seed))
+    return stage
 
 
 class _OwnLayer(nn.Module):

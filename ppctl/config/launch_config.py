@@ -1,0 +1,125 @@
+"""The keys of `launch` and `log`: where the ranks of a run are, what starts them, and where they write.
+
+How a key is written: `metadata.py`. Must not know what is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ppctl.config.limits import (
+    DIRECTORY_NAME,
+    MEMORY,
+    MOST_RANKS,
+    NOT_EMPTY,
+    ONE_LINE,
+    RESERVE,
+    SLURM_TIME,
+    STEPS,
+    TIME,
+    not_negative,
+    one_of,
+    positive,
+)
+from ppctl.config.metadata import LATER, Support, key
+
+_PYXIS = Support(note="needs pyxis and enroot on the nodes; with these it was not run yet")
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchConfig:
+    """Where the ranks run."""
+
+    target: str = key("local", one_of("local", "slurm", "env"))
+    """`local`, `slurm` or `env` (ranks that ppctl does not start)."""
+    device: str = key("cuda", one_of("cuda", "cpu", "any"))
+    """`cuda`, `cpu`, or `any` (cuda where there are enough GPUs)."""
+    nodes: int | None = key(None, positive(MOST_RANKS), names="nodes", known_as="--nnodes", options="-N --nodes")
+    """Machines; none means as many as the layout needs (one, where the run is local)."""
+    gpus_per_node: int | None = key(
+        None,
+        positive(MOST_RANKS),
+        names="gpus_per_node",
+        known_as="--nproc-per-node",
+        options="-n --ntasks --ntasks-per-node --gpus-per-node",
+    )
+    """Ranks on each machine; none means as many as the layout needs."""
+    device_memory: str | None = key(None, MEMORY)
+    """Memory of one device, as "80GiB"; none means that the plan is not compared with a limit."""
+    memory_reserve: str = key("auto", RESERVE)
+    """Of device_memory, what CUDA's context and communicators take, as "2GiB": a plan's peak has to fit into the rest.
+    `auto` follows from the sizes of the groups; it is 0 on the CPU."""
+    share_gpu: bool = key(False)
+    """Let ranks share GPUs: each takes the one of number local rank % GPUs. Messages go through host memory: slow, for
+    tests. A rank may hold its share of device_memory, counted as if a machine had one GPU."""
+    env: dict[str, str] = key(dict)
+    """Environment variables set for every rank."""
+    start_limit: str = key("30m", TIME)
+    """How long the ranks may take to start, a checkpoint's loading included; then the job ends, naming the culprit."""
+    edge_limit: str = key("2m", TIME)
+    """How long one connection may take to answer, or one group to meet, when all are touched before the first step."""
+    first_step_limit: str = key("60m", TIME)
+    """How long nothing may move in the first step (compilation), in a save, in an evaluation; then the job ends."""
+    step_limit: str | None = key(None, TIME, known_as="--distributed-timeout-minutes")
+    """How long nothing may move in later steps; none: ten times the slowest step so far, at least 2 minutes and at most
+    the longest of the other limits."""
+    account: str | None = key(None, ONE_LINE, options="-A --account", slurm=True)
+    """SLURM: the account that pays (sbatch --account)."""
+    qos: str | None = key(None, ONE_LINE, options="-q --qos", slurm=True)
+    """SLURM: the quality of service."""
+    partition: str | None = key(None, ONE_LINE, options="-p --partition", verbatim=True, slurm=True)
+    """SLURM: the partition, or several with commas."""
+    time: str | None = key(None, SLURM_TIME, options="-t --time", slurm=True)
+    """SLURM: the job's time limit, as 30 (minutes), 12:00:00 or 2-00:00:00; none takes the partition's."""
+    constraint: str | None = key(None, ONE_LINE, options="-C --constraint", verbatim=True, slurm=True)
+    """SLURM: features that every node must have."""
+    exclusive: bool = key(False, options="--exclusive", slurm=True)
+    """SLURM: share no node with other jobs."""
+    cpus_per_task: int | None = key(None, positive(MOST_RANKS), options="-c --cpus-per-task", slurm=True)
+    """SLURM: CPUs of one rank."""
+    container_image: str | None = key(
+        None, ONE_LINE, options="--container-image", verbatim=True, slurm=True, support=_PYXIS
+    )
+    """SLURM with pyxis: the image that the ranks run in."""
+    container_mounts: list[str] | None = key(None, options="--container-mounts", slurm=True, support=_PYXIS)
+    """SLURM with pyxis: what is mounted there, as SRC:DST[:FLAGS]."""
+    container_workdir: str | None = key(None, ONE_LINE, options="--container-workdir", slurm=True, support=_PYXIS)
+    """SLURM with pyxis: the directory to start in."""
+    setup: list[str] | None = key(None, slurm=True)
+    """SLURM: lines of bash that the job's script runs first, as "module load cuda"."""
+    health_check: str | None = key(None, ONE_LINE, verbatim=True, slurm=True)
+    """SLURM: a command run once on every node first; a node where it fails is left out and the job requeued."""
+    sbatch_args: list[str] | None = key(None, slurm=True)
+    """SLURM: further options of sbatch, as [--mail-type=END]."""
+    srun_args: list[str] | None = key(None, slurm=True)
+    """SLURM: further options of the srun that starts the ranks."""
+    after: str | None = key(None, ONE_LINE, options="-d --dependency --kill-on-invalid-dep", slurm=True)
+    """SLURM: a run (directory, id, job number) that must have finished first."""
+    python: str | None = key(None, ONE_LINE, slurm=True)
+    """SLURM: the interpreter that runs the ranks; none takes the one that submits."""
+    code: str = key("pinned", one_of("pinned", "live"), slurm=True)
+    """SLURM: `pinned` ends a job whose nodes hold other code of ppctl than was submitted; `live` takes any."""
+    signal_lead: int = key(300, positive(10**7), options="--signal", slurm=True)
+    """SLURM: how many seconds before the time limit the ranks save and end."""
+    max_requeues: int = key(10, not_negative(), options="--requeue --no-requeue --open-mode", slurm=True)
+    """SLURM: how often the job may requeue itself."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LogConfig:
+    """What is written about a run, and where."""
+
+    name: str = key("run", DIRECTORY_NAME)
+    """Name of the run: a directory under `dir`."""
+    dir: str = key(
+        "runs", NOT_EMPTY, known_as="output_dir runs_dir --save", options="-o --output -e --error", verbatim=True
+    )
+    """Where run directories go."""
+    tensorboard: bool = key(False, known_as="--tensorboard-dir")
+    """Write the keys of metrics.jsonl for TensorBoard as well."""
+    wandb: bool = key(False, known_as="--wandb-project")
+    """Send the keys of metrics.jsonl to Weights & Biases as well."""
+    trace: str | None = key(None, STEPS)
+    """Steps in which every action of every rank is kept: 10:12 is steps 10 and 11. `ppctl trace` shows them."""
+    profile: bool = key(False, known_as="profile", support=Support(LATER, "measured costs per stage"))
+    """Write the measured costs of every stage."""

@@ -1,0 +1,171 @@
+"""The keys of `model`: a decoder of ppctl's own in Megatron's names, and where a model of other code comes from.
+
+How a key is written: `metadata.py`. Must not know how a model is divided, nor how it is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config.limits import (
+    BELOW_ONE,
+    MOST_HEADS,
+    MOST_INNER_WIDTH,
+    MOST_PREDICTED,
+    MOST_STAGES,
+    MOST_TOKENS,
+    MOST_VOCABULARY,
+    MOST_WIDTH,
+    NOT_EMPTY,
+    each_of,
+    not_negative,
+    one_of,
+    positive,
+)
+from ppctl.config.metadata import key
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The decoder, in Megatron's names."""
+
+    from_: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
+    """Where sizes and first weights come from: a Hugging Face directory, a checkpoint or a run; none draws weights."""
+    implementation: str = key("auto", one_of("auto", "ppctl", "transformers"), training=True)
+    """Whose code runs the model of model.from: `transformers`, the model's own forward on every stage; `ppctl`, blocks
+    of ppctl's (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's where it knows the family, else transformers'."""
+    hf_overrides: dict[str, str] = key(dict, training=True)
+    """Fields of config.json by other values, where the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
+    transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
+    """What was found in a model whose code is transformers', as JSON: model.from sets it, nobody has to type it."""
+    num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)
+    """Decoder layers, MTP layers not counted."""
+    hidden_size: int = key(256, positive(MOST_WIDTH), names="--hidden-size")
+    """Width of the residual stream."""
+    ffn_hidden_size: int = key(704, positive(MOST_INNER_WIDTH), names="--ffn-hidden-size")
+    """Width of the dense feed-forward."""
+    gated_linear_unit: bool = key(True, known_as="--swiglu")
+    """SwiGLU (gate, up, down); false: two matrices with GELU between them (its form with tanh), as GPT-3."""
+    add_bias_linear: bool = False
+    """Biases on every linear layer of attention and feed-forward, as GPT-3."""
+    normalization: str = key("RMSNorm", one_of("RMSNorm", "LayerNorm"))
+    """`RMSNorm`, or `LayerNorm` (with a bias, as GPT-3)."""
+    num_attention_heads: int = key(8, positive(MOST_HEADS), names="--num-attention-heads")
+    """Query heads."""
+    num_query_groups: int | None = key(None, positive(MOST_HEADS), names="--num-query-groups")
+    """Key/value heads (GQA); none means num_attention_heads."""
+    kv_channels: int | None = key(None, positive(MOST_HEADS), names="--kv-channels")
+    """Width of one head; none means hidden_size / num_attention_heads."""
+    vocab_size: int = key(320, positive(MOST_VOCABULARY), names="--vocab-size")
+    """Rows of the embedding and of the output projection, padding included. Where nothing sets it, as many as the
+    tokens of data.tokenizer."""
+    make_vocab_size_divisible_by: int = key(
+        1, positive(MOST_VOCABULARY), names="--make-vocab-size-divisible-by", training=True
+    )
+    """vocab_size is rounded up to a multiple of this times tp, as Megatron does (not that of model.from)."""
+    max_position_embeddings: int = key(4096, positive(MOST_TOKENS), names="--max-position-embeddings")
+    """Longest sequence that the model is meant for."""
+    position_embedding_type: str = key("rope", one_of("rope", "learned_absolute"))
+    """`rope`, or `learned_absolute`: a table of max_position_embeddings rows beside the embedding, as GPT-3."""
+    rotary_base: float = key(10000.0, positive())
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = key(1.0, positive(1))
+    """Share of every head that is rotated, from its first dimension on (not of MLA's heads)."""
+    rotary_interleaved: bool = False
+    """A rotated pair is two neighbours (DeepSeek) instead of half a head apart (Llama)."""
+    rotary_scaling_factor: float | None = key(None, positive(), known_as="--rope-scaling-factor")
+    """How many times longer the context is made; none leaves RoPE unscaled."""
+    rotary_scaling_type: str = key("yarn", one_of("yarn", "llama3"))
+    """How the context is made longer: `yarn`, or `llama3` as Llama 3.1 does."""
+    original_max_position_embeddings: int = key(
+        4096, positive(MOST_TOKENS), known_as="--yarn-original-max-position-embeddings"
+    )
+    """Longest sequence before the extension."""
+    beta_fast: float = key(32.0, positive(), known_as="--yarn-beta-fast")
+    """Frequencies with more turns than this within the original length are kept (llama3: high_freq_factor)."""
+    beta_slow: float = key(1.0, positive(), known_as="--yarn-beta-slow")
+    """Frequencies with fewer turns are divided by the factor, those between interpolated (llama3: low_freq_factor)."""
+    mscale: float = key(1.0, not_negative())
+    """YaRN: weight of ln(factor) in the magnitude of the rotary tables."""
+    mscale_all_dim: float = key(0.0, not_negative())
+    """YaRN: weight of ln(factor) that is taken out of the tables and put on MLA's whole attention, squared."""
+    norm_epsilon: float = key(1e-5, positive(), known_as="--layernorm-epsilon")
+    """Added inside norms to the mean square, or to the variance."""
+    init_method_std: float = key(0.02, not_negative(), training=True)
+    """Standard deviation of initial weights."""
+    share_embeddings_and_output_weights: bool = False
+    """Tie the output projection to the token embedding."""
+    add_qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+    qk_layernorm: bool = False
+    """A norm on every query and key head."""
+    attention_backend: str = key(
+        "auto", one_of("auto", "fused", "flash", "unfused"), names="--attention-backend", training=True
+    )
+    """`auto` takes the fastest kernel that can (the run's first lines name it), `fused` cuDNN's or flash attention,
+    `flash` this alone; `unfused` computes step by step and keeps the scores, [heads, s, s] per sequence."""
+    cp_comm_type: str | list[str] = key(
+        "p2p", each_of(("p2p", "all_gather", "a2a", "a2a+p2p")), names="--cp-comm-type", training=True
+    )
+    """How ranks that share a sequence exchange it for attention; a list has one for all, or for each decoder layer.
+    `p2p`: keys and values in a ring; `all_gather`: all at once; `a2a`: each rank gets whole sequences of some heads;
+    `a2a+p2p`: this among neighbours, a ring between their groups (parallel.hierarchical_context_parallel_sizes)."""
+    fp8: str | None = key(None, one_of("e4m3", "hybrid"), names="--fp8-format", training=True)
+    """Products of the layers with weights in 8 bits: `e4m3`, or `hybrid` with gradients in e5m2; none: in the weights'
+    dtype. Embedding, output, router and norms are as without; a CPU emulates it. Plans count activations in 16 bits."""
+    fp8_recipe: str = key("rowwise", one_of("rowwise", "blockwise"), names="--fp8-recipe", training=True)
+    """Which numbers share a scale: `rowwise`, a row's; `blockwise`, 1 x 128 of an activation, 128 x 128 of a weight."""
+    attention_dropout: float = key(0.0, BELOW_ONE, training=True)
+    """Share of attention probabilities that is dropped: by ppctl's own attention, in place of fused kernels."""
+    hidden_dropout: float = key(0.0, BELOW_ONE, training=True)
+    """Share of each block's output, and of the embedding's, that is dropped."""
+    # Multi-head latent attention
+    multi_latent_attention: bool = False
+    """Keys and values from a compressed latent (MLA) in place of grouped heads."""
+    q_lora_rank: int | None = key(None, positive(MOST_WIDTH))
+    """MLA: width of the compressed query; none projects queries directly."""
+    kv_lora_rank: int = key(512, positive(MOST_WIDTH))
+    """MLA: width of the compressed keys and values."""
+    qk_head_dim: int = key(128, positive(MOST_HEADS))
+    """MLA: width of a head without positions."""
+    qk_pos_emb_head_dim: int = key(64, positive(MOST_HEADS))
+    """MLA: width of a head that carries positions."""
+    v_head_dim: int = key(128, positive(MOST_HEADS))
+    """MLA: width of a value head."""
+    # Mixture of experts
+    num_moe_experts: int | None = key(None, positive(MOST_HEADS), names="--num-experts")
+    """Routed experts of an MoE layer; none makes every layer dense."""
+    moe_router_topk: int = key(2, positive(MOST_HEADS))
+    """Experts that a token goes to."""
+    moe_ffn_hidden_size: int | None = key(None, positive(MOST_INNER_WIDTH))
+    """Width of one expert; none means ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = key(None, positive(MOST_INNER_WIDTH))
+    """Total width of the shared experts; none means no shared expert."""
+    moe_layer_freq: Any = 1
+    """1: every layer is MoE; N: every N-th; a list of 0/1 or Megatron's expression, as "[0]*3+[1]*58"."""
+    moe_router_score_function: str = key("softmax", one_of("softmax", "sigmoid"))
+    """How scores are normalised: `softmax` or `sigmoid`."""
+    moe_router_pre_softmax: bool = False
+    """Softmax: the chosen experts' weights are their shares of all experts', and do not add up to 1."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance experts by a bias on their scores instead of by a loss."""
+    moe_router_bias_update_rate: float = key(1e-3, not_negative(), training=True)
+    """How far that bias moves in one step."""
+    moe_router_num_groups: int | None = key(None, positive(MOST_HEADS))
+    """Groups that the experts are divided into for group-limited routing."""
+    moe_router_group_topk: int | None = key(None, positive(MOST_HEADS))
+    """Groups that a token may use."""
+    moe_router_topk_scaling_factor: float | None = key(None, positive())
+    """Factor on the chosen experts' weights."""
+    moe_router_load_balancing_type: str = key("aux_loss", one_of("aux_loss", "seq_aux_loss", "none"), training=True)
+    """`aux_loss`, `seq_aux_loss` (per sequence) or `none`."""
+    moe_aux_loss_coeff: float = key(0.0, not_negative(), training=True)
+    """Weight of the balancing loss."""
+    moe_z_loss_coeff: float | None = key(None, not_negative(), training=True)
+    """Weight of the loss on the size of router logits."""
+    # Multi-token prediction
+    mtp_num_layers: int | None = key(None, not_negative(MOST_PREDICTED), names="--mtp-num-layers", layout=True)
+    """Multi-token prediction layers after the decoder; none means none."""
+    mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
+    """Weight of the MTP losses."""

@@ -1,0 +1,177 @@
+"""The keys of `data`, `optim`, `train` and `checkpoint`: on what a model is trained, how long, what is kept.
+
+How a key is written: `metadata.py`. Must not know models or ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ppctl.config import lr_pieces
+from ppctl.config.limits import (
+    ABSOLUTE,
+    BELOW_ONE,
+    MOST_IN_A_MICROBATCH,
+    MOST_SAMPLES,
+    MOST_STAGES,
+    MOST_TOKENS,
+    NOT_EMPTY,
+    TIME,
+    not_negative,
+    one_of,
+    positive,
+)
+from ppctl.config.metadata import LATER, Support, key
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """What is read and how long a sample is."""
+
+    path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--data-path --train-data-path", verbatim=True)
+    """Glob of .txt and .jsonl files, prefix of a .bin and .idx, or a blend of such with weights, as "[0.3,a,0.7,b]" or
+    rows of {path, weight}; none reads the running interpreter's standard library sources."""
+    tokenizer: str = key("byte", NOT_EMPTY, known_as="--tokenizer-model", verbatim=True)
+    """`byte`: every byte is a token; else a directory with a tokenizer.json. By default that of model.from."""
+    validation_path: str | list[Any] | None = key(None, NOT_EMPTY, known_as="--valid-data-path", verbatim=True)
+    """What evaluation reads, written as data.path; none holds out a share of data.path."""
+    validation_split: float = key(0.0, BELOW_ONE, known_as="--split")
+    """Share of the samples of data.path that is held out, from the end of each corpus; training never reads it."""
+    seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
+    """Tokens per sample."""
+    reset_position_ids: bool = key(False, names="--reset-position-ids")
+    """Count positions from 0 in every document of a sample; data.tokenizer defines which token ends one."""
+    reset_attention_mask: bool = key(False, names="--reset-attention-mask")
+    """Let no token attend to another document of its sample, nor multi-token prediction look into one."""
+    eod_mask_loss: bool = key(False, names="--eod-mask-loss")
+    """Leave out the loss of what follows the mark at a document's end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW, and a learning rate that rises linearly and then falls as lr_decay_style says."""
+
+    lr: float = key(3e-4, positive(), names="lr", known_as="learning_rate")
+    """Peak learning rate."""
+    min_lr: float = key(0.0, not_negative())
+    """Learning rate at the end of its decay."""
+    warmup_steps: int = key(0, not_negative(), known_as="--lr-warmup-iters")
+    """Updates over which the learning rate rises linearly. Neither this nor the decay moves on in a step that fp16
+    leaves out."""
+    warmup_tokens: float | None = key(None, positive())
+    """The warm-up in tokens, in place of warmup_steps."""
+    lr_decay_style: str = key(
+        "cosine", one_of(*lr_pieces.STYLES), names="--lr-decay-style", known_as="lr_scheduler_type"
+    )
+    """How the rate falls behind the warm-up: `cosine`, `linear`, `constant` (not at all), `inverse-square-root`, `WSD`
+    (stable until lr_wsd_decay_steps before the end), or `piecewise`, as lr_pieces say."""
+    lr_decay_steps: int | None = key(None, positive(), names="--lr-decay-iters")
+    """Updates, those of the warm-up included, after which the rate is min_lr; none: train.steps."""
+    lr_decay_tokens: float | None = key(None, positive())
+    """The end of the decay in tokens, in place of lr_decay_steps."""
+    lr_wsd_decay_style: str = key("exponential", one_of(*lr_pieces.WSD_STYLES), names="--lr-wsd-decay-style")
+    """The shape of WSD's decay."""
+    lr_wsd_decay_steps: int | None = key(None, positive(), names="--lr-wsd-decay-iters")
+    """Updates of WSD's decay."""
+    lr_pieces: list[Any] | None = key(None, lr_pieces.PIECES)
+    """For lr_decay_style=piecewise: rows such as {style: cosine, until: "14.3T tokens", lr: 2.2e-5}. From the rate
+    before it a piece goes to `lr` (of constant: at once) until so many updates or tokens; lr by default min_lr, of
+    constant what it was."""
+    weight_decay: float = key(0.1, not_negative())
+    """Not applied to norms, biases and embeddings."""
+    beta1: float = key(0.9, BELOW_ONE, known_as="--adam-beta1")
+    """Decay of the running mean of gradients."""
+    beta2: float = key(0.95, BELOW_ONE, known_as="--adam-beta2")
+    """Decay of the running mean of squared gradients."""
+    eps: float = key(1e-8, positive(), known_as="--adam-eps")
+    """Added to the denominator of an update."""
+    clip_grad: float = key(1.0, not_negative())
+    """Largest global gradient norm; 0 does not clip."""
+    loss_scale: float | None = key(None, positive())
+    """fp16: a fixed factor on the loss; none moves it by the rule below."""
+    initial_loss_scale: float = key(2.0**32, positive())
+    """fp16: the factor that a run starts with; the first steps overflow until it fits, and are left out."""
+    min_loss_scale: float = key(1.0, positive())
+    """fp16: the factor never falls below it."""
+    loss_scale_window: int = key(1000, positive())
+    """fp16: steps without overflow after which the factor doubles."""
+    hysteresis: int = key(2, positive())
+    """fp16: overflows before the factor is halved."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """How long and on how much."""
+
+    steps: int = key(100, positive(), names="steps", known_as="--train-iters max_steps")
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = key(
+        1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
+    )
+    """Sequences that one forward takes."""
+    seed: int = key(1234, not_negative(), mathematics=True)
+    """Seed of initial weights and of the order of samples."""
+    eval_interval: int = key(0, not_negative())
+    """Steps between evaluations, of which there is one after the last step too; 0 never evaluates."""
+    eval_steps: int = key(0, not_negative(), known_as="--eval-iters")
+    """Batches of one evaluation, always the same ones; a held-out sample is read once at most."""
+    exit_after: str | None = key(None, TIME, known_as="--exit-duration-in-mins")
+    """Save and leave after this time, as 11h50m, counted from the start of rank 0; none runs to the last step."""
+    compile: bool = False
+    """Compile every layer with torch.compile: losses agree within a millionth, not to the bit."""
+    recompute_granularity: str | None = key(
+        None, one_of("full", "selective"), names="recompute --recompute-granularity model.recompute_granularity"
+    )
+    """Recompute activations in the backward instead of keeping them: `full` (layers) or `selective` (modules)."""
+    recompute_method: str | None = key(
+        None, one_of("uniform", "block"), names="--recompute-method model.recompute_method"
+    )
+    """full: `uniform` (the default) keeps every N-th layer's input; `block` recomputes a stage's first N layers."""
+    recompute_num_layers: int | None = key(
+        None, positive(MOST_STAGES), names="--recompute-num-layers model.recompute_num_layers"
+    )
+    """full: that N; none means 1 for `uniform`, every layer for `block`."""
+    recompute_modules: list[str] | None = key(None, names="--recompute-modules model.recompute_modules")
+    """selective: `core_attn`, `mlp`, `moe`, `moe_act`, `layernorm`, `mla_up_proj`; none means core_attn."""
+    recompute_stages: list[int] | None = None
+    """The stages (counted through the model from 0) that recompute; none means all."""
+    check_replicas: int = key(0, not_negative(), names="--check-weight-hash-across-dp-replicas-interval")
+    """Steps between comparisons of the copies that several ranks have of a parameter: the run stops where bits differ,
+    naming parameter and ranks. For debugging; 0 never compares."""
+    nonfinite: str = key("stop", one_of("stop"))
+    """What a non-finite loss or gradient norm does: `stop`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save and what to start from."""
+
+    interval: int = key(0, not_negative(), known_as="--save-interval")
+    """Steps between checkpoints; 0 saves at the end and on a signal only."""
+    keep: int = key(2, not_negative())
+    """How many checkpoints stay; 0 keeps all."""
+    keep_every: int = key(0, not_negative())
+    """Checkpoints of every so many steps stay besides; 0 for none."""
+    async_: bool = key(True, names="--async-save")
+    """Go on training while a checkpoint is written: a step waits for one copy to host memory, which takes as much of it
+    as a rank saves; false: a step waits for the disk. The last save of a run is always waited for."""
+    local: str | None = key(None, ABSOLUTE, verbatim=True)
+    """A directory in the memory of every host, as /dev/shm/ppctl: the copies that `async` makes lie there and outlive
+    the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
+    local_every: int = key(0, not_negative())
+    """Steps between copies in `local`; each takes the place of the one before. Saves to the disk leave one, too."""
+    local_replicas: int = key(0, not_negative(), support=Support(LATER, "copies on a neighbour's host"))
+    """How many other hosts hold a rank's copy."""
+    resume: str | None = key(None, NOT_EMPTY, verbatim=True)
+    """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
+    load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)
+    """Like resume, and the run begins where there is no checkpoint yet; also a directory of runs, of which the newest
+    with a checkpoint counts: with log.dir set to it, the same command begins and goes on."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether training goes on beside saves: with no interval, it ends behind the only one."""
+        return self.async_ and (self.interval > 0 or self.local is not None)

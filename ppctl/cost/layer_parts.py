@@ -1,0 +1,160 @@
+"""What one layer keeps of a microbatch on one device from its forward to its backward, part by part.
+
+Knows the parts of each kind of layer, and which recomputation drops them. Must not know stages. Sources: Korthikanti et
+al., arXiv 2205.05198, for the parts and what sequence parallelism divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.context import exchanging, kept_more
+from ppctl.cost.setting import Setting
+from ppctl.geometry.layers import Kind
+from ppctl.geometry.parameters import Sizes
+
+
+class Part(NamedTuple):
+    """Bytes per token that one part of a layer keeps; `module` names the recomputation that drops it."""
+
+    module: str
+    size: float
+
+
+INPUT = "input"
+"""The layer's own input."""
+
+
+def layer_parts(model: ModelConfig, kind: Kind, setting: Setting) -> list[Part]:
+    """What one layer keeps per token, without recomputation."""
+    hidden = model.hidden_size / setting.sp
+    if kind.name == "embedding":
+        return [Part(INPUT, 8)]
+    if kind.name == "loss":
+        per_logit = setting.logit_bytes
+        per_logit = setting.element if per_logit is None else per_logit
+        # Of a vocabulary that is divided: a log-sum, the place of the label's word, and whether it is here and counts.
+        divided = setting.wide + 10 if setting.sizes.tp > 1 and setting.allocator.backward else 0
+        states = outputs(model) * (setting.element * hidden + per_logit * setting.words(model) + divided)
+        return [Part(INPUT, states + 8 + (0 if model.mtp_num_layers else final_norm_bytes(setting) * hidden))]
+    layer = [*attention_parts(model, setting, kind.cp_comm_type), *feed_forward_parts(model, kind.moe, setting)]
+    return [*layer, Part("mtp", _mtp_vectors(setting) * hidden)] if kind.name == "mtp" else layer
+
+
+def norm_parts(width: float, setting: Setting, module: str = INPUT) -> Iterator[Part]:
+    """A norm's input (kept by `module`) and what it puts out, per token."""
+    inside, outside = norm_sizes(setting)
+    yield Part(module, width * inside)
+    yield Part("layernorm", width * outside)
+    if setting.allocator.norm_statistics:
+        yield Part("layernorm", setting.wide * setting.allocator.norm_statistics)
+
+
+def attention_parts(model: ModelConfig, setting: Setting, cp_comm_type: str = "p2p") -> Iterator[Part]:
+    """Input, norm, projections, scores and result of one attention."""
+    size, sizes = setting.element, Sizes.of(model)
+    h, heads, tp = sizes.hidden, sizes.heads, setting.sizes.tp
+    yield from norm_parts(h / setting.sp, setting)
+    if sizes.latent:
+        inside, outside = norm_sizes(setting)
+        over = setting.sp if setting.allocator.backward else 1  # compressed vectors are those of a rank's own tokens
+        latent = ((sizes.q_rank or 0) + sizes.kv_rank) / over
+        yield Part("attention", latent * inside + size * (sizes.turned / over + heads * sizes.v_head / tp))
+        queries = size * heads * sizes.query_head / tp
+        yield Part("attention" if sizes.q_rank is None else "mla_up_proj", queries)  # without a latent they are input
+        yield Part("mla_up_proj", latent * outside + size * heads * (sizes.query_head + sizes.v_head) / tp)
+    else:
+        groups = setting.groups(sizes)
+        normed = (heads + groups) * sum(norm_sizes(setting)) if sizes.qk_norm else 0
+        plain = size * ((0 if normed else heads + groups) + heads + groups)
+        statistics = setting.wide * (heads + groups) * setting.allocator.norm_statistics if normed else 0
+        yield Part("attention", (sizes.head * (normed + plain) + statistics) / tp)
+    ranks = exchanging(cp_comm_type, setting.sizes, setting.levels)
+    by_blocks = setting.sizes.cp > ranks  # of which no scores are kept, nor a result for each document
+    yield Part("core_attn", setting.wide * heads / tp if by_blocks else _scores(model, setting))
+    yield Part("core_attn", size * kept_more(model, ranks, setting.sizes))
+    if setting.packed and not by_blocks and ranks == 1:  # ranks that exchange heads have a result beside it anyway
+        yield Part("core_attn", size * heads * sizes.value_head / tp)
+    yield Part("attention", h / setting.sp * _masked(model, setting))
+
+
+def norm_sizes(setting: Setting) -> tuple[int, int]:
+    """Bytes per element of a norm's input and of its output."""
+    return (
+        (setting.wide, setting.element + setting.wide)
+        if setting.allocator.fp32_norms
+        else (setting.element, setting.element)
+    )
+
+
+def _masked(model: ModelConfig, setting: Setting) -> int:
+    """Bytes of a dropped element's mask: ppctl's own dropout draws it again."""
+    return 1 if model.hidden_dropout and setting.allocator.transformer_engine else 0
+
+
+def _scores(model: ModelConfig, setting: Setting) -> float:
+    """The softmax's sum of each head; without a fused kernel the probabilities of every pair, and with dropout the mask
+    and what it leaves.
+
+    torch's own kernel in steps computes in float32 and keeps, of all heads, such copies of queries, keys and values,
+    not these. ppctl's own attention with dropout keeps neither.
+    """
+    own = setting.allocator.transformer_engine
+    sums = setting.wide * Sizes.of(model).heads / setting.sizes.tp
+    if model.attention_dropout and not own:
+        return 0.0
+    if model.attention_backend != "unfused":
+        return sums
+    if not own:
+        sizes = Sizes.of(model)
+        per_head = 2 * sizes.query_head + sizes.value_head
+        shared = sizes.heads - (sizes.heads if sizes.latent else sizes.groups)
+        fused = sizes.heads * per_head - shared * (sizes.query_head + sizes.value_head)
+        scores = sizes.heads * (setting.seq_length - 1)  # less what a fused kernel keeps of each head and token
+        return sums + (setting.wide * (sizes.heads * per_head + scores) - setting.element * fused) / setting.sizes.tp
+    per_pair = setting.element + (setting.element + 1 if model.attention_dropout else 0)
+    return sums + model.num_attention_heads / setting.sizes.tp * setting.seq_length * per_pair
+
+
+def feed_forward_parts(model: ModelConfig, moe: bool, setting: Setting) -> Iterator[Part]:
+    """Input, norm and inner vectors of one feed-forward; experts: the same for each chosen one."""
+    size, keeps, over, sizes = setting.element, setting.allocator, setting.sizes, Sizes.of(model)
+    h, vectors = sizes.hidden, keeps.gated_vectors if sizes.gated else 2
+    yield from norm_parts(h / setting.sp, setting, "residual")
+    if moe:
+        chosen = model.moe_router_topk
+        # A device's experts see the tokens of etp/tp of its own and are as wide as 1/etp: their inner width is 1/tp's.
+        copies = h * (over.etp + keeps.expert_copies - 1) / over.tp
+        inner = chosen * sizes.expert / over.tp
+        activated = max(vectors - 2, 1)  # what the activation puts out: recomputed as moe_act
+        # The router's scores in float32, and of every choice two orders of rows, its number, score and weights.
+        routing = setting.wide * sizes.experts + (22 + 2 * setting.wide) * chosen
+        yield Part("moe", size * (chosen * copies + (vectors - activated) * inner) + routing / setting.sp)
+        yield Part("moe_act", size * activated * inner)
+        yield Part("moe", size * vectors * sizes.shared / over.tp)
+    else:
+        yield Part("mlp", size * vectors * sizes.ffn / over.tp)
+    yield Part("residual", h / setting.sp * _masked(model, setting))
+
+
+def final_norm_bytes(setting: Setting) -> float:
+    """Bytes per element that the final norm keeps; what it puts out is kept by what reads it."""
+    inside, outside = norm_sizes(setting)
+    return inside + outside - setting.element
+
+
+def _mtp_vectors(setting: Setting) -> float:
+    """Bytes per element of a hidden state that an MTP module keeps beside its layer, whatever that recomputes.
+
+    The embedding and the norm over it, both normalised vectors side by side, and a final norm. Norms in float32 keep
+    the state as well.
+    """
+    inside, outside = norm_sizes(setting)
+    return inside + 2 * outside + final_norm_bytes(setting) + (inside if setting.allocator.fp32_norms else 0)
+
+
+def outputs(model: ModelConfig) -> int:
+    """Hidden states of which the loss layer makes logits: the decoder's, and one for each MTP module."""
+    return 1 + (model.mtp_num_layers or 0)

@@ -1,0 +1,133 @@
+"""In which setting layers run, as far as it decides over their activations: sizes, element, whose blocks.
+
+Knows what each system's blocks keep (`ALLOCATORS`). Must not know layers, schedules, ranks or devices.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from ppctl.cost.context import Levels
+from ppctl.geometry.parameters import Sizes
+from ppctl.topology import ParallelSizes
+
+
+class Allocator(NamedTuple):
+    """What one system's blocks keep."""
+
+    name: str
+    gated_vectors: int
+    """Vectors of the inner width that a gated feed-forward keeps (an ungated one keeps 2)."""
+    expert_copies: int
+    """Vectors of the hidden width for every chosen expert: the token's copy, and the expert's output."""
+    norm_statistics: int
+    """fp32 numbers per token that a norm keeps beside: RMSNorm one, LayerNorm two; 0 where they are not counted."""
+    fp32_norms: bool
+    """Norms are run step by step in fp32 and keep their input and the normalised input so."""
+    logit_bytes: int | None
+    """Per logit, from the loss's forward to its backward. None: the logits alone, as the output's product has them."""
+    fused_logit_bytes: int | None
+    """The same with a fused cross entropy."""
+    cublas_workspaces: int
+    """One per thread that multiplies: forward's and autograd's."""
+    chunk_buffers: int
+    """Hidden states of a microbatch that stay alive for every chunk."""
+    receives: bool
+    """Whether receives are posted ahead into buffers of their own."""
+    backward: bool = False
+    """Whether what only lives while a layer's backward runs is counted (`in_backward`)."""
+    transformer_engine: bool = False
+    dummy_weight_gradients: bool = False
+    """One 16-bit weight gradient for every distinct shape of a weight."""
+
+
+_TORCH = Allocator("torch", 4, 2, 1, False, None, None, 2, 0, receives=True, backward=True)
+
+_MEGATRON = Allocator("megatron", 3, 1, 0, False, 6, 4, 2, 2, receives=False, transformer_engine=True)
+
+ALLOCATORS = {
+    # ppctl's own blocks as autograd runs them on a GPU: gate, up, silu(gate) and the product; logits, whose gradient
+    # takes their place; norms fused.
+    "torch": _TORCH,
+    # Megatron-core with Transformer Engine: fused SwiGLU, 16-bit logits beside the loss's fp32. Source: the rule of
+    # tests/golden/memory_settings.json. Its native fused cross entropy keeps more by version; this is Transformer
+    # Engine's, 16-bit logits and their gradient.
+    "megatron": _MEGATRON,
+    # Transformer Engine 2.11 keeps a dummy weight gradient per shape. Source: tests/golden/simumax_settings.json.
+    "megatron_te_2.11": _MEGATRON._replace(name="megatron_te_2.11", dummy_weight_gradients=True),
+}
+
+TORCH_ON_CPU = _TORCH._replace(name="torch on the CPU", fp32_norms=True, cublas_workspaces=0)
+"""torch's CPU build runs RMSNorm step by step. Checked by tests/dist/train/test_plan_memory.py."""
+
+
+def for_norms(allocator: Allocator, normalization: str) -> Allocator:
+    """The allocator of a model with norms of this kind: LayerNorm is one kernel everywhere, and keeps two numbers."""
+    if normalization != "LayerNorm":
+        return allocator
+    return allocator._replace(norm_statistics=2 * allocator.norm_statistics, fp32_norms=False)
+
+
+class Setting(NamedTuple):
+    """What decides over the activations of a layer, beside the layer itself."""
+
+    micro_batch_size: int
+    seq_length: int
+    element: int
+    """Bytes of an activation."""
+    sizes: ParallelSizes = ParallelSizes(1)
+    sequence_parallel: bool = False
+    fused_loss: bool = False
+    allocator: Allocator = ALLOCATORS["torch"]
+    """Whose blocks run."""
+    train: TrainConfig = TrainConfig()
+    """Its `recompute_*`."""
+    packed: bool = False
+    """Whether documents are kept apart: attention then has a result for each, beside the one for all."""
+    levels: Levels | None = None
+    """Of context parallelism."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Its `cpu_offloading_*`."""
+    put_off: bool = False
+    """Whether backwards are the I of split ones: they make no weight's gradient, and keep what W makes these from."""
+
+    @property
+    def wide(self) -> int:
+        """Bytes of what is computed in float32 at least, as norms, scores and losses are."""
+        return max(4, self.element)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
+        return self.micro_batch_size * -(-self.seq_length // self.sizes.cp)
+
+    @property
+    def logit_bytes(self) -> int | None:
+        """Per logit, as the allocator has it."""
+        return self.allocator.fused_logit_bytes if self.fused_loss else self.allocator.logit_bytes
+
+    @property
+    def sp(self) -> int:
+        """What divides the residual stream."""
+        return self.sizes.tp if self.sequence_parallel else 1
+
+    def hidden_bytes(self, model: ModelConfig) -> int:
+        """Bytes of a microbatch's hidden state on one device, between blocks."""
+        return self.whole_bytes(model) // self.sp
+
+    def whole_bytes(self, model: ModelConfig) -> int:
+        """Bytes of the same of all tokens that its tensor-parallel ranks have together: what blocks work with."""
+        return self.tokens * model.hidden_size * self.element
+
+    def travelling(self, model: ModelConfig) -> int:
+        """Of all tokens' hidden state the bytes while it is gathered or scattered: several samples are put in order."""
+        return self.whole_bytes(model) * (1 if self.micro_batch_size == 1 else 2)
+
+    def groups(self, sizes: Sizes) -> float:
+        """Groups of keys and values on one device, times tp: a rank has one at least."""
+        return sizes.heads if sizes.latent else max(sizes.groups, self.sizes.tp)
+
+    def words(self, model: ModelConfig) -> int:
+        """Of the vocabulary on one device, at most."""
+        return -(-model.vocab_size // self.sizes.tp)
