@@ -134,7 +134,20 @@ def _misfit(path: Path, fault: str, lines: list[str]) -> Problem:
     return Problem("PP-E502", f"the checkpoint at {path} {fault}", remedy, place="\n".join(lines))
 
 
+_CODE = ("implementation", "hf_overrides")
+_SOURCE = ("from_", "transformers", *_CODE)
+"""Fields of a model that are no sizes: where it comes from."""
+
+
 def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
-    """The problems; where tensors do not fit, with the keys that give a model `here` the sizes that were `saved`."""
-    remedy = " ".join(as_typed(f"model.{key}", value) for key, value in saved.items() if here.get(key) != value)
+    """The problems; where tensors do not fit, with the keys that give a model `here` the sizes that were `saved`.
+
+    A model whose code is transformers' has them from its directory, and refuses them as keys.
+    """
+    if saved.get("transformers") is not None:
+        wanted = {"from": saved["from_"]} | {key: saved[key] for key in _CODE if saved[key] != here.get(key)}
+    else:
+        wanted = {"from": None} if here.get("transformers") is not None else {}
+        wanted |= {key: each for key, each in saved.items() if key not in _SOURCE and here.get(key) != each}
+    remedy = " ".join(as_typed(f"model.{key}", value) for key, value in wanted.items())
     return [replace(each, remedy=remedy) if remedy and each.code == "PP-E502" else each for each in problems]

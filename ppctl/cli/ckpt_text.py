@@ -36,6 +36,12 @@ def size(count: int) -> str:
 # One checkpoint
 
 
+def _sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes to show; of a model whose code is transformers' those that its plan knows."""
+    known = _MODEL if model.get("transformers") is None else ("num_layers", "hidden_size", "vocab_size")
+    return {key: model.get(key) if key in known else None for key in _MODEL}
+
+
 def contents(path: Path) -> dict[str, Any]:
     """What is in a checkpoint. Raises CheckpointError where its manifest or its state is damaged."""
     manifest, state = read_manifest(path), read_state(path)
@@ -59,7 +65,7 @@ def contents(path: Path) -> dict[str, Any]:
         **{group: groups.get(group) for group in ("weights", "optimizer")},
         "layout": state.get("layout"),
         "parallel": {axis: sizes[axis] for axis in _AXES if axis in sizes} or None,
-        "model": {key: state.get("model", {}).get(key) for key in _MODEL},
+        "model": _sizes(state.get("model", {})),
         **{key: state.get(key) for key in position},
         "lineage": {
             "run": run.id if (run.path / "config.yaml").is_file() else None,

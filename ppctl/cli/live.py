@@ -117,7 +117,8 @@ class Block:
         checkpoint = checkpoint_of(self._run)
         if checkpoint is None:
             return "no checkpoint yet"
-        return f"{checkpoint.name}, {step - step_of(checkpoint)} steps ago"
+        lost = step - step_of(checkpoint)
+        return f"saved {checkpoint.name}, {lost} step{'s' * (lost != 1)} ago"
 
 
 _STARTING = {

@@ -92,11 +92,17 @@ def planned(
     except RefusedError as error:
         found += error.problems
         composed = error.composed
-        if any(problem.code == "PP-E104" for problem in found):
-            return composed, None, found  # without the recipe, the plan would be of something else
+        if any(problem.code == "PP-E104" for problem in found) or (composed is not None and _is_unread(composed)):
+            return composed, None, found  # without the recipe or the directory, the plan would be of something else
     except ConfigError as error:
         return None, None, [*found, *error.problems]
     return composed, *plan_of(composed, found)
+
+
+def _is_unread(composed: Composed) -> bool:
+    """Whether `model.from` names a model of which nothing could be taken."""
+    given = composed.config.model.from_ is not None
+    return given and not any(source.startswith("model.from=") for source in composed.provenance.values())
 
 
 def plan_of(

@@ -36,7 +36,7 @@ from ppctl.config.keys import (
     text_keys,
     value_of,
 )
-from ppctl.config.limits import Bounds, OneOf
+from ppctl.config.limits import Bounds, Form, OneOf
 from ppctl.config.model_parallel_config import problems as parallel_problems
 from ppctl.config.schema import CheckpointConfig, ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
@@ -167,7 +167,9 @@ def _samples(config: RunConfig) -> Iterator[Finding]:
         yield ("pipeline.pp_seq_len", "data.seq_length"), message, f"pipeline.pp_seq_len={length}"
     if length > positions:
         message = f"a sequence of {length} is longer than the model's {positions} positions"
-        remedy = f"model.max_position_embeddings={length}"
+        # A model whose code is transformers' has the positions of its own config.json.
+        foreign = config.model.transformers is not None
+        remedy = f"data.seq_length={positions}" if foreign else f"model.max_position_embeddings={length}"
         yield ("data.seq_length", "model.max_position_embeddings"), message, remedy
 
 
@@ -189,7 +191,9 @@ def _messages(config: RunConfig) -> Iterator[Finding]:
 
 
 def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
-    """The finding of a value beyond its limit; the remedy is the nearest of some words, else the usual value."""
+    """The finding of a value beyond its limit; the remedy is the nearest of some words, else the usual value,
+    and instead of null an example: who typed a value meant to have one.
+    """
     limit = text_keys()[name].limit
     assert limit is not None
     message, remedy = f"{name} must be {limit.words}", as_typed(name, _usual(name, usual))
@@ -198,6 +202,8 @@ def _beyond(name: str, value: Any, usual: Mapping[str, Any]) -> Finding:
         close = nearest(str(value).lower(), words)
         message += did_you_mean(str(value).lower(), words)
         remedy = as_typed(name, words[close[0]]) if close else remedy
+    elif isinstance(limit, Form) and limit.example is not None and _usual(name, usual) is None:
+        remedy = as_typed(name, limit.example)
     return (name,), message, remedy
 
 

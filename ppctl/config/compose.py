@@ -127,6 +127,7 @@ def override(
     if config.model.transformers is not None:
         now = {name: draft.get(name) for name in sorted(typed)}
         draft.problems += without_effect(now, partial(value_of, config), PLACE, {"model.from"})
+        _put_back(draft, {name: value_of(config, name) for name in now}, {"model.from"})
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -271,7 +272,9 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
         return
     if values.get("model.transformers") is not None:
         now = {name: draft.get(name) for name in sorted(typed)}
-        draft.problems += without_effect(now, lambda name: values.get(name, text_keys()[name].default), PLACE, READ)
+        fitting = {name: values.get(name, text_keys()[name].default) for name in now if name in text_keys()}
+        draft.problems += without_effect(now, fitting.__getitem__, PLACE, READ)
+        _put_back(draft, fitting, READ)
     is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
     for name, value in values.items():
         if name not in typed and not (name == _TOKENIZER and is_set):
@@ -283,6 +286,13 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
             "bytes would be read as tokens of its vocabulary"
         )
         draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {source}"))
+
+
+def _put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:
+    """Plan the model that there is, not the sizes that were refused: its description has layers of its own."""
+    for name, value in fitting.items():
+        if name.startswith("model.") and name not in read:
+            draft.put(name, value)
 
 
 def _take_vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:

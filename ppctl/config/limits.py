@@ -91,6 +91,7 @@ class Form:
 
     words: str
     read: Callable[[Any], object]
+    example: str | None = None
 
     def allows(self, value: Any) -> bool:
         """Whether `read` can read `value`."""
@@ -164,9 +165,9 @@ DIRECTORY_NAME = Form(
     "the name of a directory: up to 100 letters that can be printed, no slashes, not . or ..",
     _matching(r"(?!\.+$)(?!\s)[^/\\\x00-\x1f\x7f]{1,100}(?<!\s)"),
 )
-TIME = Form("a length of time, as 11h50m", seconds)
-SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds)
-MEMORY = Form("an amount of memory, as 80GiB", memory_bytes)
+TIME = Form("a length of time, as 11h50m", seconds, "11h50m")
+SLURM_TIME = Form("a time limit of SLURM's, as 30 (minutes), 12:00:00 or 2-00:00:00", slurm_seconds, "12:00:00")
+MEMORY = Form("an amount of memory, as 80GiB", memory_bytes, "80GiB")
 RESERVE = Form("auto or an amount of memory, as 2GiB", lambda text: text == "auto" or memory_bytes(text))
-STEPS = Form("a range of 1 to 100 steps, as 10:12 for steps 10 and 11", steps_of)
+STEPS = Form("a range of 1 to 100 steps, as 10:12 for steps 10 and 11", steps_of, "10:12")
 RANK_ORDER = Form("tp, cp, ep, dp and pp, once each, with dashes between them", axes_of)

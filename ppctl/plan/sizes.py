@@ -269,7 +269,7 @@ def _divide_groups(values: ConfigValues, violations: Violations) -> None:
     groups = values[key]
     if values["model.multi_latent_attention"] or not groups or groups % tp == 0 or tp % groups == 0:
         return
-    message = f"tp {tp} does not divide {key} {groups}, nor that tp"
+    message = f"tp {tp} does not divide {key} {groups}, and {groups} does not divide tp"
     ways = [{"tp": size} for size in (*nearest_divisors(groups, tp), groups)]
     violations.append(Violation("PP-E207", key, message, values.cite("tp", key), *ways, {"tp": 1}))
 

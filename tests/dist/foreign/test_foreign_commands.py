@@ -108,6 +108,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "cp=2": ("attends to whole sequences", "parallel.context_parallel_size=1"),
     "train.recompute_granularity=selective": ("modules of other names", "train.recompute_granularity=full"),
     "model.num_layers=3": ("its config.json says", "model.num_layers=4"),
+    "model.num_layers=8": ("its config.json says", "model.num_layers=4"),
     "model.implementation=ppctl": ("no family that ppctl builds", ""),
 }
 

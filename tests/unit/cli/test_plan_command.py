@@ -238,3 +238,9 @@ def test_a_schedule_that_hangs_has_no_times(capsys, tmp_path) -> None:
     (line,) = [line for line in out.splitlines() if "it never ends" in line]
     assert line.startswith("schedule ") and line.endswith(": 2 microbatches; it never ends, and has no times")
     assert not [line for line in out.splitlines() if "step about" in line or "tokens/s" in line]
+
+
+def test_without_the_model_that_was_asked_for_there_is_no_plan_of_another(capsys) -> None:
+    code, out, err = run(capsys, "model.from=nowhere", "pp=2")
+    assert (code, out.splitlines()[0]) == (2, "no plan: 1 problem")
+    assert "error PP-E520" in err

@@ -161,13 +161,35 @@ def test_a_broken_rule_is_told_once_with_its_keys_and_a_remedy_that_mends_it(typ
 
 
 @pytest.mark.parametrize(
-    ("typed", "named"),
-    [("zbv_bubble", "zbv_zero_bubble"), ("DualPipe", "dualpipev"), ("Interleaved", "interleaved1f1b")],
+    ("typed", "named"), [("zbv2", "zbv"), ("DualPipe", "dualpipev"), ("Interleaved", "interleaved1f1b")]
 )
 def test_the_schedule_that_is_meant_is_named(typed, named):
     with pytest.raises(ConfigError) as error:
         compose([f"pipeline.pp_schedule={typed}"])
     assert error.value.problems[0].remedy == f"pipeline.pp_schedule={named}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("log.trace=5:3", "log.trace=10:12"),
+        ("train.exit_after=soon", "train.exit_after=11h50m"),
+        ("launch.device_memory=80 apples", "launch.device_memory=80GiB"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_answered_with_one_that_can(typed, remedy):
+    with pytest.raises(ConfigError) as error:
+        compose([typed])
+    assert error.value.problems[0].remedy == remedy
+
+
+def test_a_longer_sample_than_a_foreign_model_has_positions_is_answered_with_a_shorter_one():
+    config = compose(["seq=512"]).config
+    config.model.max_position_embeddings = 256
+    (problem,) = check(config, {})
+    assert problem.remedy == "model.max_position_embeddings=512"
+    config.model.transformers = {}
+    assert [found.remedy for found in check(config, {}) if found.message == problem.message] == ["data.seq_length=256"]
 
 
 def compose_key(token):
