@@ -74,8 +74,8 @@ def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, actions: Sequ
     numbers = [begin, pipeline_end, agreed, end, *(number for stamp in stamps for number in stamp)]
     if any(type(number) is not int for number in numbers) or any(index < 0 for index, _, _ in stamps):
         raise ValueError("its stamps are not whole microseconds")
-    actions = [(index, 1e-6 * start, 1e-6 * over) for index, start, over in stamps]
-    return RankStamps(1e-6 * begin, 1e-6 * pipeline_end, 1e-6 * agreed, 1e-6 * end, actions)
+    timed = [(index, 1e-6 * start, 1e-6 * over) for index, start, over in stamps]
+    return RankStamps(1e-6 * begin, 1e-6 * pipeline_end, 1e-6 * agreed, 1e-6 * end, timed)
 
 
 @dataclass(slots=True)
