@@ -43,14 +43,19 @@ def read_whole(path: Path | str, most: int = MOST_READ) -> bytes:
     more than `most` bytes.
     """
     path = _expanded(path)
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() reports a directory
-        raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
+    check_regular(path)
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes, the most that is read", str(path))
     return data
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError where `path` is a device or a pipe, which may have no end, or is not there."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # open() reports a directory
+        raise OSError(errno.EINVAL, "it is no regular file but a device or a pipe", str(path))
 
 
 def read_text(path: Path | str, most: int = MOST_READ) -> str:

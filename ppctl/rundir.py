@@ -10,6 +10,7 @@ and read whole. Both towers use it. Who holds a run, and what is kept of its ear
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import secrets
@@ -101,15 +102,15 @@ class RunDir:
         self._write("schedule.csv", plan.schedule.to_csv())
         self._write_json("plan.json", plan.to_json())
 
-    def read_plan(self) -> Plan:
-        """Read plan.json. Raises ConfigError (PP-E611) where it is missing or not a plan."""
+    def read_plan(self, name: str = "plan.json") -> Plan:
+        """Read plan.json, or that of an earlier start. Raises ConfigError (PP-E611) where it is missing or no plan."""
         from ppctl.plan import Plan
 
-        text = self._read("plan.json")
+        text = self._read(name)
         try:
             return Plan.from_json(json.loads(text))
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise self._damaged("plan.json", error) from error
+            raise self._damaged(name, error) from error
 
     def write_environment(self, record: Mapping[str, Any]) -> None:
         """Write env.json."""
@@ -249,14 +250,24 @@ class RunDir:
         self._write_json("profile.json", record)
 
     def write_measured_step(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write trace/step-N.json: what every rank did in `step`."""
+        """Write trace/step-N.json: what every rank did in `step`, and a digest of plan.json, which it follows."""
         self.trace.mkdir(exist_ok=True)
-        self._write_json(f"trace/step-{step}.json", record, durable=False)
+        plan = _digest((self.path / "plan.json").read_bytes())
+        self._write_json(f"trace/step-{step}.json", {**record, "plan": plan}, durable=False)
 
     def measured_steps(self) -> dict[int, Path]:
         """The files of the steps that were traced, by step."""
         found = {path: path.stem.removeprefix("step-") for path in self.trace.glob("step-*.json")}
-        return dict(sorted((int(number), path) for path, number in found.items() if number.isdigit()))
+        return dict(sorted((int(number), path) for path, number in found.items() if number.isdecimal()))
+
+    def plan_of(self, digest: str) -> Plan:
+        """The plan with this digest: plan.json, or that of an earlier start, in another cut. Raises LookupError, and
+        as `read_plan`."""
+        for path in (self.path / "plan.json", *self.path.glob("plan-*.json")):
+            with suppress(OSError):
+                if _digest(path.read_bytes()) == digest:
+                    return self.read_plan(path.name)
+        raise LookupError("the plan that it follows is not in the run's directory")
 
     def write_requeue_mark(self, start: str, why: str, exclude: Iterable[str] = ()) -> None:
         """Have SLURM's job requeued, without the nodes `exclude`, when this `start` of it (`<job>.<restarts>`) ends.
@@ -336,6 +347,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
                 if isinstance(record, dict) and isinstance(record.get("step"), int):
                     yield record
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

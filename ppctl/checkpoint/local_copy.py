@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from ppctl.checkpoint.manifest import digests_of
 from ppctl.checkpoint.shard_file import Part
+
+_OWN = re.compile(r"rank-\d+\.(values|json|tmp)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,12 @@ class LocalCopy:
         draft.replace(self._record)
 
     def remove(self) -> None:
-        """Delete the rank's files, and the directory with the last of them."""
+        """Delete the run's copies on this host, also those of ranks that an earlier start had in another cut, and
+        nothing else: the directory with them only where it is empty then."""
         with suppress(OSError):
-            self.forget()
-            self.values.unlink(missing_ok=True)
+            for path in self.directory.iterdir():
+                if _OWN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
             self.directory.rmdir()
 
 

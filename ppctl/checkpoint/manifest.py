@@ -23,6 +23,7 @@ from ppctl import checkpoint_folder
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint_folder import MANIFEST, STATE
 from ppctl.errors import CheckpointError, Problem
+from ppctl.files import check_regular
 
 FORMAT = 2
 OLDEST = 1
@@ -201,6 +202,7 @@ def record_whole(data: bytes) -> FileRecord:
 def read_text(path: Path) -> bytes:
     """The bytes of the manifest of the checkpoint at `path`; CheckpointError if there is none."""
     try:
+        check_regular(path / MANIFEST)
         return (path / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         message = f"there is no checkpoint at {path}" if not path.exists() else f"{path} is not a checkpoint"
@@ -216,7 +218,7 @@ def read_manifest(path: Path) -> Manifest:
     except OtherFormat as other:
         message = f"the checkpoint at {path} has format {other}, this ppctl reads formats {OLDEST} to {FORMAT}"
         raise CheckpointError(Problem("PP-E509", message, remedy="use the version of ppctl that wrote it")) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"{MANIFEST} cannot be read ({type(error).__name__}: {error})"
         raise CheckpointError(damaged(path, fault)) from None
 

@@ -107,7 +107,12 @@ def run(args: argparse.Namespace) -> int:
     """Do one action. Exit codes: 0 done; 1 for `diff` if something differs; 2 usage, a wrong family or output
     directory, a run that is going on; 3 a checkpoint that is missing, damaged or does not fit.
     """
-    return _ACTIONS[args.action](args)
+    try:
+        return _ACTIONS[args.action](args)
+    except OSError as error:
+        if error.filename is None:  # of a stream, such as a closed standard output
+            raise
+        raise _unreadable(Path(error.filename), error) from error
 
 
 # Looking

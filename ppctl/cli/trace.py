@@ -16,6 +16,7 @@ from ppctl.cli.table import aligned
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.cli.train import program, short_path
 from ppctl.errors import ConfigError, Problem
+from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
 from ppctl.rundir import RunDir
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the ledger of a traced step, and draw it."""
     run_dir = named_run(args)
-    step, plan = _step(run_dir, args.step), run_dir.read_plan()
+    step, plan = _step(run_dir, args.step)
     pipeline = _pipeline(plan, args.pipeline)
     found = ledgers(step, plan.schedule, pipeline)
     trace = step.trace(plan.schedule, pipeline)
@@ -75,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _step(run: RunDir, asked: int | None) -> MeasuredStep:
-    """The step that was asked for. Raises ConfigError (PP-E643) where the run has none, or not this one."""
+def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
+    """The step that was asked for, and the plan that it follows. Raises ConfigError (PP-E643) where the run has none,
+    or not this one, or a damaged one."""
     found = run.measured_steps()
     if not found:
         message = f"no step of run {run.id} was traced"
@@ -91,7 +93,28 @@ def _step(run: RunDir, asked: int | None) -> MeasuredStep:
                 "PP-E643", f"step {step} was not traced; traced steps: {there}", f"--step {max(found)}", str(run.path)
             )
         )
-    return MeasuredStep.from_json(json.loads(found[step].read_text(encoding="utf-8")))
+    try:
+        record = json.loads(read_text(found[step], MOST_READ_OF_A_MODEL))
+        measured, plan = MeasuredStep.from_json(record), run.plan_of(record["plan"])
+        _check(measured, step, plan)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        message = f"the file of step {step} cannot be used: {type(error).__name__}: {why}"
+        others = [number for number in found if number != step]
+        remedy = f"--step {max(others)}" if others else f"rm -r '{found[step]}'"
+        raise ConfigError(Problem("PP-E643", message, remedy, str(found[step]))) from None
+    return measured, plan
+
+
+def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:
+    """Raise ValueError or IndexError where the file is not that of `step`, run by `plan`."""
+    if measured.step != step:
+        raise ValueError(f"it holds step {measured.step!r}")
+    if len(measured.ranks) != plan.sizes.world:
+        raise ValueError(f"it has {len(measured.ranks)} ranks of {plan.sizes.world}")
+    grid = RankGrid(plan.sizes)
+    for pipeline in {grid.group_of("pp", rank) for rank in range(plan.sizes.world)}:
+        measured.trace(plan.schedule, pipeline)
 
 
 def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:

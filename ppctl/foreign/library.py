@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.config.limits import MOST_STAGES
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
 
@@ -61,6 +62,9 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:
         raise _refused(directory, f"{kind} has several modalities; a language model alone can be cut")
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # it would be built for hours, or never
+        raise _refused(directory, f"it has {layers} layers: they must be greater than 0, at most {MOST_STAGES}")
     masked = type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
     if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")

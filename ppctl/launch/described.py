@@ -21,7 +21,7 @@ import ppctl
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.files import read_text, write_atomically
-from ppctl.geometry.foreign_model import VERSION
+from ppctl.geometry.foreign_model import VERSION, ForeignModel
 
 _COMMAND = (sys.executable, "-m", "ppctl.foreign")
 
@@ -34,8 +34,10 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> str:
     """
     config = read_config_file(directory)
     kept = _cache() / f"{_digest(config, overrides)}.json"
-    with suppress(ConfigError, OSError, ValueError):
-        return read_text(kept)
+    with suppress(OSError, ValueError):
+        text = read_text(kept)
+        ForeignModel.from_text(text)  # a disk that was full may have left half of it
+        return text
     missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
     if missing:
         message = f"{' and '.join(missing)} cannot be found: a model's own code needs both"
@@ -44,7 +46,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> str:
         answer = Path(temporary) / "answer.json"
         command = [*_COMMAND, str(directory), "--describe", str(answer), "--overrides", json.dumps(dict(overrides))]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         try:
             found = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):

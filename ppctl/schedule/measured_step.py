@@ -52,27 +52,30 @@ class MeasuredStep:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MeasuredStep:
-        """The inverse of `to_json`."""
-        ranks = tuple(
-            RankStamps(
-                1e-6 * begin,
-                1e-6 * pipeline_end,
-                1e-6 * agreed,
-                1e-6 * end,
-                [(index, 1e-6 * start, 1e-6 * over) for index, start, over in actions],
-            )
-            for begin, pipeline_end, agreed, end, actions in data["ranks"]
-        )
-        return cls(data["step"], ranks)
+        """The inverse of `to_json`. Raises ValueError, TypeError or LookupError where it is none of its results."""
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']!r} of its format is not known")
+        return cls(data["step"], tuple(_rank_of(*rank) for rank in data["ranks"]))
 
     def trace(self, schedule: Schedule, pipeline: Sequence[int]) -> Trace:
-        """The spans of one pipeline, whose ranks are given in the order of pp_rank."""
+        """The spans of one pipeline, whose ranks are given in the order of pp_rank. Raises IndexError where the step
+        was not run by this schedule."""
         spans = [
             Span(pp_rank, schedule.actions[pp_rank][index], start, end)
             for pp_rank, rank in enumerate(pipeline)
             for index, start, end in self.ranks[rank].actions
         ]
         return Trace(len(pipeline), tuple(sorted(spans, key=lambda span: span.start)), schedule.pairs)
+
+
+def _rank_of(begin: int, pipeline_end: int, agreed: int, end: int, actions: Sequence[Sequence[int]]) -> RankStamps:
+    """From microseconds; raises as `MeasuredStep.from_json`."""
+    stamps = [(index, start, over) for index, start, over in actions]
+    numbers = [begin, pipeline_end, agreed, end, *(number for stamp in stamps for number in stamp)]
+    if any(type(number) is not int for number in numbers) or any(index < 0 for index, _, _ in stamps):
+        raise ValueError("its stamps are not whole microseconds")
+    timed = [(index, 1e-6 * start, 1e-6 * over) for index, start, over in stamps]
+    return RankStamps(1e-6 * begin, 1e-6 * pipeline_end, 1e-6 * agreed, 1e-6 * end, timed)
 
 
 @dataclass(slots=True)

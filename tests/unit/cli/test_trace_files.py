@@ -1,0 +1,74 @@
+"""`ppctl trace` on files that are damaged, of another step or of another plan: one problem, never a traceback."""
+
+import json
+
+import pytest
+from helpers.unit_plan import plan
+
+from ppctl.cli.main import main
+from ppctl.config.schema import RunConfig
+from ppctl.rundir import RunDir
+
+RANK = [0, 5, 6, 7, [[0, 1, 2]]]
+
+
+@pytest.fixture
+def run(tmp_path):
+    def fill(draft):
+        draft.write_plan(plan(pp=2, gbs=4, mbs=1))
+        draft.write_config(RunConfig())
+
+    made = RunDir.create(tmp_path, "r", fill)
+    made.write_measured_step(4, {"version": 1, "step": 4, "unit": "us", "ranks": [RANK, RANK]})
+    return made
+
+
+def shown(run, capsys):
+    code = main(["trace", str(run.path)])
+    return code, capsys.readouterr()
+
+
+def test_a_whole_file_is_shown(run, capsys):
+    code, text = shown(run, capsys)
+    assert code == 0
+    assert "compute" in text.out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2}, {"step": 3}, {"step": None}, {"ranks": [RANK]}, {"ranks": [RANK] * 3}, {"ranks": 1},
+        {"plan": "x"},
+        {"ranks": [RANK, [0, 5, 6, 7, [[999, 1, 2]]]]}, {"ranks": [RANK, [0, 5, 6, 7, [[-1, 1, 2]]]]},
+        {"ranks": [RANK, [0, 5, 6, float("inf"), []]]}, {"ranks": [RANK, ["0", 5, 6, 7, []]]},
+        {"ranks": [RANK, [0, 5, 6, 7, 8]]},
+    ],
+)  # fmt: skip
+def test_a_file_that_no_run_wrote_is_refused(run, capsys, change):
+    (path,) = run.measured_steps().values()
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    code, text = shown(run, capsys)
+    assert code == 2
+    assert "PP-E643" in text.err
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff\xfe", b"[" * 100_000])
+def test_a_damaged_file_is_refused(run, capsys, content):
+    (path,) = run.measured_steps().values()
+    path.write_bytes(content)
+    assert shown(run, capsys)[0] == 2
+    path.unlink()
+    path.mkdir()
+    (run.trace / "step-².json").touch()
+    assert shown(run, capsys)[0] == 2
+
+
+def test_a_step_is_shown_by_the_plan_of_its_own_start(run, capsys):
+    before = (run.path / "plan.json").read_bytes()
+    (run.path / "plan-1.json").write_bytes(before)
+    run.write_plan(plan(pp=1, gbs=4, mbs=1))
+    code, text = shown(run, capsys)
+    assert code == 0
+    assert "rank 1" in text.out
+    (run.path / "plan-1.json").unlink()
+    assert shown(run, capsys)[0] == 2
