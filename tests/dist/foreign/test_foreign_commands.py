@@ -86,7 +86,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_trains_ppctls_own_models_trains_these(here: Path, way: str) -> None:
     typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", "steps=2")
-    name = way.split()[0]
+    name = way.replace(",", "").replace(" ", "_")
     run(here, "train", *typed, *WAYS[way], f"log.name={name}")
     (found,) = (here / "runs" / name).iterdir()
     assert len(losses(found)) == 2
