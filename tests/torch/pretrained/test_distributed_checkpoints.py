@@ -7,12 +7,13 @@ import os
 import pickle
 import shutil
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
@@ -164,15 +165,42 @@ class Harm:
         return (os.system, ("touch harmed",))
 
 
+class Attribute:
+    """Is unpickled as an attribute."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.of = (owner, name)
+
+    def __reduce__(self) -> tuple:
+        return (getattr, self.of)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (Harm(), "posix.system is no class of a distributed checkpoint"),
+        (Attribute(PosixPath, "unlink"), "builtins.getattr of <class 'pathlib.PosixPath'> is no part of"),
+        (
+            Attribute(_MEM_FORMAT_ENCODING, "__members__"),
+            "builtins.getattr of <enum '_MEM_FORMAT_ENCODING'> is no part",
+        ),
+    ],
+)
 def test_a_pickle_of_anything_else_is_refused_by_name_and_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: object, why: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(GOLDEN / "stacked", tmp_path / "copy")
-    (copy / ".metadata").write_bytes(pickle.dumps(Harm()))
+    (copy / ".metadata").write_bytes(pickle.dumps(harm))
     (problem,) = refused(copy, tmp_path / "out", model_of("stacked"), megatron=True)
-    assert "PP-E532" in problem and "posix.system is no class of a distributed checkpoint" in problem
+    assert "PP-E532" in problem and why in problem
     assert not (tmp_path / "harmed").exists()
+
+
+def test_a_member_of_an_enum_is_read_as_any_release_of_python_writes_it(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")))
+    (problem,) = refused(tmp_path, tmp_path / "out", model_of("stacked"), megatron=True)
+    assert "PP-E532" in problem and ".metadata holds no description of tensors" in problem
 
 
 def test_damage_is_told_with_file_bytes_and_key(tmp_path: Path) -> None:
