@@ -14,7 +14,7 @@ JOBS ?= 2
 logged = export PPCTL_SOAK_LOG=$$PWD/$$log-faults.log; \
   { $(PY) -m pytest $(1) 2>&1; echo $$? >$$log.code; } | sed -u "s|$$PWD/||g" | tee -a $$log.log; code=$$(cat $$log.code); rm $$log.code; exit $$code
 
-train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, 4 minutes by its plan
+train: .venv/ready-core      ## train the quickstart: 2 ranks x 2 chunks on real text, about 4 minutes
 	$(PY) -m ppctl train +recipe=quickstart
 
 test: .venv/ready-test       ## every test file, two at a time (JOBS=1: one); large grids as a seeded sample
