@@ -156,17 +156,7 @@ def _run(
     time_left = _time_left(config.train.exit_after) if leads else TimeLeft()
     with phases("warm-up"):
         heartbeat.set_state("warming up")
-        edges = warm_up(
-            store,
-            config.launch,
-            device,
-            session.communicator,
-            session.groups,
-            session.ties.group,
-            session.exchanges,
-        )
-        if edges is not None:
-            run.write_edges(edges)
+        _warm_up(run, session, store)
     heartbeat.set_state("loading")
     load_began = time.perf_counter()
 
@@ -203,6 +193,14 @@ def _run(
         publisher.stop()
     _disconnect(session)
     return outcome
+
+
+def _warm_up(run: RunDir, session: Session, store: Store) -> None:
+    """Send the first message over every connection and group of the session. A collective over the world."""
+    launch, messages, ties = session.config.launch, session.communicator, session.ties.group
+    edges = warm_up(store, launch, session.device, messages, session.groups, ties, session.exchanges)
+    if edges is not None:
+        run.write_edges(edges)
 
 
 def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:

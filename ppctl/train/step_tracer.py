@@ -22,7 +22,7 @@ class StepTracer:
         self._width = max(map(len, session.plan.schedule.actions))
 
     def take(self, step: int, phases: tuple[float, float, float, float]) -> MeasuredStep | None:
-        """What all ranks did in `step`, counted from 1; None where nobody asked. `phases` are on this rank's clock."""
+        """On rank 0, what all ranks did in `step` (from 1); None where nobody asked. `phases` are on this rank's clock."""
         if step not in self.steps:
             return None
         s = self.session
@@ -30,8 +30,10 @@ class StepTracer:
         for index, start, end in s.recorder.stamps_now():
             row += [float(index), start, end]
         row += [-1.0] * (_PHASES + 3 * self._width - len(row))
-        rows = gather_rows(row, s.own.rank, s.world_groups).tolist()
-        return MeasuredStep(step, tuple(_unpack(row) for row in rows))
+        rows = gather_rows(row, s.own.rank, s.world_groups)
+        if s.own.rank:  # with thousands of ranks these are millions of numbers, and rank 0 alone keeps them
+            return None
+        return MeasuredStep(step, tuple(_unpack(row) for row in rows.tolist()))
 
 
 def _unpack(row: list[float]) -> RankStamps:
