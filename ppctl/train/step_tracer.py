@@ -22,7 +22,7 @@ class StepTracer:
         self._width = max(map(len, session.plan.schedule.actions))
 
     def take(self, step: int, phases: tuple[float, float, float, float]) -> MeasuredStep | None:
-        """On rank 0, what all ranks did in `step` (from 1); None where nobody asked. `phases` are on this rank's clock."""
+        """On rank 0, what all ranks did in `step` (from 1); None where nobody asked. `phases`: on this rank's clock."""
         if step not in self.steps:
             return None
         s = self.session
