@@ -15,8 +15,9 @@ from ppctl.cost.setting import Setting
 from ppctl.geometry.layers import DRAWN, DRAWN_ON_CPU, LOSS_ROWS, Kind, KindName, score_rows
 from ppctl.geometry.parameters import Sizes
 
-_HELD_IN_FORWARD = ("layernorm", "mla_up_proj", "moe_act")
-"""Modules whose outputs are made again, and held until the forward of their layer ends (`model/recompute.py`)."""
+_HELD_IN_FORWARD = ("layernorm", "mla_up_proj")
+"""Modules of which all that is made again are outputs, held until the forward of their layer ends
+(`model/recompute.py`). Of `moe_act` only the product with the gate is."""
 
 
 def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, again: Mapping[str, float]) -> float:
@@ -43,6 +44,8 @@ def in_forward(model: ModelConfig, kind: KindName, moe: bool, setting: Setting, 
     size = setting.element * setting.tokens
     rows = size * model.moe_router_topk * sizes.hidden / over.tp
     shared = size * sizes.shared / over.tp
+    if "moe_act" in again:
+        held += size * model.moe_router_topk * sizes.expert / over.tp
     # What is exchanged is there twice: at the experts, and arranged for the way, or arrived.
     spread = rows * (1 + over.etp) if over.etp > 1 else rows
     behind_experts = max((3 if shared else 2) * hidden, hidden + leaving if shared else 0)
@@ -99,7 +102,9 @@ def _dense_backward(model: ModelConfig, setting: Setting, again: Mapping[str, fl
     product = max(factors * inner + waiting, gathered + inner + weight + dropped, _gathered(model, setting))
     if setting.sp > 1:  # then both factors' products, whose gradients took their places
         vectors = setting.allocator.gated_vectors if sizes.gated else 2
-        weights = 0 if setting.put_off else setting.travelling(model) + factors * weight + setting.hidden_bytes(model)
+        # Their input's gradient of all tokens is summed over the ranks beside the weights' products.
+        summing = 2 * setting.whole_bytes(model) + setting.hidden_bytes(model)
+        weights = 0 if setting.put_off else summing + factors * weight
         reading = max(_reading(model, setting, factors), weights) - (vectors - factors) * inner
         product = max(product, reading + waiting)
     return made + product + (normed if made else 0.0)
@@ -133,11 +138,11 @@ def _loss_backward(model: ModelConfig, setting: Setting) -> float:
     """
     n, h, v = setting.tokens, model.hidden_size, setting.words(model)
     hidden, weight, logits = n * h / setting.sp, v * h, n * v
-    gathered = _gathered(model, setting) / setting.element  # beside its gradient, and then beside the weight's
+    summing = 2 * n * h if setting.sp > 1 else 0  # all tokens and their gradient, which is summed beside the weight's
     scattered = _reading(model, setting._replace(put_off=False), 1) / setting.element  # the output is never put off
-    products = [hidden + weight + gathered, scattered if setting.sp > 1 else 0]
+    products = [hidden + weight + summing, scattered if setting.sp > 1 else 0]
     for done in range(2, outputs(model) + 1):
-        products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + gathered)
+        products.append(done * (hidden - logits) + max(logits + 2 * weight, 3 * weight) + summing)
     blocks = 3 if setting.sizes.tp == 1 else 1
     return max(setting.wide * (blocks * min(LOSS_ROWS, n) * v + n), setting.element * max(products))
 
