@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ppctl.cli.table import prose
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,7 +24,11 @@ PIPE_WIDTH = 160
 
 
 def note(text: str) -> None:
-    """Print on stderr what is not the result."""
+    """Print on stderr what is not the result. A terminal gets lines that end between words, but for indented ones,
+    which are to be pasted."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        text = "\n".join(line if line[:1].isspace() else prose([line], columns) for line in text.splitlines())
     print(text, file=sys.stderr, flush=True)
 
 

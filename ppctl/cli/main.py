@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl import __version__
-from ppctl.cli.console import print_problems
-from ppctl.cli.table import aligned
+from ppctl.cli.console import print_problems, width
+from ppctl.cli.table import aligned, folded
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.files import silence
 
@@ -118,7 +118,7 @@ def _help() -> str:
         "",
         "Pipeline-parallel training of language models from one config.",
         "",
-        aligned((f"  {name}", command.summary) for name, command in COMMANDS.items()),
+        aligned(folded(((f"  {name}", command.summary) for name, command in COMMANDS.items()), width(), " ")),
         "",
         "`ppctl COMMAND --help` describes a command's arguments. To begin:",
         "",

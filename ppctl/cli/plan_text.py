@@ -5,11 +5,10 @@ Knows columns and units. Must not know streams or colours, nor how a plan is der
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
-from ppctl.cli.table import aligned, folded
+from ppctl.cli.table import aligned, folded, prose
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
@@ -28,12 +27,6 @@ def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
     sent = [traffic(plan)] if any(plan.traffic) else []
     return [head, drawn, *sent, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
-
-
-def prose(lines: Iterable[str], width: int) -> str:
-    """Lines of words, wrapped between words at `width`; continued lines are indented."""
-    broken = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join("\n".join(broken.wrap(line)) for line in lines)
 
 
 def title(plan: Plan) -> str:

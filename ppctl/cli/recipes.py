@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import width
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, folded
 from ppctl.config.keys import did_you_mean, nearest
 from ppctl.config.resources import Recipe, recipes
 from ppctl.errors import ConfigError, Problem
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(rows, list):
             print("\n" + "\n".join(f"# {line}" for line in published(recipe.name, rows, width() - 2).splitlines()))
     else:
-        print(aligned((name, recipe.description) for name, recipe in sorted(recipes().items())))
+        rows = [(name, recipe.description) for name, recipe in sorted(recipes().items())]
+        print(aligned(folded(rows, width(), " ")))
     return 0
 
 

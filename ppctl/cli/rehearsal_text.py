@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil
 
-from ppctl.cli.plan_text import prose
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, prose
 from ppctl.plan.memory_limit import MIB, Unit, amount, available_text, unit_for
 from ppctl.plan.rehearsal_result import Rehearsal
 from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory

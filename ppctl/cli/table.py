@@ -1,10 +1,11 @@
-"""Tables of plain text: the one renderer of every table that a command prints. Standard library only.
+"""Tables and lines of plain text, as wide as they may be: every command prints its own with them.
 
-Knows cells and widths. Must not know what is in a cell.
+Knows cells, words and widths; only the standard library. Must not know what is in a cell.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 
@@ -35,3 +36,9 @@ def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[st
             lines[-1:] = [longer] if len(longer) <= room or not lines[-1] else [lines[-1] + mark.rstrip(), part]
         found += [[*ahead, lines[0]], *([*[""] * len(ahead), line] for line in lines[1:])]
     return found
+
+
+def prose(lines: Iterable[str], width: int) -> str:
+    """Lines of words, wrapped between words at `width`; continued lines are indented."""
+    broken = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(broken.wrap(line)) for line in lines)
