@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -11,26 +12,28 @@ from ppctl.cli.main import main
 from ppctl.errors import Problem
 
 
-@pytest.fixture
-def terminal(monkeypatch, capsys):
-    """60 columns; returns what was shown."""
-    monkeypatch.setenv("COLUMNS", "60")
-    for stream in (sys.stdout, sys.stderr):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
-    return lambda: "".join(capsys.readouterr()).splitlines()
+def shown(monkeypatch, call):
+    """The lines that `call` writes on a terminal of 72 columns."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    with monkeypatch.context() as patched:
+        patched.setenv("COLUMNS", "72")
+        patched.setattr(sys, "stdout", screen)
+        patched.setattr(sys, "stderr", screen)
+        call()
+    return screen.getvalue().splitlines()
 
 
-def test_a_message_is_folded_between_words_and_its_remedy_is_not(terminal):
+def test_a_message_is_folded_between_words_and_its_remedy_is_not(monkeypatch):
     remedy = "ppctl plan " + " ".join(f"key{n}=value" for n in range(9))
     message = "there is no key model.num_layerz; did you mean model.num_layers or model.mtp_num_layers?"
-    print_problems([Problem("PP-E101", message, remedy, "command line")])
-    lines = terminal()
+    problem = Problem("PP-E101", message, remedy, "command line")
+    lines = shown(monkeypatch, lambda: print_problems([problem]))
     assert lines[-1] == f"  try: {remedy}" and lines[-2] == "  command line"
-    assert len(lines) == 4 and max(map(len, lines[:-1])) <= 60
+    assert len(lines) == 4 and max(map(len, lines[:-1])) <= 72
     assert f"{lines[0]} {lines[1].strip()}" == f"error PP-E101: {message}"
 
 
 @pytest.mark.parametrize("command", ["--help", "recipes"])
-def test_lists_of_names_fit_a_narrow_terminal(command, terminal):
-    assert main([command]) == 0
-    assert max(map(len, terminal())) <= 60
+def test_lists_of_names_fit_a_narrow_terminal(command, monkeypatch):
+    assert max(map(len, shown(monkeypatch, lambda: main([command])))) <= 72
