@@ -18,6 +18,7 @@ from typing import Any
 
 from ppctl.cli import plan_text
 from ppctl.cli.console import console, is_live, note, print_problems, width
+from ppctl.cli.table import prose
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.config.compose import Composed, RefusedError, compose
 from ppctl.errors import ConfigError, Problem
@@ -188,8 +189,8 @@ def exit_code(problems: Sequence[Problem], *, force: bool = False) -> int:
 def summary(plan: Plan) -> str:
     """The first screen of a training run: the letters, the layers of each pp_rank, and the equations."""
     columns = width()
-    facts = plan_text.prose([*plan_text.equations(plan), plan_text.schedule_line(plan)], columns)
-    return "\n".join([plan_text.prose([plan_text.legend(plan)], columns), "", plan_text.drawing(plan), "", facts])
+    facts = prose([*plan_text.equations(plan), plan_text.schedule_line(plan)], columns)
+    return "\n".join([prose([plan_text.legend(plan)], columns), "", plan_text.drawing(plan), "", facts])
 
 
 def _json(plan: Plan | None, problems: Sequence[Problem]) -> str:
