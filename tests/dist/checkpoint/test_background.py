@@ -237,6 +237,7 @@ def test_kills_at_random_moments_leave_the_last_checkpoint_or_a_newer_one(tmp_pa
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(480)
 def test_two_hundred_kills_at_random_moments(tmp_path):
     random_kills(tmp_path, 200, seed=17)
 
