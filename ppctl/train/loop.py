@@ -15,11 +15,12 @@ from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.step_lines import Record
 from ppctl.train.evaluate import Evaluator
+from ppctl.train.local_start import load_local
 from ppctl.train.metrics import Writer
 from ppctl.train.rank_reports import SAVE_FAILED
 from ppctl.train.saving import Saves
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_first, load_local, start_from
+from ppctl.train.snapshot import load_first, start_from
 from ppctl.train.step import Trainer
 
 

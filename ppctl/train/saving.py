@@ -5,7 +5,6 @@ Knows the keys of `checkpoint` and who is told. Must not know when a checkpoint 
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from ppctl.checkpoint import Saver
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.background import BackgroundSaver, Saved
+from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import directory_of
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
@@ -57,23 +57,25 @@ class Saves:
             return
         with connecting_on_first_use():
             group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
+        ranks, shards = AgreeingRanks(group), session_shards(session)
+        local: LocalCopies | None = None
+        if config.local is not None:
+            copies, parts = directory_of(Path(config.local), directory.parent), [shard.part for shard in shards]
+            local = LocalCopies(copies, parts, ranks, replicas=config.local_replicas)
 
         def make() -> None:
             self._background = BackgroundSaver(
                 directory,
-                session_shards(session),
+                shards,
                 keep=config.keep,
                 keep_every=config.keep_every,
                 process_group=group,
                 address=writer(),
-                local=None if config.local is None else directory_of(Path(config.local), directory.parent),
+                local=local,
                 warn=self._warn,
             )
 
-        ranks = AgreeingRanks(group)
-        start = ranks.agree("make room for copies of what it saves", make, lambda _: secrets.token_hex(8))
-        if (background := self.local) is not None and background.local is not None:
-            background.local.start = start
+        ranks.agree("make room for copies of what it saves", make, lambda _: None)
 
     @property
     def failed(self) -> bool:
