@@ -1,4 +1,5 @@
-"""Twelve cuts of one model, each saved and each loaded from the checkpoint of every other: all state comes back."""
+"""Thirteen cuts of one model, each saved and each loaded from the checkpoint of every other: all state comes back, and
+the steps that follow are those of a run that nobody interrupted."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from ranks import run_ranks
 from ppctl.checkpoint import load
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.plan.build import build_plan
-from ppctl.train.session import build_session
-from ppctl.train.snapshot import save_checkpoint, session_shards
+from ppctl.train.session import Session, build_session
+from ppctl.train.snapshot import load_checkpoint, save_checkpoint, session_shards
+from ppctl.train.step import Trainer
 
 V = dict(pp=2, virtual_pipeline_model_parallel_size=2, pp_schedule="zbv_zero_bubble", layout="Et|t|t*2|mL")
 LOOP = dict(pp=2, virtual_pipeline_model_parallel_size=2, layout="Et|t|t*2|mL")
@@ -34,6 +36,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "tp 2, cp 2, dp 2, ep 2, gradients in parts": dict(
         tp=2, sp=True, cp=2, ways="all_gather", dp=2, ep=2, data_parallel_sharding="optimizer_gradients"
     ),
+    "loop, dp 4": LOOP | dict(dp=4),  # nothing is summed in another order than in "V, dp 4"
     # The last one: its embedding's group has not all ranks, and torch names later groups by how many a rank has made.
     "pp 4, dp 2": dict(pp=4, dp=2, layout="Et|t|t|tmL"),
 }  # fmt: skip
@@ -46,15 +49,19 @@ def mapping_of(text: Path, cut: str) -> dict[str, Any]:
     return to_mapping(config)
 
 
+def build(mapping: dict[str, Any]) -> Session:
+    config = from_mapping(mapping)
+    etp = config.parallel.expert_tensor_parallel_size
+    plan = build_plan(config, {} if etp is None else {"parallel.expert_tensor_parallel_size": "command line"})
+    assert not plan.problems, plan.problems
+    return build_session(config, plan, dist.get_rank(), torch.device("cpu"))
+
+
 def all_from_all(mappings: dict[str, dict[str, Any]], directory: str) -> list[str]:
     """In a rank: each cut saves the state of the first, then loads what every other has saved; which were not equal."""
     root, sessions, wrong = Path(directory), {}, []
     for cut, mapping in mappings.items():
-        config = from_mapping(mapping)
-        etp = config.parallel.expert_tensor_parallel_size
-        plan = build_plan(config, {} if etp is None else {"parallel.expert_tensor_parallel_size": "command line"})
-        assert not plan.problems, (cut, plan.problems)
-        session = sessions[cut] = build_session(config, plan, dist.get_rank(), torch.device("cpu"))
+        session = sessions[cut] = build(mapping)
         if len(sessions) == 1:  # moments that are no zeros, equal on replicas
             for shard in session_shards(session):
                 if shard.name.startswith("optim.") and shard.tensor.dim():
@@ -77,7 +84,72 @@ def all_from_all(mappings: dict[str, dict[str, Any]], directory: str) -> list[st
 
 @pytest.mark.whole
 @pytest.mark.timeout(600)
-def test_each_of_twelve_cuts_loads_what_every_other_has_saved(text: Path, tmp_path: Path) -> None:
-    assert len(CUTS) == 12
+def test_each_cut_loads_what_every_other_has_saved(text: Path, tmp_path: Path) -> None:
+    assert len(CUTS) == 13
     mappings = {cut: mapping_of(text, cut) for cut in CUTS}
     assert run_ranks(all_from_all, 8, mappings, str(tmp_path), timeout=500) == [[]] * 8
+
+
+BEFORE, AFTER = 2, 5
+Steps = list[tuple[float, float]]
+
+
+def steps_of(session: Session, first: int, count: int) -> Steps:
+    """Loss and norm of the gradients of each step."""
+    trainer = Trainer(session, session.batches(first, first * 16), lambda: False)
+    records = [trainer.step(step).record for step in range(first, first + count)]
+    return [(record["loss"], record["grad_norm"]) for record in records]
+
+
+def gone_on(mappings: dict[str, dict[str, Any]], directory: str, writers: list[str]) -> dict[str, dict[str, Steps]]:
+    """In a rank, for each cut: the steps of a run of its own that is saved and goes on, then those behind the
+    checkpoint of each writer."""
+    root, sessions, found = Path(directory), {}, {}
+    for cut, mapping in mappings.items():
+        session = sessions[cut] = build(mapping)
+        steps_of(session, 0, BEFORE)
+        save_checkpoint(session, root / cut, BEFORE, BEFORE * 16)
+        found[cut] = {"uninterrupted": steps_of(session, BEFORE, AFTER)}
+    for cut, session in sessions.items():
+        for writer in writers or mappings:
+            load_checkpoint(session, root / writer / f"step-{BEFORE}")
+            found[cut][writer] = steps_of(session, BEFORE, AFTER)
+        session.close()
+    return found
+
+
+def sums(cut: str) -> dict[str, Any]:
+    """What says in which order a cut adds up."""
+    placed = ("pp", "virtual_pipeline_model_parallel_size", "pp_schedule", "layout")
+    return {key: value for key, value in CUTS[cut].items() if key not in placed}
+
+
+@pytest.mark.parametrize(
+    "writers",
+    [
+        pytest.param(
+            ["V, dp 4", "pp 2, tp 2, cp 2, ep 2, etp 2", "dp 8, ep 4, all in parts"],
+            marks=[pytest.mark.whole, pytest.mark.timeout(900)],
+            id="of three",
+        ),
+        pytest.param([], marks=[pytest.mark.soak, pytest.mark.timeout(480)], id="of all"),
+    ],
+)
+def test_five_steps_behind_the_checkpoint_of_any_cut_are_those_of_a_run_that_went_on(
+    text: Path, tmp_path: Path, writers: list[str]
+) -> None:
+    """To the bit where nothing is summed in another order, placement in a V included; models are in float64."""
+    mappings = {cut: mapping_of(text, cut) for cut in CUTS}
+    ranks = run_ranks(gone_on, 8, mappings, str(tmp_path), writers, timeout=470)
+    same = 0
+    for found in ranks:
+        for cut, runs in found.items():
+            whole = runs.pop("uninterrupted")
+            assert len(runs) == len(writers or CUTS) and len(whole) == AFTER
+            for writer, steps in runs.items():
+                if sums(writer) == sums(cut):
+                    same += 1
+                    assert steps == whole, (cut, writer)
+                for one, other in zip(steps, whole, strict=True):
+                    assert one == pytest.approx(other, rel=1e-10), (cut, writer)
+    assert same == 8 * (4 if writers else 15)
