@@ -215,11 +215,20 @@ def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> list[Problem]:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from ppctl.checkpoint.arrays import ArrayReader, compare
+    from ppctl.checkpoint.arrays import ArrayReader, Compared, Difference, bytes_to_compare, compare
 
     paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
-    first, second = (ArrayReader(path, read_manifest(path)) for path in paths)
-    found = compare(first, second)
+    manifests = [read_manifest(path) for path in paths]
+    if any(manifest.format == 1 for manifest in manifests):  # whose values torch alone reads
+        done = _pretrained("compare", *paths, stdout=subprocess.PIPE)
+        if done.returncode:
+            return done.returncode
+        told = json.loads(done.stdout)
+        found = Compared(**told | {"different": [Difference(**each) for each in told["different"]]})
+    else:
+        first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
+        with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
+            found = compare(first, second, progress)
     report = ckpt_text.comparison(paths, found)
     print(json.dumps(report, indent=1) if args.json else ckpt_text.differences(report, args.limit))
     return 0 if found.same else DIFFERENT
@@ -308,7 +317,12 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 def _convert(action: str, *words: object) -> int:
     """Start what converts: its sources, the output, then options."""
-    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)], check=False).returncode
+    return _pretrained(action, *words).returncode
+
+
+def _pretrained(action: str, *words: object, stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)]
+    return subprocess.run(command, stdout=stdout, check=False)
 
 
 _ACTIONS = {

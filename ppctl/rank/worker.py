@@ -51,6 +51,7 @@ from ppctl.rundir import RunDir
 from ppctl.train.loop import TrainingEnd, train
 from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
+from ppctl.train.snapshot import session_shards
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -153,6 +154,7 @@ def _run(
     if leads:
         launcher.begin(run, listener, heartbeat)
     time_left = _time_left(config.train.exit_after) if leads else TimeLeft()
+    time_left.saved_bytes = sum(shard.tensor.nbytes for shard in session_shards(session))
     with phases("warm-up"):
         heartbeat.set_state("warming up")
         _warm_up(run, session, store)

@@ -83,6 +83,11 @@ class Saves:
         return self._background is not None and self._background.failed
 
     @property
+    def waits(self) -> bool:
+        """Whether `finish` has a save to wait for."""
+        return self._background is not None and self._background.under_way is not None
+
+    @property
     def local(self) -> BackgroundSaver | None:
         """Whose memory may hold a copy of an earlier start; None where `checkpoint.local` is not set."""
         return self._background if self._background is not None and self._background.local is not None else None
@@ -92,9 +97,18 @@ class Saves:
         config = self.session.config.checkpoint
         return any(every > 0 and step % every == 0 for every in (config.interval, config.local_every))
 
-    def save(self, step: int, consumed_samples: int, sample_order: int, *, last: bool) -> None:
+    def save(
+        self,
+        step: int,
+        consumed_samples: int,
+        sample_order: int,
+        *,
+        last: bool,
+        waited: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save what the ranks hold after `step` completed steps; returns when training may change it. To the disk at
-        `checkpoint.interval` and where it is the `last` save, else in memory alone.
+        `checkpoint.interval` and where it is the `last` save, else in memory alone. `waited` is called when the save
+        before this one is over.
 
         Raises TrainingError on all ranks where this save or the one before could not be written: the earlier
         checkpoints are as they were.
@@ -111,6 +125,8 @@ class Saves:
                 before = self._background.under_way
                 if before is not None and not self._background.finish(0.0):
                     self._tell(f"saving step {step} waits for step {before}, which is still being written")
+                    self._background.finish()
+                    waited()
                 self._background.begin(step, shards, state, to_disk=to_disk)
         self._figures["save_stall_s"] = round(time.perf_counter() - began, 6)
 
