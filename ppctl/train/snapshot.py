@@ -5,7 +5,7 @@ Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -20,9 +20,8 @@ from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest, read_state
 from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.verification import with_sizes
+from ppctl.checkpoint.verification import misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
-from ppctl.config.keys import as_typed
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
@@ -222,19 +221,8 @@ def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, 
     session.weights.publish()
     if session.loss_scale is not None and state.get("loss_scale") is not None:
         session.loss_scale.restore(state["loss_scale"])
-    now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}
-    if session.corpus is not None:
-        now["data_digest"] = session.corpus.digest
-    problems = [
-        Problem(
-            "PP-E741",
-            f"the checkpoint's position in the data means nothing here: {key} was {state[key]} and is {value}",
-            _restoring(key, state, session),
-            place=str(path),
-        )
-        for key, value in now.items()
-        if state[key] != value
-    ]
+    digest = None if session.corpus is None else session.corpus.digest
+    problems = misplaced(path, state, session.config, digest)
     state.setdefault("sample_order", 1)
     if state["sample_order"] > SAMPLE_ORDER:
         message = f"it follows version {state['sample_order']} of the order of samples, this ppctl knows {SAMPLE_ORDER}"
@@ -242,16 +230,3 @@ def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, 
     if problems:
         raise CheckpointError(problems)
     return state
-
-
-def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
-    """The remedy that gives the run the data of the checkpoint again."""
-    if key != "data_digest":
-        return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
-    data = session.config.data
-    here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
-    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
-    if changed:
-        return " ".join(changed)
-    return "put back the files that the checkpoint was trained on: they have changed"

@@ -42,10 +42,10 @@ CUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def mapping_of(text: Path, cut: str) -> dict[str, Any]:
+def mapping_of(text: Path, cut: str, samples: int = 16) -> dict[str, Any]:
     config = config_of("deepseek", **CUTS[cut])
     config.model.vocab_size, config.data.path = 320, str(text)
-    config.train.micro_batch_size, config.train.global_batch_size = 1, 16
+    config.train.micro_batch_size, config.train.global_batch_size = 1, samples
     return to_mapping(config)
 
 
@@ -90,28 +90,31 @@ def test_each_cut_loads_what_every_other_has_saved(text: Path, tmp_path: Path) -
     assert run_ranks(all_from_all, 8, mappings, str(tmp_path), timeout=500) == [[]] * 8
 
 
-BEFORE, AFTER = 2, 5
+BEFORE, AFTER, SAMPLES = 2, 5, 8
 Steps = list[tuple[float, float]]
 
 
 def steps_of(session: Session, first: int, count: int) -> Steps:
     """Loss and norm of the gradients of each step."""
-    trainer = Trainer(session, session.batches(first, first * 16), lambda: False)
+    trainer = Trainer(session, session.batches(first, first * SAMPLES), lambda: False)
     records = [trainer.step(step).record for step in range(first, first + count)]
     return [(record["loss"], record["grad_norm"]) for record in records]
 
 
-def gone_on(mappings: dict[str, dict[str, Any]], directory: str, writers: list[str]) -> dict[str, dict[str, Steps]]:
-    """In a rank, for each cut: the steps of a run of its own that is saved and goes on, then those behind the
+def gone_on(
+    mappings: dict[str, dict[str, Any]], directory: str, targets: list[str], writers: list[str]
+) -> dict[str, dict[str, Steps]]:
+    """In a rank, for each target: the steps of a run of its own that is saved and goes on, then those behind the
     checkpoint of each writer."""
     root, sessions, found = Path(directory), {}, {}
     for cut, mapping in mappings.items():
         session = sessions[cut] = build(mapping)
         steps_of(session, 0, BEFORE)
-        save_checkpoint(session, root / cut, BEFORE, BEFORE * 16)
-        found[cut] = {"uninterrupted": steps_of(session, BEFORE, AFTER)}
+        save_checkpoint(session, root / cut, BEFORE, BEFORE * SAMPLES)
+        if cut in targets:
+            found[cut] = {"uninterrupted": steps_of(session, BEFORE, AFTER)}
     for cut, session in sessions.items():
-        for writer in writers or mappings:
+        for writer in writers if cut in targets else ():
             load_checkpoint(session, root / writer / f"step-{BEFORE}")
             found[cut][writer] = steps_of(session, BEFORE, AFTER)
         session.close()
@@ -124,32 +127,35 @@ def sums(cut: str) -> dict[str, Any]:
     return {key: value for key, value in CUTS[cut].items() if key not in placed}
 
 
+THREE = ["V, dp 4", "pp 2, tp 2, cp 2, ep 2, etp 2", "dp 8, ep 4, all in parts"]
+
+
 @pytest.mark.parametrize(
-    "writers",
+    ("targets", "writers"),
     [
-        pytest.param(
-            ["V, dp 4", "pp 2, tp 2, cp 2, ep 2, etp 2", "dp 8, ep 4, all in parts"],
-            marks=[pytest.mark.whole, pytest.mark.timeout(900)],
-            id="of three",
+        pytest.param(list(CUTS), THREE, marks=[pytest.mark.whole, pytest.mark.timeout(900)], id="all behind three"),
+        *(
+            pytest.param([cut], list(CUTS), marks=[pytest.mark.soak, pytest.mark.timeout(480)], id=f"{cut} behind all")
+            for cut in CUTS
         ),
-        pytest.param([], marks=[pytest.mark.soak, pytest.mark.timeout(480)], id="of all"),
     ],
 )
 def test_five_steps_behind_the_checkpoint_of_any_cut_are_those_of_a_run_that_went_on(
-    text: Path, tmp_path: Path, writers: list[str]
+    text: Path, tmp_path: Path, targets: list[str], writers: list[str]
 ) -> None:
     """To the bit where nothing is summed in another order, placement in a V included; models are in float64."""
-    mappings = {cut: mapping_of(text, cut) for cut in CUTS}
-    ranks = run_ranks(gone_on, 8, mappings, str(tmp_path), writers, timeout=470)
-    same = 0
+    mappings = {cut: mapping_of(text, cut, SAMPLES) for cut in CUTS if cut in targets or cut in writers}
+    ranks = run_ranks(gone_on, 8, mappings, str(tmp_path), targets, writers, timeout=850 if len(targets) > 1 else 460)
     for found in ranks:
+        same = 0
+        assert list(found) == targets
         for cut, runs in found.items():
             whole = runs.pop("uninterrupted")
-            assert len(runs) == len(writers or CUTS) and len(whole) == AFTER
+            assert list(runs) == writers and len(whole) == AFTER
             for writer, steps in runs.items():
                 if sums(writer) == sums(cut):
                     same += 1
                     assert steps == whole, (cut, writer)
                 for one, other in zip(steps, whole, strict=True):
                     assert one == pytest.approx(other, rel=1e-10), (cut, writer)
-    assert same == 8 * (4 if writers else 15)
+        assert same >= (4 if len(targets) > 1 else 1)
