@@ -164,7 +164,7 @@ def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: s
     return [
         Problem("PP-E741", message.format(key, state[key], value), _restoring(key, state, config), place=str(path))
         for key, value in now.items()
-        if value is not None and state[key] != value
+        if value is not None and state.get(key, value) != value
     ]
 
 

@@ -218,7 +218,7 @@ def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Prob
     for name in kinds.keys() & manifest.tensors.keys() if only else ():
         kinds[name] = {(shape, manifest.tensors[name].dtype) for shape, _ in kinds[name]}  # to which values are cast
     problems = with_sizes(misfits(path, manifest, kinds), state.get("model", {}), asdict(config.model))
-    return problems + ([] if only else misplaced(path, state, config, None)), state["consumed_samples"]
+    return problems + ([] if only else misplaced(path, state, config, None)), state.get("consumed_samples")
 
 
 def _diff(args: argparse.Namespace) -> int:

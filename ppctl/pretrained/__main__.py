@@ -87,7 +87,7 @@ def _summary(done: Done) -> str:
     family = f" of a {done.family} model" if done.family else ""
     what = f"{done.parameters:,} parameters{family}, {done.tensors} tensors, {done.bytes:,} bytes"
     beside = [f"with {line}" for line in (done.tokenizer, done.settings) if line]
-    return "\n".join([f"wrote {what}", *beside, str(done.path)])
+    return "\n".join([f"wrote {what}", *beside, *([done.left] if done.left else []), str(done.path)])
 
 
 if __name__ == "__main__":

@@ -228,3 +228,18 @@ def test_the_command_imports_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["ckpt", "import", "--hf", "titan", "more", "--for", *words]) == 2
     with pytest.raises(CheckpointError):
         DcpReader(tmp_path)
+
+
+def test_optimizer_states_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    """torchtitan's, as its optimizers flatten them; and ours."""
+    model = model_of("stacked")
+    state = {name: torch.zeros(shape) for name, shape in model_tensors(model).items()}
+    theirs = {f"optimizer.state.{name}.exp_avg": value for name, value in state.items()}
+    save_dcp(state | theirs, checkpoint_id=tmp_path / "titan", no_dist=True)
+    done = import_dcp(tmp_path / "titan", tmp_path / "ours", model, silent, megatron=False)
+    first = f"optimizer.state.{min(state)}.exp_avg"
+    assert done.left == f"weights alone; left out: {len(state)} tensors of optimizer states ({first}, …)"
+    assert export_dcp(done.path, tmp_path / "back", silent, megatron=False).left == ""
+    trained = GOLDEN.parent / "checkpoint" / "step-3"
+    count = sum(name.startswith("optim.") for name in read_manifest(trained).tensors)
+    assert f"left out: {count} tensors" in export_dcp(trained, tmp_path / "trained", silent, megatron=False).left
