@@ -120,7 +120,10 @@ def test_the_plan_knows_how_much_host_memory_the_copies_take(text, dp, sharding)
     plan = build_plan(config, {})
     (said,) = [each.equation for each in plan.derived if each.key == "checkpoint copies"]
     most = max(run_ranks(held_bytes, 2 * dp, to_mapping(config)))
-    assert f"a rank keeps {amount(most)} of" in said
+    assert f"a rank keeps {amount(most)} of" in said and "neighbour" not in said
+    config.checkpoint.local, config.checkpoint.local_every, config.checkpoint.local_replicas = "/dev/shm/ppctl", 1, 1
+    (said,) = [each.equation for each in build_plan(config, {}).derived if each.key == "checkpoint copies"]
+    assert f"a rank keeps {amount(most)} of" in said and "and as much for a neighbour's; the ranks" in said
 
 
 # Kills
