@@ -60,7 +60,7 @@ bench-plan: .venv/ready-core ## plans against recorded memory, published through
 	$(PY) benchmarks/plan_on_cpu.py
 	$(PY) benchmarks/rehearsal.py
 
-bench-ckpt: .venv/ready-core ## saves and loads beside torch's distributed checkpoints, a bare copy and dd, on this disk
+bench-ckpt: .venv/ready-core ## saves and loads beside torch's distributed checkpoints, a bare copy and dd, on this disk; at most four minutes
 	$(PY) benchmarks/checkpoint.py
 
 golden: .venv/ready-test     ## write the frozen outputs anew; read the diff before you commit it

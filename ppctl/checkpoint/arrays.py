@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,6 @@ from ppctl.checkpoint.boxes import Box, boxes_of_run, common
 from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import Manifest, TensorRecord, in_order
 from ppctl.checkpoint.shard_file import DTYPES, text_of
-from ppctl.errors import CheckpointError, Problem
 
 _BLOCK = 2**22
 """Elements that are compared at once."""
@@ -30,10 +29,7 @@ class ArrayReader:
     """Reads boxes of tensors of one checkpoint. Holds one chunk besides."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Raises CheckpointError (PP-E509) for a checkpoint of format 1, which only torch reads."""
-        if manifest.format == 1:
-            message = f"the values of {path}, a checkpoint of format 1, are read with torch alone"
-            raise CheckpointError(Problem("PP-E509", message, f"ppctl ckpt average '{path}' --out DIR"))
+        """Of format 2; of format 1: `ppctl.pretrained.compare`."""
         self.manifest = manifest
         self._chunks = ChunkReader(path)
 
@@ -88,18 +84,34 @@ class Compared:
         return not (self.missing or self.new or self.different)
 
 
-def compare(first: ArrayReader, second: ArrayReader, progress: Callable[[str], None] = lambda name: None) -> Compared:
+class BoxReader(Protocol):
+    """What `compare` asks of a checkpoint: `ArrayReader`, or for another format what reads it."""
+
+    manifest: Manifest
+
+    def box(self, name: str, box: Box) -> NDArray[Any]:
+        """The values of a box of a tensor."""
+
+
+def bytes_to_compare(first: Manifest, second: Manifest) -> int:
+    """How many bytes of values of the first `compare` will have read."""
+    names = first.tensors.keys() & second.tensors.keys()
+    unlike = [first.tensors[name] for name in names if not _alike(first.tensors[name], second.tensors[name])]
+    return sum(math.prod(record.shape) * DTYPES[record.dtype][1] for record in unlike)
+
+
+def compare(first: BoxReader, second: BoxReader, progress: Callable[[int], None] = lambda size: None) -> Compared:
     """Compare all tensors of two checkpoints of any cut.
 
     Tensors with the same digests of the same boxes are equal without being read; of others a block of both at a time is
-    in memory. Raises CheckpointError (PP-E503) where values are not what was saved.
+    in memory. `progress` takes bytes of the first as they are done. Raises CheckpointError (PP-E503) where values are
+    not what was saved.
     """
     ours, theirs = first.manifest.tensors, second.manifest.tensors
     different = []
     both = sorted(ours.keys() & theirs.keys(), key=in_order)
     for name in both:
-        progress(name)
-        if not _alike(ours[name], theirs[name]) and (found := _difference(name, first, second)):
+        if not _alike(ours[name], theirs[name]) and (found := _difference(name, first, second, progress)):
             different.append(found)
     missing, new = (sorted(a.keys() - b.keys(), key=in_order) for a, b in ((ours, theirs), (theirs, ours)))
     return Compared(missing, new, different, len(both) - len(different))
@@ -107,11 +119,11 @@ def compare(first: ArrayReader, second: ArrayReader, progress: Callable[[str], N
 
 def _alike(one: TensorRecord, other: TensorRecord) -> bool:
     """Whether the manifests prove that both are equal."""
-    digests = [{shard.box: shard.digests for shard in record.shards} for record in (one, other)]
+    digests = [record.sha256 or {shard.box: shard.digests for shard in record.shards} for record in (one, other)]
     return (one.shape, one.dtype) == (other.shape, other.dtype) and digests[0] == digests[1]
 
 
-def _difference(name: str, first: ArrayReader, second: ArrayReader) -> Difference | None:
+def _difference(name: str, first: BoxReader, second: BoxReader, progress: Callable[[int], None]) -> Difference | None:
     """How a tensor differs in both; None if it does not."""
     records = [reader.manifest.tensors[name] for reader in (first, second)]
     kinds = (text_of(records[0].shape, records[0].dtype), text_of(records[1].shape, records[1].dtype))
@@ -122,6 +134,7 @@ def _difference(name: str, first: ArrayReader, second: ArrayReader) -> Differenc
     squares, whole, largest = 0.0, 0.0, 0.0
     for block in _blocks(shape):
         a, b = first.box(name, block), second.box(name, block)
+        progress(a.nbytes)
         unequal = _unequal(a, b)
         wide, other = a.astype(np.float64), b.astype(np.float64)
         with np.errstate(invalid="ignore", over="ignore"):

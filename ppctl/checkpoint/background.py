@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from ppctl.checkpoint.agreement import problems_of
 from ppctl.checkpoint.host_memory import HostMemory
-from ppctl.checkpoint.local_copy import LocalCopy
+from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.manifest import state_text
 from ppctl.checkpoint.saver import Saver
 from ppctl.checkpoint.shards import Shard
@@ -43,8 +42,7 @@ class BackgroundSaver:
 
     `address` is that of the node's writer (empty: ranks write themselves, from a thread). `shards` are what is
     saved, for their sizes: memory for one copy is made and touched now. `warn` takes the loss of the writer, on any
-    thread. With `local`, a directory in memory, the copy lies there and outlives the process. Raises CheckpointError
-    (PP-E511) where there is no memory.
+    thread. With `local` the copy outlives the process. Raises CheckpointError (PP-E511) where there is no memory.
     """
 
     def __init__(
@@ -56,13 +54,11 @@ class BackgroundSaver:
         keep_every: int = 0,
         process_group: dist.ProcessGroup | None = None,
         address: str = "",
-        local: Path | None = None,
+        local: LocalCopies | None = None,
         warn: Callable[[Problem], None],
     ) -> None:
-        ranked = dist.is_initialized()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if ranked else (0, 1)
-        self.local = None if local is None else LocalCopy(local, rank, world)
-        self.memory = HostMemory(list(shards), None if self.local is None else self.local.values)
+        rank, self.local = dist.get_rank() if dist.is_initialized() else 0, local
+        self.memory = HostMemory(list(shards), None if local is None else local.own.values)
         self.disk = RemoteDisk(address, rank, self.memory.descriptor, self.memory.size, warn)
         self._saver = Saver(directory, keep=keep, keep_every=keep_every, process_group=process_group, disk=self.disk)
         self._thread: Thread | None = None
@@ -120,9 +116,7 @@ class BackgroundSaver:
             for event in copied:
                 event.synchronize()
             if self.local is not None:
-                # Without room for its record there is no local copy; ranks compare what they have at a start.
-                with suppress(OSError):
-                    self.local.keep(step, self.memory.parts, state, self.memory.bytes)
+                self.local.copy(step, self.memory.parts, state, self.memory.bytes)
             if to_disk:
                 path = self._saver.write(step, self.memory.parts, self.memory.values, state)
                 self._saved.append(Saved(step, path, time.perf_counter() - began))

@@ -15,7 +15,7 @@ import torch
 
 from ppctl.checkpoint.disk import Values
 from ppctl.checkpoint.shards import Shard
-from ppctl.checkpoint.writer import places, values_in
+from ppctl.checkpoint.writer import places, size_of, values_in
 from ppctl.errors import CheckpointError, Problem
 
 if sys.platform == "linux":
@@ -32,9 +32,9 @@ class HostMemory:
     def __init__(self, shards: Sequence[Shard], file: Path | None = None) -> None:
         self.parts = [shard.part for shard in shards]
         where = places(self.parts)
-        self.size = max(where[-1][1] if where else 0, 1)
+        self.size = size_of(self.parts)
         try:
-            self.descriptor, self._map = _shared(self.size, file)
+            self.descriptor, self._map = shared_file(self.size, file)
         except OSError as error:
             raise CheckpointError(_no_room(self.size, str(error.strerror))) from error
         memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -82,7 +82,7 @@ class HostMemory:
         return events
 
 
-def _shared(size: int, file: Path | None) -> tuple[int, mmap]:
+def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:
     """A file, all of it in memory, and its mapping. Raises OSError where there is no room."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
-"""A rank's copy in its host's memory that outlives the process: which step it is, and whether it is whole.
+"""Copies of ranks' shards in hosts' memory that outlive the processes: of which step, whether whole, and which to use.
 
-There is one, in place: its record goes before its values change, and comes back when they are whole and have digests. A
-crash in between leaves no local copy, and the checkpoints on the disk. Must not know tensors, or other ranks.
+Of a rank there is one on its own host, and perhaps one that a neighbouring host keeps. Each is in place: its record
+goes before its values change, and comes back when they are whole and have digests. Must not know tensors, nor how a
+copy travels.
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from mmap import PROT_READ, mmap
 from pathlib import Path
+from typing import NamedTuple
 
 from ppctl.checkpoint.manifest import digests_of
 from ppctl.checkpoint.shard_file import Part
+from ppctl.errors import CheckpointError, Problem
+from ppctl.processes import identity
 
-_OWN = re.compile(r"rank-\d+\.(values|json|tmp)")
+_OWN = re.compile(r"rank-(\d+)(\.kept)?\.(values|json|tmp)")
+
+
+CHANGED = "warning: copies in memory have changed since they were made; they are not used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +44,49 @@ class LocalRecord:
     digests: list[str]
     """Of the memory in chunks."""
 
+    @staticmethod
+    def of(text: bytes) -> LocalRecord:
+        """Raises ValueError or TypeError for anything else."""
+        return LocalRecord(**json.loads(text))
+
 
 class LocalCopy:
-    """The files of a rank in `directory`, which is in memory."""
+    """The files of a rank's copy in `directory`, which is in memory: on its own host, or `kept` by a neighbour."""
 
-    def __init__(self, directory: Path, rank: int, world: int) -> None:
-        self.directory, self.world = directory, world
-        self.start = ""
-        """Names this start of the run, the same on all ranks."""
-        self.values = directory / f"rank-{rank:05}.values"
-        self._record = directory / f"rank-{rank:05}.json"
-
-    def find(self, parts: Sequence[Part]) -> LocalRecord | None:
-        """The record of a whole copy of these parts in a job of as many ranks; its values are not looked at."""
-        try:
-            record = LocalRecord(**json.loads(self._record.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            return None
-        return record if (record.world, record.parts) == (self.world, _digest(parts)) else None
+    def __init__(self, directory: Path, rank: int, *, kept: bool = False) -> None:
+        self.values, self.record, self._draft = (
+            directory / f"rank-{rank:05}{'.kept' * kept}.{end}" for end in ("values", "json", "tmp")
+        )
 
     def forget(self) -> None:
         """From now on there is none: its values change."""
-        self._record.unlink(missing_ok=True)
+        self.record.unlink(missing_ok=True)
 
-    def keep(self, step: int, parts: Sequence[Part], state: bytes, memory: memoryview) -> None:
-        """The values of `step` are whole. Raises OSError."""
-        record = LocalRecord(step, self.world, self.start, _digest(parts), state.decode(), list(digests_of(memory)))
-        draft = self._record.with_suffix(".tmp")
-        draft.write_text(json.dumps(asdict(record)))
-        draft.replace(self._record)
+    def keep(self, text: bytes) -> None:
+        """The values are whole, and this is their record. Raises OSError."""
+        self._draft.write_bytes(text)
+        self._draft.replace(self.record)
 
-    def remove(self) -> None:
-        """Delete the run's copies on this host, also those of ranks that an earlier start had in another cut, and
-        nothing else: the directory with them only where it is empty then."""
-        with suppress(OSError):
-            for path in self.directory.iterdir():
-                if _OWN.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-            self.directory.rmdir()
+    def text(self) -> bytes:
+        """Of its record. Raises OSError."""
+        return self.record.read_bytes()
+
+    def is_intact(self) -> bool:
+        """Whether there is a record, and the values are those that it was made for; reads all of them."""
+        with suppress(OSError, ValueError, TypeError), open(self.values, "rb") as file:
+            return is_of(LocalRecord.of(self.text()), memoryview(mmap(file.fileno(), 0, prot=PROT_READ)))
+        return False
+
+
+def record_text(step: int, world: int, start: str, parts: Sequence[Part], state: bytes, memory: memoryview) -> bytes:
+    """The record of values in `memory`."""
+    record = LocalRecord(step, world, start, _digest(parts), state.decode(), list(digests_of(memory)))
+    return json.dumps(asdict(record)).encode()
+
+
+def is_of(record: LocalRecord, memory: memoryview) -> bool:
+    """Whether the values are those that were copied; reads all of them."""
+    return record.digests == list(digests_of(memory))
 
 
 def directory_of(local: Path, run: Path) -> Path:
@@ -84,20 +97,155 @@ def directory_of(local: Path, run: Path) -> Path:
     return local / f"{run.name}-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:8]}"
 
 
-def sweep(directory: Path, here: range) -> None:
-    """Delete what ranks other than those `here` have left on this host: nobody looks for it here any more.
+def remove_all(directory: Path) -> None:
+    """Delete the run's copies on this host, also those of ranks that an earlier start had in another cut, and nothing
+    else: the directory with them only where it is empty then."""
+    with suppress(OSError):
+        sweep(directory, ())
+        directory.rmdir()
 
-    Before room for new copies is made: after a host was lost, ranks begin on other hosts than before.
-    """
-    for path in directory.glob("rank-*.*"):
-        number = path.name.removeprefix("rank-").split(".")[0]
-        if number.isdecimal() and int(number) not in here:
+
+def sweep(directory: Path, names: Collection[str]) -> None:
+    """Delete copies and records on this host but those of these `names`."""
+    for path in directory.iterdir():
+        if _OWN.fullmatch(path.name) and path.name not in names:
             path.unlink(missing_ok=True)
 
 
-def intact(record: LocalRecord, memory: memoryview) -> bool:
-    """Whether the values are those that were copied; reads all of them."""
-    return record.digests == list(digests_of(memory))
+def files_of(directory: Path, step: int, start: str) -> set[str]:
+    """The names of all copies of this step and start on this host, with their records. Raises OSError."""
+    names = set()
+    for path in directory.glob("rank-*.json"):
+        with suppress(ValueError, TypeError):
+            record = LocalRecord.of(path.read_bytes())
+            if (record.step, record.start) == (step, start):
+                names |= {path.name, path.with_suffix(".values").name}
+    return names
+
+
+# What a start finds, and which copies it uses
+
+
+class Copy(NamedTuple):
+    """A copy on a host, by its record."""
+
+    rank: int
+    kept: bool
+    step: int
+    start: str
+    parts: str
+
+
+class Seen(NamedTuple):
+    """What a rank finds at a start. Bare values: rank 0 reads those of all ranks."""
+
+    place: str
+    """The same for ranks that share the directory with the copies."""
+    host: str
+    parts: str
+    """A digest of what the rank holds now."""
+    bytes: int
+    """Of its values."""
+    copies: list[Copy]
+    """All that lie at the place, whosesoever, in a world of this size."""
+    changed: bool
+    """Whether the rank's own has other values than it was made with; it is not among `copies` then."""
+
+
+class Chosen(NamedTuple):
+    """Copies of one step and start, of all ranks."""
+
+    step: int
+    start: str
+    sources: list[tuple[int, bool]]
+    """For each rank: a rank (itself, or one of another host) on whose host its copy lies, and whether it is kept there
+    for a neighbour."""
+
+
+def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int) -> Seen:
+    """Look at the copies on this host; of its own the rank reads the values. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found, process = directory.stat(), identity()
+    place, own = f"{process['boot']} {found.st_dev} {found.st_ino}", _digest(parts)
+    copies, changed = [], False
+    for path in sorted(directory.glob("rank-*.json")):
+        match = _OWN.fullmatch(path.name)
+        with suppress(OSError, ValueError, TypeError):
+            record = LocalRecord.of(path.read_bytes())
+            if match is None or record.world != world:
+                continue
+            of, kept = int(match[1]), bool(match[2])
+            if (of, kept, record.parts) == (rank, False, own) and not LocalCopy(directory, rank).is_intact():
+                changed = True
+                continue
+            copies.append(Copy(of, kept, record.step, record.start, record.parts))
+    return Seen(place, process["machine"], own, size, copies, changed)
+
+
+def hosts_of(places: Sequence[str]) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place, []).append(rank)
+    return list(hosts.values())
+
+
+def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
+    """For every rank, the one on the neighbouring host that keeps its copy.
+
+    Hosts are paired in order, and the last three of an odd number go in a ring. Of pairs, fewer losses of two hosts
+    take both copies of a rank than of a ring of all. Raises CheckpointError (PP-E544) where there are no two hosts with
+    the same number of ranks on all.
+    """
+    count, sizes = len(hosts), sorted({len(ranks) for ranks in hosts})
+    if count < 2 or len(sizes) > 1:
+        each = f"{' or '.join(map(str, sizes))} rank{'s' * (sizes != [1])} each"
+        here = f"{count} hosts with {each}" if count > 1 else "one host, or share one directory in memory"
+        message = (
+            f"copies on a neighbour's host need two hosts or more with as many ranks each; the ranks are on {here}"
+        )
+        raise CheckpointError(Problem("PP-E544", message, "checkpoint.local_replicas=0"))
+    ring = count - 3 * (count % 2)
+    found: dict[int, int] = {}
+    for number, ranks in enumerate(hosts):
+        beside = number ^ 1 if number < ring else ring + (number - ring + 1) % 3
+        found |= dict(zip(ranks, hosts[beside], strict=True))
+    return [found[rank] for rank in range(len(found))]
+
+
+def choose(seen: Sequence[Seen]) -> Chosen | None:
+    """The copies of the latest step of which every rank has one, on whatever host; its own where that is one."""
+    where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
+    for ranks in hosts_of([each.place for each in seen]):
+        for copy in {copy for rank in ranks for copy in seen[rank].copies}:
+            if copy.rank >= len(seen) or seen[copy.rank].parts != copy.parts:
+                continue
+            if not copy.kept and copy.rank in ranks and copy not in seen[copy.rank].copies:
+                continue  # its rank has found it changed
+            sources = where.setdefault((copy.step, copy.start), {})
+            source = copy.rank if copy.rank in ranks else ranks[copy.rank % len(ranks)], copy.kept
+            best = sources.setdefault(copy.rank, source)
+            sources[copy.rank] = min(best, source, key=lambda each: (each[0] != copy.rank, each[1], each[0]))
+    whole = [key for key, sources in where.items() if len(sources) == len(seen)]
+    if not whole:
+        return None
+    step, start = max(whole)
+    return Chosen(step, start, [where[step, start][rank] for rank in range(len(seen))])
+
+
+def why_none(seen: Sequence[Seen]) -> str:
+    """What is wrong with copies that are there, where none are chosen; empty where there are none."""
+    fit = [
+        copy for each in seen for copy in each.copies if copy.rank < len(seen) and seen[copy.rank].parts == copy.parts
+    ]
+    if any(each.changed for each in seen):
+        return CHANGED
+    if not fit:
+        return ""
+    steps, ranks = sorted({copy.step for copy in fit}), {copy.rank for copy in fit}
+    several = ", made in several starts of the run" * (len({(copy.step, copy.start) for copy in fit}) > len(steps))
+    where = f"steps {', '.join(map(str, steps))}, on {len(ranks)} of {len(seen)} ranks{several}"
+    return f"note: copies in memory are of {where}"
 
 
 def _digest(parts: Sequence[Part]) -> str:

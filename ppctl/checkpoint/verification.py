@@ -19,6 +19,7 @@ from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, check_files,
 from ppctl.checkpoint.shard_file import DTYPES, text_of
 from ppctl.checkpoint_folder import STATE
 from ppctl.config.keys import as_typed
+from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, Problem
 
 Kind = tuple[tuple[int, ...], str]
@@ -151,3 +152,30 @@ def with_sizes(problems: Sequence[Problem], saved: Mapping[str, Any], here: Mapp
         wanted |= {key: each for key, each in saved.items() if key not in _SOURCE and here.get(key) != each}
     remedy = " ".join(as_typed(f"model.{key}", value) for key, value in wanted.items())
     return [replace(each, remedy=remedy) if remedy and each.code == "PP-E502" else each for each in problems]
+
+
+def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: str | None) -> list[Problem]:
+    """Why the position in the data that a checkpoint's `state` tells means nothing to a run with this config.
+
+    `digest` is that of the run's data; None where nobody has looked.
+    """
+    now = {"seq_length": config.data.seq_length, "seed": config.train.seed, "data_digest": digest}
+    message = "the checkpoint's position in the data means nothing here: {} was {} and is {}"
+    return [
+        Problem("PP-E741", message.format(key, state[key], value), _restoring(key, state, config), place=str(path))
+        for key, value in now.items()
+        if value is not None and state.get(key, value) != value
+    ]
+
+
+def _restoring(key: str, state: Mapping[str, Any], config: RunConfig) -> str:
+    """The remedy that gives the run the data of the checkpoint again."""
+    if key != "data_digest":
+        return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
+    data = config.data
+    here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
+    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
+    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
+    if changed:
+        return " ".join(changed)
+    return "put back the files that the checkpoint was trained on: they have changed"

@@ -251,6 +251,12 @@ def places(parts: Sequence[Part]) -> list[tuple[int, int]]:
 _ALIGNED = 64
 
 
+def size_of(parts: Sequence[Part]) -> int:
+    """The bytes of that memory; never none."""
+    where = places(parts)
+    return max(where[-1][1] if where else 0, 1)
+
+
 def values_in(memory: memoryview, parts: Sequence[Part]) -> Values:
     """The values of parts that lie in `memory`."""
     where = places(parts)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
-from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, with_sizes
+from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
 from ppctl.cli import ckpt_text
 from ppctl.cli.console import byte_progress, print_problems
 from ppctl.errors import CheckpointError, ConfigError, Problem
@@ -166,9 +166,10 @@ def _verify(args: argparse.Namespace) -> int:
             found = examine(path, values=not args.quick, progress=progress)
     except OSError as error:
         raise _unreadable(path, error) from error
-    problems = list(found.problems)
+    problems, position = list(found.problems), None
     if wanted is not None:
-        problems += _unfit(path, manifest, wanted)
+        unfit, position = _unfit(path, manifest, wanted)
+        problems += unfit
     report = {
         "path": str(path),
         "step": manifest.step,
@@ -177,6 +178,7 @@ def _verify(args: argparse.Namespace) -> int:
         "quick": args.quick,
         "bytes_read": found.read,
         "loadable": None if wanted is None else not problems,
+        "position": position,
         "problems": [problem.to_json() for problem in problems],
     }
     print(json.dumps(report, indent=1) if args.json else ckpt_text.verified(report))
@@ -199,27 +201,41 @@ def _planned(words: Sequence[str]) -> RunConfig:
     return composed.config
 
 
-def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> list[Problem]:
-    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones."""
+def _unfit(path: Path, manifest: Manifest, config: RunConfig) -> tuple[list[Problem], int | None]:
+    """Why a run with this config cannot load the checkpoint; of weights alone, take them as its first ones. And behind
+    how many samples of its data it would go on; None where that is not known.
+
+    Whether the data are those of the checkpoint is seen when the run reads them.
+    """
     from ppctl.launch.weights import checkpoint_tensors
 
     try:
         state = read_state(path)
     except CheckpointError:
-        return []  # it is among what is wrong with the files
+        return [], None  # it is among what is wrong with the files
     only = bool(state.get("weights_only"))
     kinds = {name: {kind} for name, kind in checkpoint_tensors(config, optimizer=not only).items()}
     for name in kinds.keys() & manifest.tensors.keys() if only else ():
         kinds[name] = {(shape, manifest.tensors[name].dtype) for shape, _ in kinds[name]}  # to which values are cast
-    return with_sizes(misfits(path, manifest, kinds), state.get("model", {}), asdict(config.model))
+    problems = with_sizes(misfits(path, manifest, kinds), state.get("model", {}), asdict(config.model))
+    return problems + ([] if only else misplaced(path, state, config, None)), state.get("consumed_samples")
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from ppctl.checkpoint.arrays import ArrayReader, compare
+    from ppctl.checkpoint.arrays import ArrayReader, Compared, Difference, bytes_to_compare, compare
 
     paths = [find_checkpoint(text, args.dir, "ckpt diff") for text in (args.a, args.b)]
-    first, second = (ArrayReader(path, read_manifest(path)) for path in paths)
-    found = compare(first, second)
+    manifests = [read_manifest(path) for path in paths]
+    if any(manifest.format == 1 for manifest in manifests):  # whose values torch alone reads
+        done = _pretrained("compare", *paths, stdout=subprocess.PIPE)
+        if done.returncode:
+            return done.returncode
+        told = json.loads(done.stdout)
+        found = Compared(**told | {"different": [Difference(**each) for each in told["different"]]})
+    else:
+        first, second = (ArrayReader(path, manifest) for path, manifest in zip(paths, manifests, strict=True))
+        with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
+            found = compare(first, second, progress)
     report = ckpt_text.comparison(paths, found)
     print(json.dumps(report, indent=1) if args.json else ckpt_text.differences(report, args.limit))
     return 0 if found.same else DIFFERENT
@@ -308,7 +324,12 @@ def _format(args: argparse.Namespace) -> tuple[str, str]:
 
 def _convert(action: str, *words: object) -> int:
     """Start what converts: its sources, the output, then options."""
-    return subprocess.run([sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)], check=False).returncode
+    return _pretrained(action, *words).returncode
+
+
+def _pretrained(action: str, *words: object, stdout: int | None = None) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "ppctl.pretrained", action, *map(str, words)]
+    return subprocess.run(command, stdout=stdout, check=False)
 
 
 _ACTIONS = {

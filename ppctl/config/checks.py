@@ -155,6 +155,10 @@ def _local_copies(checkpoint: CheckpointConfig) -> Iterator[Finding]:
         message = "copies in memory are those that are made for saves beside training"
         yield ("checkpoint.local", "checkpoint.async"), message, "checkpoint.async=true"
 
+    if checkpoint.local_replicas and checkpoint.local is None:
+        message = "a neighbour's host holds what lies in memory, and nothing does"
+        yield ("checkpoint.local_replicas", "checkpoint.local"), message, "checkpoint.local_replicas=0"
+
 
 def _samples(config: RunConfig) -> Iterator[Finding]:
     """Rules on the size of a sample and of a microbatch."""

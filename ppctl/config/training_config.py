@@ -22,7 +22,7 @@ from ppctl.config.limits import (
     one_of,
     positive,
 )
-from ppctl.config.metadata import LATER, Support, key
+from ppctl.config.metadata import key
 
 
 @dataclass(kw_only=True, slots=True)
@@ -163,8 +163,9 @@ class CheckpointConfig:
     the processes, so that a run that starts again on the same hosts, in the same cut, goes on from them."""
     local_every: int = key(0, not_negative())
     """Steps between copies in `local`; each takes the place of the one before. Saves to the disk leave one, too."""
-    local_replicas: int = key(0, not_negative(), support=Support(LATER, "copies on a neighbour's host"))
-    """How many other hosts hold a rank's copy."""
+    local_replicas: int = key(0, not_negative(1))
+    """How many other hosts hold a rank's copy, 0 or 1: with 1 a run that lost a host still goes on from memory. Takes
+    the memory of a second copy, and sends one at every `local_every` and save, beside training."""
     resume: str | None = key(None, NOT_EMPTY, verbatim=True)
     """A checkpoint directory (or a run) to start from; `auto`: the newest of this run's own that is not damaged."""
     load: str | None = key(None, NOT_EMPTY, names="--load", known_as="resume_if_exists", verbatim=True)

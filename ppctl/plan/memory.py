@@ -197,11 +197,13 @@ def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: Par
         counts[stage.pp_rank] = counts.get(stage.pp_rank, Count()) + trained_count(config.model, stage.layers)
     precision, sharding = precision_of(config), sharding_of(config, sizes)
     most = max(saved_bytes(count, sizes, precision, sharding) for count in counts.values())
+    copies = 1 + config.checkpoint.local_replicas
+    more = ", and as much for a neighbour's" * config.checkpoint.local_replicas
     equation = (
-        f"checkpoint.async: a rank keeps {amount(most)} of its host's memory at most for a copy of what it saves; the "
-        f"ranks of a machine add up"
+        f"checkpoint.async: a rank keeps {amount(most)} of its host's memory at most for a copy of what it saves{more};"
+        " the ranks of a machine add up"
     )
-    return (Derived("checkpoint copies", round(most / GIB.size, 2), equation),)
+    return (Derived("checkpoint copies", round(copies * most / GIB.size, 2), equation),)
 
 
 def put_off(

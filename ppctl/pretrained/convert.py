@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
@@ -50,6 +50,14 @@ class Done:
     """A line about the tokenizer's files, where such are written."""
     settings: str = ""
     """A line about what was kept of the directory that the weights came from, where they came from one."""
+    left: str = ""
+    """A line about what is not weights and was left out."""
+
+
+def left_out(names: Iterable[str]) -> str:
+    """The line about tensors that are no weights: a run that begins with the weights begins at step 0."""
+    found = sorted(names)
+    return f"weights alone; left out: {len(found)} tensors of optimizer states ({found[0]}, …)" if found else ""
 
 
 def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool = True) -> Done:

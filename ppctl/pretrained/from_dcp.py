@@ -24,7 +24,7 @@ from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import SKIPPED, STACKED, STACKED_EXPERT, Place, Rows, places
 from ppctl.geometry.layers import head_dim
-from ppctl.pretrained.convert import Done, Progress, new_directory
+from ppctl.pretrained.convert import Done, Progress, left_out, new_directory
 from ppctl.pretrained.dcp_reader import DcpReader
 
 _WORDS = ("tok_embeddings.weight", "output.weight")
@@ -72,7 +72,8 @@ def import_dcp(source: Path, out: Path, model: ModelConfig, progress: Progress, 
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     elements = [spec.numel() for spec in specs.values()]
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(step_path(out / "checkpoints", 0), "", sum(elements), len(specs), size)
+    left = left_out(key for key in reader.tensors if key.startswith("optimizer."))
+    return Done(step_path(out / "checkpoints", 0), "", sum(elements), len(specs), size, left=left)
 
 
 def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str, _Stored]:

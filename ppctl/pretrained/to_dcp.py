@@ -29,7 +29,7 @@ from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.config.schema import ModelConfig
 from ppctl.families.directory import model_tensors
 from ppctl.families.megatron_names import STACKED, STACKED_EXPERT, Rows, is_stacked, written
-from ppctl.pretrained.convert import Done, Progress, new_directory, saved_dtypes, saved_model
+from ppctl.pretrained.convert import Done, Progress, left_out, new_directory, saved_dtypes, saved_model
 from ppctl.pretrained.from_dcp import in_titans_order
 
 _BACKENDS = {
@@ -90,7 +90,8 @@ def export_dcp(
             (temporary / "metadata.json").write_text(json.dumps(_BACKENDS))
     elements = sum(_elements(shape) for shape in model_tensors(model).values())
     size = sum(_elements(part.sizes) * part.dtype.itemsize for part in parts)
-    return Done(out, "", elements, len({part.key for part in parts}), size)
+    left = left_out(name for name in manifest.tensors if name.startswith("optim."))
+    return Done(out, "", elements, len({part.key for part in parts}), size, left=left)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

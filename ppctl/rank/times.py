@@ -21,6 +21,10 @@ MARGIN = 60.0
 """Seconds in addition to saves and steps: SLURM's clock is coarse, and ranks need some time to exit."""
 
 
+_SLOW_DISK = 100 * 2**20
+"""Bytes a second that a rank writes at least, as long as none has been measured."""
+
+
 class Phases:
     """Seconds by name of phase, in the order of the phases. A phase that is entered twice is added up."""
 
@@ -55,7 +59,10 @@ class TimeLeft:
     job_end: float | None = None
     """When the scheduler ends the job, in seconds since the epoch."""
     clock: Callable[[], float] = time.time
-    slowest_save: float = 0.0
+    slowest_save: float | None = None
+    """Seconds; None before the first one."""
+    saved_bytes: int = 0
+    """What the rank saves: before the first save, how long one will take."""
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     """Seconds of the last steps."""
     _doing: tuple[str, float] | None = None
@@ -68,12 +75,12 @@ class TimeLeft:
             if before == "training":
                 self.steps.append(now - since)
             elif before == "saving":
-                self.slowest_save = max(self.slowest_save, now - since)
+                self.note_save(now - since)
         self._doing = (state, now)
 
     def note_save(self, seconds: float) -> None:
         """A save took so long, beside training or not."""
-        self.slowest_save = max(self.slowest_save, seconds)
+        self.slowest_save = max(self.slowest_save or 0.0, seconds)
 
     def over(self) -> bool:
         """Whether the run has to stop now: the time left is less than two saves, three steps and the margin."""
@@ -81,7 +88,8 @@ class TimeLeft:
         if self.exit_at is not None and now >= self.exit_at:
             return True
         running = [now - self._doing[1]] if self._doing is not None and self._doing[0] == "training" else []
-        needed = 2 * self.slowest_save + 3 * max([*self.steps, *running], default=0.0) + MARGIN
+        save = self.saved_bytes / _SLOW_DISK if self.slowest_save is None else self.slowest_save
+        needed = 2 * save + 3 * max([*self.steps, *running], default=0.0) + MARGIN
         return self.job_end is not None and self.job_end - now < needed
 
 

@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from ppctl import checkpoint_folder
-from ppctl.checkpoint.local_copy import directory_of, sweep
 from ppctl.checkpoint.writer import WriterProcess
 from ppctl.config.gpu_environment import gpu_environment, refuse_backend
 from ppctl.config.quantities import seconds
@@ -52,6 +51,7 @@ from ppctl.rundir import RunDir
 from ppctl.train.loop import TrainingEnd, train
 from ppctl.train.rank_reports import TIME_IS_OVER
 from ppctl.train.session import Session, build_session
+from ppctl.train.snapshot import session_shards
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -154,6 +154,7 @@ def _run(
     if leads:
         launcher.begin(run, listener, heartbeat)
     time_left = _time_left(config.train.exit_after) if leads else TimeLeft()
+    time_left.saved_bytes = sum(shard.tensor.nbytes for shard in session_shards(session))
     with phases("warm-up"):
         heartbeat.set_state("warming up")
         _warm_up(run, session, store)
@@ -207,10 +208,6 @@ def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
     """Start the node's writer of checkpoints on its first rank, before that uses a GPU; what gives its address."""
     key, config = f"checkpoint writer {own.rank - own.local_rank}", shared.config.checkpoint
     if own.local_rank == 0 and config.in_background:
-        if config.local is not None:  # no rank makes room before it has the address
-            with suppress(OSError):
-                copies = directory_of(Path(config.local), shared.run.path)
-                sweep(copies, range(own.rank, own.rank + own.local_world_size))
         try:
             address = WriterProcess().address
         except OSError as error:

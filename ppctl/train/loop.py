@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +16,12 @@ from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.step_lines import Record
 from ppctl.train.evaluate import Evaluator
+from ppctl.train.local_start import load_local
 from ppctl.train.metrics import Writer
 from ppctl.train.rank_reports import SAVE_FAILED
 from ppctl.train.saving import Saves
 from ppctl.train.session import Session
-from ppctl.train.snapshot import load_first, load_local, start_from
+from ppctl.train.snapshot import load_first, start_from
 from ppctl.train.step import Trainer
 
 
@@ -94,10 +96,13 @@ def train(
             _hand_out(record, result.measured, write, keep)
             if last or saves.is_due(done) or result.stop:
                 enter("saving", step)
-                saves.save(done, position(done), sample_order, last=last or result.stop is not None)
+                ends, saving = last or result.stop is not None, partial(enter, "saving", step)
+                saves.save(done, position(done), sample_order, last=ends, waited=saving)
             if result.stop and not last:
                 why = result.stop
                 break
+        if saves.waits:  # with a limit of its own: it is not the wait for the one before
+            enter("saving", done - 1)
         saved = saves.finish() or saved
     return TrainingEnd(done, why is not None, loss, eval_loss, saved, why)
 

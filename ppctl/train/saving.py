@@ -5,7 +5,6 @@ Knows the keys of `checkpoint` and who is told. Must not know when a checkpoint 
 
 from __future__ import annotations
 
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from ppctl.checkpoint import Saver
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.background import BackgroundSaver, Saved
+from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import directory_of
 from ppctl.comm.groups import connecting_on_first_use, make_group
 from ppctl.errors import CheckpointError, Problem, TrainingError
@@ -57,28 +57,35 @@ class Saves:
             return
         with connecting_on_first_use():
             group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
+        ranks, shards = AgreeingRanks(group), session_shards(session)
+        local: LocalCopies | None = None
+        if config.local is not None:
+            copies, parts = directory_of(Path(config.local), directory.parent), [shard.part for shard in shards]
+            local = LocalCopies(copies, parts, ranks, replicas=config.local_replicas)
 
         def make() -> None:
             self._background = BackgroundSaver(
                 directory,
-                session_shards(session),
+                shards,
                 keep=config.keep,
                 keep_every=config.keep_every,
                 process_group=group,
                 address=writer(),
-                local=None if config.local is None else directory_of(Path(config.local), directory.parent),
+                local=local,
                 warn=self._warn,
             )
 
-        ranks = AgreeingRanks(group)
-        start = ranks.agree("make room for copies of what it saves", make, lambda _: secrets.token_hex(8))
-        if (background := self.local) is not None and background.local is not None:
-            background.local.start = start
+        ranks.agree("make room for copies of what it saves", make, lambda _: None)
 
     @property
     def failed(self) -> bool:
         """Whether the save under way has failed on all ranks: the next call of `save` or `finish` raises."""
         return self._background is not None and self._background.failed
+
+    @property
+    def waits(self) -> bool:
+        """Whether `finish` has a save to wait for."""
+        return self._background is not None and self._background.under_way is not None
 
     @property
     def local(self) -> BackgroundSaver | None:
@@ -90,9 +97,18 @@ class Saves:
         config = self.session.config.checkpoint
         return any(every > 0 and step % every == 0 for every in (config.interval, config.local_every))
 
-    def save(self, step: int, consumed_samples: int, sample_order: int, *, last: bool) -> None:
+    def save(
+        self,
+        step: int,
+        consumed_samples: int,
+        sample_order: int,
+        *,
+        last: bool,
+        waited: Callable[[], None] = lambda: None,
+    ) -> None:
         """Save what the ranks hold after `step` completed steps; returns when training may change it. To the disk at
-        `checkpoint.interval` and where it is the `last` save, else in memory alone.
+        `checkpoint.interval` and where it is the `last` save, else in memory alone. `waited` is called when the save
+        before this one is over.
 
         Raises TrainingError on all ranks where this save or the one before could not be written: the earlier
         checkpoints are as they were.
@@ -109,6 +125,8 @@ class Saves:
                 before = self._background.under_way
                 if before is not None and not self._background.finish(0.0):
                     self._tell(f"saving step {step} waits for step {before}, which is still being written")
+                    self._background.finish()
+                    waited()
                 self._background.begin(step, shards, state, to_disk=to_disk)
         self._figures["save_stall_s"] = round(time.perf_counter() - began, 6)
 

@@ -5,8 +5,7 @@ Must not know files: `ppctl.checkpoint` and `ppctl.pretrained` write and read th
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -17,15 +16,12 @@ from torch import Tensor
 
 from ppctl import checkpoint
 from ppctl.checkpoint.agreement import AgreeingRanks
-from ppctl.checkpoint.background import BackgroundSaver
 from ppctl.checkpoint.boxes import Box, boxes_of_run
-from ppctl.checkpoint.local_copy import intact
 from ppctl.checkpoint.manifest import read_manifest, read_state
 from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.verification import with_sizes
-from ppctl.checkpoint_folder import AUTO, Found, find, step_of
-from ppctl.config.keys import as_typed
+from ppctl.checkpoint.verification import misplaced, with_sizes
+from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
@@ -202,68 +198,6 @@ def _nothing(line: str) -> None:
     pass
 
 
-class _Local(NamedTuple):
-    """What the ranks decide together on copies in memory."""
-
-    step: int = 0
-    """Whose copies are tried; 0: none."""
-    newest: Path | None = None
-    """The newest checkpoint on the disk."""
-    line: str = ""
-    """For the user."""
-
-
-def load_local(
-    session: Session,
-    saver: BackgroundSaver,
-    directory: Path,
-    candidates: Callable[[], list[Found]],
-    say: Callable[[str], None] = print,
-) -> Loaded | None:
-    """Take the copies that an earlier start of this run has left in memory, where all ranks have those of one step and
-    start, later than that of the checkpoint that the run would go on from; else None, and what is there is forgotten.
-
-    A collective over the world. `say` takes, on rank 0, what was chosen, and why. A start from an earlier checkpoint
-    than the newest of `directory` means that one.
-    """
-    assert saver.local is not None
-    ranks, record = AgreeingRanks(None), saver.local.find(saver.memory.parts)
-
-    def choose(copies: list[tuple[int, str] | None]) -> _Local:
-        found = candidates()
-        newest, path = find(directory), found[0].path if found else None
-        given = path is not None and (newest is None or path != newest.path)
-        some = {copy for copy in copies if copy is not None}
-        steps = sorted({step for step, _ in some})
-        if given or not some:
-            return _Local()
-        on_disk = f"{path.name} on the disk" if path is not None else "no checkpoint on the disk"
-        if len(some) > 1 or None in copies:
-            count = sum(copy is not None for copy in copies)
-            what = f"copies in memory are of steps {', '.join(map(str, steps))}, on {count} of {len(copies)} ranks"
-            what += ", made in several starts of the run" if len(some) > len(steps) else ""
-            return _Local(line=f"note: {what}: going on from {on_disk}")
-        if steps[0] <= step_of(path):
-            return _Local()
-        return _Local(steps[0], path, f"going on from the copies of step {steps[0]} in memory; there is {on_disk}")
-
-    what = "look for copies in memory"
-    chosen = ranks.agree(what, lambda: None if record is None else (record.step, record.start), choose)
-    said = say if ranks.rank == 0 else _nothing
-    if chosen.step:
-        assert record is not None
-        whole = record
-        if ranks.agree(what, lambda: intact(whole, saver.memory.bytes), all):
-            said(chosen.line)
-            saver.memory.fill(session_shards(session))
-            return Loaded(chosen.newest, _continued(session, json.loads(record.state), saver.local.directory))
-        chosen = _Local(line="warning: copies in memory have changed since they were made; they are not used")
-    if chosen.line:
-        said(chosen.line)
-    saver.local.forget()
-    return None
-
-
 def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     """Fill the session from a checkpoint of any cut; returns its state. A collective over the world.
 
@@ -279,27 +213,16 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         misfit = any(problem.code == "PP-E502" for problem in error.problems)
         saved = read_state(path)["model"] if misfit else {}
         raise CheckpointError(with_sizes(error.problems, saved, asdict(session.config.model))) from error
-    return _continued(session, state, path)
+    return continued(session, state, path)
 
 
-def _continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:
+def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The state of tensors that have been filled, once the session goes on from it."""
     session.weights.publish()
     if session.loss_scale is not None and state.get("loss_scale") is not None:
         session.loss_scale.restore(state["loss_scale"])
-    now: dict[str, Any] = {"seq_length": session.config.data.seq_length, "seed": session.config.train.seed}
-    if session.corpus is not None:
-        now["data_digest"] = session.corpus.digest
-    problems = [
-        Problem(
-            "PP-E741",
-            f"the checkpoint's position in the data means nothing here: {key} was {state[key]} and is {value}",
-            _restoring(key, state, session),
-            place=str(path),
-        )
-        for key, value in now.items()
-        if state[key] != value
-    ]
+    digest = None if session.corpus is None else session.corpus.digest
+    problems = misplaced(path, state, session.config, digest)
     state.setdefault("sample_order", 1)
     if state["sample_order"] > SAMPLE_ORDER:
         message = f"it follows version {state['sample_order']} of the order of samples, this ppctl knows {SAMPLE_ORDER}"
@@ -307,16 +230,3 @@ def _continued(session: Session, state: dict[str, Any], path: Path) -> dict[str,
     if problems:
         raise CheckpointError(problems)
     return state
-
-
-def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
-    """The remedy that gives the run the data of the checkpoint again."""
-    if key != "data_digest":
-        return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
-    data = session.config.data
-    here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
-    changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
-    if changed:
-        return " ".join(changed)
-    return "put back the files that the checkpoint was trained on: they have changed"

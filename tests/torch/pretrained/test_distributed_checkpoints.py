@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from ppctl.checkpoint import CheckpointReader, read_manifest, read_state, verify
+from ppctl import checkpoint
+from ppctl.checkpoint import CheckpointReader, read_manifest, read_state, verify, whole_shards
 from ppctl.cli.main import main
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, PpctlError
@@ -228,3 +229,21 @@ def test_the_command_imports_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
     assert main(["ckpt", "import", "--hf", "titan", "more", "--for", *words]) == 2
     with pytest.raises(CheckpointError):
         DcpReader(tmp_path)
+
+
+def test_optimizer_states_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    """torchtitan's, as its optimizers flatten them; and ours."""
+    model = model_of("stacked")
+    state = {name: torch.zeros(shape) for name, shape in model_tensors(model).items()}
+    theirs = {f"optimizer.state.{name}.exp_avg": value for name, value in state.items()}
+    save_dcp(state | theirs, checkpoint_id=tmp_path / "titan", no_dist=True)
+    done = import_dcp(tmp_path / "titan", tmp_path / "ours", model, silent, megatron=False)
+    first = f"optimizer.state.{min(state)}.exp_avg"
+    assert done.left == f"weights alone; left out: {len(state)} tensors of optimizer states ({first}, …)"
+    assert export_dcp(done.path, tmp_path / "back", silent, megatron=False).left == ""
+    held = {f"model.{name}": value for name, value in state.items()}
+    held |= {f"optim.{name}.exp_avg": value for name, value in state.items()}
+    trained = checkpoint.save(tmp_path / "run", 1, whole_shards(held), {"model": asdict(model)}, keep=0)
+    for megatron in (False, True):
+        left = export_dcp(trained, tmp_path / f"trained {megatron}", silent, megatron=megatron).left
+        assert f"left out: {len(state)} tensors" in left

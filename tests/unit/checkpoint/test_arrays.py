@@ -9,12 +9,10 @@ import pytest
 from array_checkpoints import arrays, save
 
 from ppctl.checkpoint import arrays as room
-from ppctl.checkpoint.arrays import ArrayReader, compare
+from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
 from ppctl.checkpoint.boxes import Box
 from ppctl.checkpoint.manifest import read_manifest
-from ppctl.errors import CheckpointError
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "checkpoint" / "step-3"
 WQ = "model.layers.2.attention.wq.weight"
 
 
@@ -79,7 +77,10 @@ def test_names_are_sorted_by_the_numbers_in_them(tmp_path: Path) -> None:
     assert [name for name in found.missing if name.endswith("wq.weight")] == [WQ, "model.layers.10.attention.wq.weight"]
 
 
-def test_a_checkpoint_of_format_1_is_refused() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        reader(GOLDEN)
-    assert caught.value.problems[0].code == "PP-E509"
+def test_progress_counts_the_bytes_that_are_read(tmp_path: Path) -> None:
+    whole = arrays()
+    changed = {name: value + 1 if name == WQ else value for name, value in whole.items()}
+    one, other = (reader(save(tmp_path / name, 1, values)) for name, values in (("a", whole), ("b", changed)))
+    done: list[int] = []
+    compare(one, other, done.append)
+    assert sum(done) == bytes_to_compare(one.manifest, other.manifest) == whole[WQ].nbytes

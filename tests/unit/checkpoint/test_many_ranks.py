@@ -62,7 +62,7 @@ def test_work_grows_with_the_parts(ranks: int, dp: int) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(480)
 def test_the_manifest_of_2048_ranks_fits_into_a_gibibyte() -> None:
     script = f"""
 import resource, sys

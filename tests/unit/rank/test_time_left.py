@@ -57,6 +57,17 @@ def test_the_slowest_save_counts_and_of_the_steps_the_slowest_of_the_last_ten() 
     assert left.over()
 
 
+def test_before_the_first_save_the_bytes_say_how_long_one_takes() -> None:
+    """A slow disk is assumed until one has been measured: else a large model's first save would begin too late."""
+    clock = Clock()
+    left = TimeLeft(clock=clock, saved_bytes=10 * 100 * 2**20)
+    run(clock, left, ("training", 2.0))
+    left.job_end = clock.now + 2 * 10 + 3 * 2 + MARGIN - 0.5
+    assert left.over()
+    left.note_save(1.0)
+    assert not left.over()
+
+
 def test_exit_after_is_over_when_it_is_over() -> None:
     clock = Clock()
     left = TimeLeft(exit_at=1010.0, clock=clock)

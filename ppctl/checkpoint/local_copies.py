@@ -1,0 +1,238 @@
+"""Copies in memory as all ranks of a job have them: looked for at a start, brought to who needs them, made.
+
+Knows how a copy travels between ranks, over the process group of the saves beside training. Must not know checkpoints
+on the disk, sessions, nor who is told.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ppctl.checkpoint import local_copy
+from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.checkpoint.host_memory import HostMemory, shared_file
+from ppctl.checkpoint.local_copy import Chosen, LocalCopy, LocalRecord, Seen
+from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.writer import size_of
+from ppctl.errors import CheckpointError, Problem
+
+_PIECE = 2**28
+"""Bytes of a message."""
+
+
+class Survey(NamedTuple):
+    """What all ranks know after they have looked."""
+
+    start: str
+    """A number of this start."""
+    hosts: list[list[int]]
+    names: list[str]
+    """Of the hosts."""
+    keepers: list[int]
+    """For each rank, who keeps its copy on a neighbouring host; empty without replicas."""
+    sizes: list[int]
+    """Bytes of each rank's copy."""
+    chosen: Chosen | None
+    note: str
+    """What is wrong with the copies that are there."""
+
+
+class LocalCopies:
+    """This rank's copies, of a run whose ranks' copies lie in `directory` of their hosts. Made by all ranks together.
+
+    With `replicas` of 1 each copy goes to a neighbouring host as well. What lies there and is of no use is deleted now:
+    what ranks left that are on other hosts now, and copies of other steps. Raises CheckpointError on all ranks: PP-E544
+    where there is no neighbour, PP-E505.
+    """
+
+    def __init__(self, directory: Path, parts: Sequence[Part], ranks: AgreeingRanks, *, replicas: int = 0) -> None:
+        self.directory, self.ranks, self.replicas = directory, ranks, replicas
+        self.own = LocalCopy(directory, ranks.rank)
+        self._kept_of: int | None = None
+        self._room: Tensor | None = None
+
+        def look() -> Seen:
+            return local_copy.see(directory, ranks.rank, ranks.size, parts, size_of(parts))
+
+        self.survey = ranks.agree("look for copies in memory", look, self._survey)
+        if replicas:
+            self._kept_of = self.survey.keepers.index(ranks.rank)
+            self._kept = LocalCopy(directory, self._kept_of, kept=True)
+        (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
+        chosen = self.survey.chosen
+        self._sweep(local_copy.files_of(directory, chosen.step, chosen.start) if chosen is not None else set())
+
+    def _survey(self, seen: list[Seen]) -> Survey:
+        hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
+        return Survey(
+            secrets.token_hex(8),
+            hosts,
+            [seen[ranks[0]].host for ranks in hosts],
+            local_copy.keepers(hosts) if self.replicas else [],
+            [each.bytes for each in seen] if self.replicas else [],
+            chosen,
+            "" if chosen is not None else local_copy.why_none(seen),
+        )
+
+    def _sweep(self, names: set[str]) -> None:
+        """Delete what lies on this host but these files and the values that its ranks write into."""
+        with suppress(OSError):
+            local_copy.sweep(self.directory, names | {copy.values.name for copy in self._rooms()})
+
+    def _rooms(self) -> list[LocalCopy]:
+        kept = [rank for rank, keeper in enumerate(self.survey.keepers) if keeper in self._here]
+        return [LocalCopy(self.directory, rank, kept=False) for rank in self._here] + [
+            LocalCopy(self.directory, rank, kept=True) for rank in kept
+        ]
+
+    def told(self) -> str:
+        """Where copies come from that do not lie on their ranks' own hosts, for a person."""
+        assert self.survey.chosen is not None
+        host_of = {rank: number for number, ranks in enumerate(self.survey.hosts) for rank in ranks}
+        moved = dict.fromkeys(
+            (host_of[rank], host_of[source])
+            for rank, (source, kept) in enumerate(self.survey.chosen.sources)
+            if kept or source != rank
+        )
+        names = self.survey.names
+        each = [f"those of {names[to]} from a copy that {names[of]} kept as its neighbour" for to, of in moved]
+        return "".join(f", {one}" for one in each)
+
+    def load(self, memory: HostMemory) -> LocalRecord | None:
+        """Bring the chosen copies into the memory of their ranks; the record, or None on all ranks where one's values
+        are not those that it was made for. A collective. Raises CheckpointError."""
+        chosen, me = self.survey.chosen, self.ranks.rank
+        assert chosen is not None
+        source, kept = chosen.sources[me]
+        wanted = [to for to, (of, _) in enumerate(chosen.sources) if of == me and (to != me or kept)]
+
+        found: dict[int, tuple[bytes, Tensor]] = {}
+
+        def read() -> None:
+            for to in wanted:
+                found[to] = _values(LocalCopy(self.directory, to, kept=chosen.sources[to][1]))
+
+        what, values = "read copies in memory", _tensor(memory.bytes)
+        # All have what they send before the first message: nobody waits for one who has failed.
+        self.ranks.agree(what, read, lambda _: None)
+        sent = [each for to, (text, data) in found.items() if to != me for each in _send(to, text, data, self.ranks)]
+        if source != me:
+            text = _receive(source, values, self.ranks)
+        elif kept:
+            text, data = found[me]
+            values.copy_(data)
+        else:
+            text = self.own.text()
+        for work, _ in sent:
+            work.wait()
+        record = LocalRecord.of(text)
+
+        def take() -> bool:
+            moved = kept or source != me
+            if moved and not local_copy.is_of(record, memory.bytes):
+                return False
+            if moved:
+                self.own.keep(text)
+            return True
+
+        return record if self.ranks.agree(what, take, all) else None
+
+    def settle(self, used: HostMemory | None) -> None:
+        """Training begins, from what lies in the memory `used` or from the disk: what is of no use any more gives its
+        memory back, there is room for a neighbour's copy, and one where the copies are used.
+
+        A collective. Raises CheckpointError (PP-E511) where there is no room.
+        """
+        records = {copy.record.name for copy in self._rooms()} if used is not None else set()
+        self.ranks.agree("delete copies in memory", lambda: self._sweep(records), lambda _: None)
+        if not self.replicas:
+            return
+        whole = self.ranks.agree("make room for a neighbour's copy", self._make_room, all)
+        if used is not None and not whole:  # another host may be lost before the next copy
+            self._exchange(self.own.text(), used.bytes)
+
+    def _make_room(self) -> bool:
+        """Whether the neighbour's copy is there already."""
+        assert self._kept_of is not None
+        size = self.survey.sizes[self._kept_of]
+        try:
+            descriptor, mapped = shared_file(size, self._kept.values)
+        except OSError as error:
+            message = f"no host memory for a neighbour's copy, {size / 2**30:.2f} GiB: {error.strerror}"
+            raise CheckpointError(Problem("PP-E511", message, "checkpoint.local_replicas=0")) from error
+        os.close(descriptor)
+        self._room = _tensor(memoryview(mapped))
+        return self._kept.record.exists()
+
+    def forget(self) -> None:
+        """From now on this rank's own copy changes."""
+        self.own.forget()
+
+    def copy(self, step: int, parts: Sequence[Part], state: bytes, memory: memoryview) -> None:
+        """This rank's own copy is of `step` and whole; with replicas, a collective that exchanges it with neighbours.
+
+        Without room for a record there is no copy: ranks compare what they have at a start.
+        """
+        text = b""
+        with suppress(OSError):
+            text = local_copy.record_text(step, self.ranks.size, self.survey.start, parts, state, memory)
+            self.own.keep(text)
+        if not self.replicas:
+            return
+        # Before all have theirs, neighbours keep the copy before: together they are whole at any moment.
+        if not self.ranks.agree("copy to a neighbour's host", lambda: bool(text), all):
+            return
+        self._exchange(text, memory)
+
+    def _exchange(self, text: bytes, memory: memoryview) -> None:
+        assert self._kept_of is not None and self._room is not None
+        self._kept.forget()
+        sent = _send(self.survey.keepers[self.ranks.rank], text, _tensor(memory), self.ranks)
+        theirs = _receive(self._kept_of, self._room, self.ranks)
+        for work, _ in sent:
+            work.wait()
+        with suppress(OSError):
+            self._kept.keep(theirs)
+
+    def remove(self) -> None:
+        """Delete the copies on this host."""
+        local_copy.remove_all(self.directory)
+
+
+def _values(copy: LocalCopy) -> tuple[bytes, Tensor]:
+    with open(copy.values, "r+b") as file:
+        return copy.text(), _tensor(memoryview(mmap(file.fileno(), 0)))
+
+
+def _tensor(memory: memoryview) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _send(to: int, text: bytes, values: Tensor, ranks: AgreeingRanks) -> list[tuple[dist.Work, Tensor]]:
+    """Start to send a copy. What is returned holds what is sent until it has been waited for."""
+    messages = [torch.tensor([len(text)]), torch.frombuffer(bytearray(text), dtype=torch.uint8), *values.split(_PIECE)]
+    works = [dist.isend(message, to, group=ranks.group, tag=tag) for tag, message in enumerate(messages)]
+    return [(work, message) for work, message in zip(works, messages, strict=True) if work is not None]
+
+
+def _receive(of: int, values: Tensor, ranks: AgreeingRanks) -> bytes:
+    """Wait for a copy; its record."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, of, group=ranks.group, tag=0)
+    text = torch.empty(int(size), dtype=torch.uint8)
+    messages = [text, *values.split(_PIECE)]
+    works = [dist.irecv(message, of, group=ranks.group, tag=tag) for tag, message in enumerate(messages, 1)]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return text.numpy().tobytes()
