@@ -380,6 +380,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     draft.read_layout_file()
     draft.find_schedule_file()
     draft.unite_micro_batch()
+    draft.count_steps()
     config, wrong = convert(draft.tree, draft.place)
     named = {_key_of(p): p for p in wrong}
     problems = [_with_remedy(p, draft) for p in draft.problems]

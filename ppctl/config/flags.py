@@ -92,7 +92,10 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
         return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:
-        return Foreign(typed, why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size")
+        return Foreign(
+            typed,
+            why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size (a batch that grows: say it in tokens)",
+        )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")
     if same := _keys_of(flag):
@@ -161,7 +164,6 @@ _TRANSLATED = {
 """Flags whose values have other names here."""
 
 _IN_SAMPLES = {
-    "--train-samples": "train.steps",
     "--lr-warmup-samples": "optim.warmup_steps",
     "--lr-decay-samples": "optim.lr_decay_steps",
     "--lr-wsd-decay-samples": "optim.lr_wsd_decay_steps",

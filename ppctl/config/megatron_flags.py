@@ -13,8 +13,8 @@ LATER = {
     "a warm-up that begins above 0, or a rate of their own for embedding and output": (
         "--lr-warmup-init --decoupled-lr --decoupled-min-lr"
     ),
-    "a batch that grows while a run goes on": (
-        "--rampup-batch-size --step-batch-size-schedule --decrease-batch-size-if-needed"
+    "a batch that grows by steps of its own, or shrinks to fit": (
+        "--step-batch-size-schedule --decrease-batch-size-if-needed"
     ),
     "optimizers other than AdamW": (
         "--optimizer --sgd-momentum --muon-* --lion-* --start-weight-decay --end-weight-decay "
@@ -245,7 +245,7 @@ WRITE = {
 
 SEVERAL = (
     "--cuda-graph-scope --cuda-graph-modules --gtp-remat-opt-in-modules --mrope-section --offload-modules "
-    "--rl-inference-parsers --profile-ranks --rampup-batch-size --iterations-to-skip --high-priority-stream-groups "
+    "--rl-inference-parsers --profile-ranks --iterations-to-skip --high-priority-stream-groups "
     "--ddp-param-name-patterns-for-fp32-local-accumulation --validation-set-names --tokenizer-special-tokens "
     "--test-data-path --retriever-report-topk-accuracies --spec"
 )

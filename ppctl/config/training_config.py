@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config import lr_pieces
+from ppctl.config.batch_sizes import RAMPUP
 from ppctl.config.limits import (
     ABSOLUTE,
     BELOW_ONE,
@@ -106,8 +107,15 @@ class TrainConfig:
 
     steps: int = key(100, positive(), names="steps", known_as="--train-iters max_steps")
     """Optimizer steps of the whole run."""
+    samples: int | None = key(None, positive(), names="--train-samples")
+    """The length of the run in samples, in place of steps: as many whole steps as they fill."""
+    tokens: float | None = key(None, positive())
+    """The length of the run in tokens, in place of steps."""
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
+    batch_rampup: list[int] | None = key(None, RAMPUP, names="--rampup-batch-size", mathematics=True)
+    """[START, INCREMENT, SAMPLES]: the global batch grows from START by INCREMENT to global_batch_size while SAMPLES are
+    consumed, each size for as many of them. Every size must divide as global_batch_size must."""
     micro_batch_size: int = key(
         1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ppctl.checkpoint_folder import Found
+from ppctl.config.batch_sizes import BatchSizes
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.step_lines import Record
@@ -64,18 +65,18 @@ def train(
     config = session.config
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
     first, consumed, sample_order, saved = _begin(session, saves, checkpoints, resume, say)
+    sizes = BatchSizes.of(config.train, first, consumed)
     trainer = Trainer(
         session,
         session.batches(first, consumed, sample_order),
         lambda: SAVE_FAILED if saves.failed else stop_requested(),
+        sizes,
     )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
 
-    def position(done: int) -> int:
-        return consumed + (done - first) * config.train.global_batch_size
-
+    position = sizes.position
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)

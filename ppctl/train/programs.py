@@ -36,7 +36,7 @@ from ppctl.train.session import Session
 class StagePrograms:
     """The programs of a rank's stages, in chunk order, and what they read and note in a step."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, said: set[int] | None = None) -> None:
         self.session = session
         self.batch: StepBatch | None = None
         """The step's samples, on ranks that read data."""
@@ -52,7 +52,8 @@ class StagePrograms:
         """The step's microbatch that is number 0 of the schedule call."""
         self.keeping = _keep_activations(session)
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
-        self._said: set[int] = set()
+        self._said = set() if said is None else said
+        """The stages of which the log says what W computes."""
         self.words = own_words_of(session)
         size, length = session.plan.sizes.cp, session.config.data.seq_length
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
