@@ -21,6 +21,7 @@ from ppctl.config import (
     launch_rules,
     learning_rate,
     model_rules,
+    mtp_weight,
     offloading_rules,
     precision,
     recompute_rules,
@@ -122,6 +123,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from model_rules.broken_rules(config.model)
     yield from batch_sizes.broken_rules(config)
     yield from learning_rate.broken_rules(config)
+    yield from mtp_weight.broken_rules(config)
     yield from precision.broken_rules(config)
     yield from _messages(config)
     yield from recompute_rules.broken_rules(config)

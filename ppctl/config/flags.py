@@ -94,7 +94,7 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
     if flag in _IN_SAMPLES:
         return Foreign(
             typed,
-            why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size (a batch that grows: say it in tokens)",
+            why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size (where it grows, use tokens)",
         )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")

@@ -191,7 +191,7 @@ MEANINGLESS = {
         "--config-logger-dir"
     ),
     "SIGTERM always saves before a run ends": "--exit-signal-handler* --exit-signal --adlr-autoresume*",
-    "every step is logged, in metrics.jsonl and on the screen": (
+    "a line has all figures, in metrics.jsonl and on the screen; log.interval says how often": (
         "--log-* --no-log-* --disable-log-* --timing-log-* --tensorboard-log-interval --tensorboard-queue-size "
         "--logging-level --moe-per-layer-logging --no-barrier-with-level-1-timing --train-sync-interval"
     ),

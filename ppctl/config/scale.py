@@ -63,6 +63,7 @@ def smoke(config: RunConfig) -> dict[str, Any]:
         "data.seq_length": SEQUENCE,
         "pipeline.pp_seq_len": None if config.pipeline.pp_seq_len is None else SEQUENCE,
         "train.global_batch_size": _microbatches(config) * train.micro_batch_size,
+        "model.mtp_loss_scaling_pieces": None,
         "train.batch_rampup": None,
         "train.samples": None,
         "train.tokens": None,

@@ -114,8 +114,8 @@ class TrainConfig:
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
     batch_rampup: list[int] | None = key(None, RAMPUP, names="--rampup-batch-size", mathematics=True)
-    """[START, INCREMENT, SAMPLES]: the global batch grows from START by INCREMENT to global_batch_size while SAMPLES are
-    consumed, each size for as many of them. Every size must divide as global_batch_size must."""
+    """[START, INCREMENT, SAMPLES]: the global batch grows from START by INCREMENT to global_batch_size while SAMPLES
+    are consumed, each size for as many of them. Every size must divide as global_batch_size must."""
     micro_batch_size: int = key(
         1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
     )

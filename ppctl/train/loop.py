@@ -58,9 +58,9 @@ def train(
 
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
-    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`, and
-    `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
-    begins. `writer` and `note_save` are `Saves`'.
+    Evaluates at its interval and at the end. `write` takes the records of `log.interval`, `keep` the steps of
+    `log.trace`, and `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`,
+    `evaluating` or `saving` begins. `writer` and `note_save` are `Saves`'.
     """
     config = session.config
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
@@ -87,12 +87,14 @@ def train(
             saves.look()
             loss, done = result.record["loss"], step + 1
             last = done == config.train.steps
-            record = result.record | {"consumed_samples": position(done)} | saves.figures()
+            record = result.record | {"consumed_samples": position(done)}
             if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
                 enter("evaluating", step)
                 record |= evaluator()
                 eval_loss = record["eval_loss"]
-            _hand_out(record, result.measured, write, keep)
+            logged = done % config.log.interval == 0 or step == first or last or "eval_loss" in record or result.stop
+            # Figures of saves wait for the next line.
+            _hand_out(record | saves.figures() if logged else None, result.measured, write, keep)
             if last or saves.is_due(done) or result.stop:
                 enter("saving", step)
                 saves.save(done, position(done), sample_order, last=last or result.stop is not None)
@@ -129,12 +131,12 @@ def _begin(
 
 
 def _hand_out(
-    record: Record,
+    record: Record | None,
     measured: MeasuredStep | None,
     write: Writer | None,
     keep: Callable[[MeasuredStep], None] | None,
 ) -> None:
-    if write is not None:
+    if write is not None and record is not None:
         write(record)
     if keep is not None and measured is not None:
         keep(measured)

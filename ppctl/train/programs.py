@@ -48,6 +48,8 @@ class StagePrograms:
         """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
         """The same of the MTP modules: the mean over them."""
+        self.mtp_weight = session.config.model.mtp_loss_scaling_factor
+        """Of the MTP modules' losses in the loss of the step."""
         self.first = 0
         """The step's microbatch that is number 0 of the schedule call."""
         self.keeping = _keep_activations(session)
@@ -150,7 +152,7 @@ class StagePrograms:
             further = [against(each, *target) for each, target in zip(of_modules, targets, strict=True)]
             mean = torch.stack(further).mean()
             self.mtp_losses[mb] = mean.detach() / shares
-            loss = loss + self.session.config.model.mtp_loss_scaling_factor * mean
+            loss = loss + self.mtp_weight * mean
         return loss
 
     def _packing(self, mb: int) -> Packing:

@@ -12,6 +12,7 @@ import torch
 
 from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
+from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
@@ -120,6 +121,8 @@ class Trainer:
         if s.loss_scale is not None:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)
+        if s.config.model.mtp_num_layers:
+            record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
         if self.replicas.is_due(step + 1):
             record["replicas_compared"] = self.replicas.compare(step + 1)
@@ -173,6 +176,7 @@ class Trainer:
         s.weights.clear_gradients()
         self.balance.begin(1.0 if s.loss_scale is None else s.loss_scale.scale)
         self.stages.begin(None if self.batches is None else self.batches.step(step), step)
+        self.stages.mtp_weight = mtp_weight(step, self.whole.config.model, self._steps_for)
 
     def _run_pipeline(self, step: int) -> None:
         s = self.session

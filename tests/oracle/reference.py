@@ -61,7 +61,7 @@ def losses_of(logits, labels, mask, share, documents=None):
     return losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
 
 
-def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, dtype=torch.float32):
+def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, dtype=torch.float32, mtp_weights=None):
     """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s], or with a Packing; figures per step, weights.
 
     With `scale_grads` a microbatch's loss is its own mean, and the sum of gradients is divided by their number.
@@ -96,7 +96,8 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
             losses[-1] += (loss.detach() / count).item()
             if mtp_loss is not None:
                 mtp_losses[-1] += (mtp_loss.detach() / count).item()
-                loss = loss + model.mtp_loss_scaling_factor * mtp_loss
+                weight = model.mtp_loss_scaling_factor if mtp_weights is None else mtp_weights[step]
+                loss = loss + weight * mtp_loss
             loss.backward()
         aux = [math.fsum(value.item() for value in router.ledger.losses) for router in routers]
         aux_losses.append(math.fsum(aux) / len(microbatches))

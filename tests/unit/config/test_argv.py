@@ -134,7 +134,7 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--lr-decay-samples", "1000", "--global-batch-size=64"], "PP-E107", "optim.lr_decay_steps=16"),
         (["gbs=64", "--lr-decay-samples", "1000"], "PP-E107", "optim.lr_decay_steps=16"),
         (["--lr-decay-samples", "1000"], "PP-E107", "divide by train.global_batch_size"),
-        (["--lr-decay-samples", "9", "gbs=4", "train.batch_rampup=[2,2,8]"], "PP-E107", "say it in tokens"),
+        (["--lr-decay-samples", "9", "gbs=4", "train.batch_rampup=[2,2,8]"], "PP-E107", "where it grows, use tokens"),
         (["--lr-decay-samples", "70", "gbs=10"], "PP-E107", "optim.lr_decay_steps=7"),
         (["--lr-warmup-init", "1e-7"], "PP-E108", "a warm-up that begins above 0"),
         (["--lr-warmup-init", "0.0"], "PP-E109", "it is so in any case"),
@@ -228,11 +228,11 @@ def test_python_only_fields_are_not_text_keys():
 
 
 def test_a_pasted_megatron_command_line_comes_back_in_ppctls_words():
-    pasted = "--num-layers 8 --lr 3e-4 --bf16 --log-interval 1 --no-such-thing --data-path a nodes=2"
+    pasted = "--num-layers 8 --lr 3e-4 --bf16 --log-throughput --no-such-thing --data-path a nodes=2"
     found = normalise(shlex.split(pasted), command="plan")
     together, unknown = found.problems
     assert together.remedy == "ppctl plan --num-layers 8 optim.lr=3e-4 parallel.bf16=true data.path=a nodes=2"
-    assert "--log-interval 1  left out: every step is logged" in together.place
+    assert "left out: a line has all figures" in together.place
     assert "--no-such-thing" in unknown.message
     again = normalise(together.remedy.split()[2:])
     assert not again.problems
