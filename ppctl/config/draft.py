@@ -28,6 +28,8 @@ SCHEDULE_FILE = "pipeline.pp_schedule_csv"
 STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
 """The length of a run, and its other measures."""
 
+RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
+
 DEFAULT = "default"
 
 
@@ -111,6 +113,16 @@ class Draft:
         self.notes.append(f"layout {layout} ({source}) {reason}")
         self.put(LAYOUT, None)
         self.provenance[LAYOUT] = f"derived: layout {reason}"
+
+    def set_rampup_aside(self, before: Any, typed: set[str]) -> None:
+        """Drop a file's batch that grows where the command line changes the global batch that it grows to."""
+        rampup = self.get(RAMPUP)
+        if rampup is None or RAMPUP in typed or self.get(GLOBAL_BATCH) == before:
+            return
+        reason = "set aside because gbs was changed on the command line"
+        self.notes.append(f"batch_rampup {rampup} ({self.provenance.get(RAMPUP, DEFAULT)}) {reason}")
+        self.put(RAMPUP, None)
+        self.provenance[RAMPUP] = f"derived: {reason}"
 
     def read_layout_file(self) -> None:
         """`@file`: a layout string (or a YAML list of stages), relative to the working directory."""
