@@ -22,6 +22,7 @@ from ppctl.config import (
     learning_rate,
     model_rules,
     mtp_weight,
+    muon_rules,
     offloading_rules,
     precision,
     recompute_rules,
@@ -124,6 +125,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from batch_sizes.broken_rules(config)
     yield from learning_rate.broken_rules(config)
     yield from mtp_weight.broken_rules(config)
+    yield from muon_rules.broken_rules(config)
     yield from precision.broken_rules(config)
     yield from _messages(config)
     yield from recompute_rules.broken_rules(config)

@@ -45,7 +45,7 @@ FIXED = {
 }
 """Flags of other systems that mean one value of a key -> the override; of several keys, with blanks between."""
 
-AGREED = {"--optimizer": "adam", "--lr-warmup-init": "0.0", "--rope-type": "rope"}
+AGREED = {"--lr-warmup-init": "0.0", "--rope-type": "rope"}
 """Flags one value of which is what ppctl does in any case."""
 
 ABSENT = {
@@ -98,9 +98,12 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
         )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")
+    reason = table.found_in(table.LATER, flag)
     if same := _keys_of(flag):
-        return _as_key(typed, same[0], _TRANSLATED.get(flag, str)(value))
-    if reason := table.found_in(table.LATER, flag):
+        meant = _TRANSLATED.get(flag, str)(value)
+        if reason is None or not value or same[0].allows(meant):
+            return _as_key(typed, same[0], meant)
+    if reason:
         return Foreign(typed, why=reason, code="PP-E108")
     if key := table.found_in(table.WRITE, flag):
         return Foreign(typed, why=f"{key} says something like it")
@@ -155,7 +158,13 @@ def _minutes(number: str) -> str:
     return f"{number}m"
 
 
+def _optimizer(name: str) -> str:
+    """optim.name by Megatron's names."""
+    return {"adam": "adamw", "dist_muon": "muon"}.get(name, name)
+
+
 _TRANSLATED = {
+    "--optimizer": _optimizer,
     "--split": _validation_share,
     "--data-parallel-sharding-strategy": _sharding,
     "--exit-duration-in-mins": _minutes,

@@ -16,7 +16,7 @@ LATER = {
     "a batch that grows by steps of its own, or shrinks to fit": (
         "--step-batch-size-schedule --decrease-batch-size-if-needed"
     ),
-    "optimizers other than AdamW": (
+    "optimizers other than AdamW and Muon, and Muon of parts of matrices": (
         "--optimizer --sgd-momentum --muon-* --lion-* --start-weight-decay --end-weight-decay "
         "--weight-decay-incr-style --no-weight-decay-cond-type --apply-wd-to-qk-layernorm"
     ),

@@ -96,7 +96,8 @@ class Plan:
     @property
     def longest_row(self) -> int:
         """Actions of a rank in a schedule call, the most of all ranks and sizes of the batch."""
-        return max(len(row) for of in (self, *self.smaller) for row in of.schedule.actions)
+        schedules = [self.schedule, *(each.schedule for each in self.smaller)]
+        return max(len(row) for schedule in schedules for row in schedule.actions)
 
     @cached_property
     def forward_schedule(self) -> Schedule:

@@ -53,6 +53,7 @@ from ppctl.topology import RankGrid, axes_with_groups, levels
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
+from ppctl.train.muon import Muon, make_optimizer
 from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
@@ -111,7 +112,7 @@ class Session:
     parts: WhichParts
     """What of its parameters the axes that split them leave to this rank."""
     weights: Weights
-    optimizer: AdamW
+    optimizer: AdamW | Muon
     loss_scale: LossScale | None
     """In float16 only."""
     reducer: GradientReducer | GradientScatter
@@ -283,7 +284,7 @@ def build_session(
         rows=rows,
         parts=own_parts,
         weights=weights,
-        optimizer=AdamW(weights.master, config.optim, rows),
+        optimizer=make_optimizer(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
         partial_gradients=[name for name in weights.master if tp_sums(rows[name], plan.sizes.tp, sequence_parallel=sp)],
