@@ -98,12 +98,12 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
         )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")
-    reason = table.found_in(table.LATER, flag)
     if same := _keys_of(flag):
         meant = _TRANSLATED.get(flag, str)(value)
-        if reason is None or not value or same[0].allows(meant):
-            return _as_key(typed, same[0], meant)
-    if reason:
+        if flag == "--optimizer" and value and not same[0].allows(meant):
+            return Foreign(typed, why=table.found_in(table.LATER, "--sgd-momentum") or "", code="PP-E108")
+        return _as_key(typed, same[0], meant)
+    if reason := table.found_in(table.LATER, flag):
         return Foreign(typed, why=reason, code="PP-E108")
     if key := table.found_in(table.WRITE, flag):
         return Foreign(typed, why=f"{key} says something like it")

@@ -17,7 +17,7 @@ LATER = {
         "--step-batch-size-schedule --decrease-batch-size-if-needed"
     ),
     "optimizers other than AdamW and Muon, and Muon of parts of matrices": (
-        "--optimizer --sgd-momentum --muon-* --lion-* --start-weight-decay --end-weight-decay "
+        "--sgd-momentum --muon-* --lion-* --start-weight-decay --end-weight-decay "
         "--weight-decay-incr-style --no-weight-decay-cond-type --apply-wd-to-qk-layernorm"
     ),
     "an optimizer whose state is in other dtypes, or in host memory": (

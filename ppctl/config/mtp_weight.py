@@ -60,12 +60,10 @@ def mtp_weight(step: int, model: ModelConfig, steps_for: StepsFor) -> float:
 
 
 def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys, what is wrong, remedy) of pieces without MTP modules, or that end where another one has ended."""
+    """(keys, what is wrong, remedy) of pieces that end where another one has ended already."""
     key, rows = "model.mtp_loss_scaling_pieces", config.model.mtp_loss_scaling_pieces
     if rows is None:
         return
-    if not config.model.mtp_num_layers:
-        yield (key, "model.mtp_num_layers"), "weights of MTP losses need MTP modules", f"{key}=null"
     steps_for = steps_for_tokens(config)
     ends = [read_piece(row).until(steps_for) for row in rows]
     if any(after <= before for before, after in pairwise(ends)):
