@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ppctl.cli.pipeline import Chunk, Row, rows_of, with_header
 from ppctl.cli.table import aligned, folded, prose
+from ppctl.config.batch_sizes import BatchSizes, last_steps
 from ppctl.config.schema import RunConfig
 from ppctl.errors import Problem
 from ppctl.layout.letters import LETTERS, LayerType
@@ -17,6 +18,8 @@ from ppctl.plan.memory_limit import Unit, amount, available_text, peak_terms, un
 from ppctl.plan.prices import predicted, simulation_costs
 from ppctl.schedule.text_timeline import timeline_text
 
+_MOST_SIZES = 14
+"""The most rows of sizes of the batch."""
 _LONGEST_TIMELINE = 16
 """The most stages that a timeline shows."""
 
@@ -26,7 +29,8 @@ def blocks(plan: Plan, config: RunConfig, width: int) -> list[str]:
     head = prose([title(plan), vocabulary(plan, config), *equations(plan), memory_line(plan), *limit_line(plan)], width)
     drawn = f"{prose([legend(plan)], width)}\n{table(plan, width)}"
     sent = [traffic(plan)] if any(plan.traffic) else []
-    return [head, drawn, *sent, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
+    grows = [batch_sizes(plan, config)] if plan.smaller else []
+    return [head, drawn, *sent, *grows, "\n".join([prose(times(plan), width), *timeline(plan, config, width)])]
 
 
 def title(plan: Plan) -> str:
@@ -129,6 +133,23 @@ def traffic(plan: Plan) -> str:
         many = "all" if len(sent) == len(plan.traffic) else f"{len(sent)} of {len(plan.traffic)}"
         rows.append([axis, kind, spread([f"{n:,}" for n in numbers]), spread([unit.of(n) for n in sizes]), many])
     return f"what a rank sends in a step, in rings\n{aligned(rows)}"
+
+
+def batch_sizes(plan: Plan, config: RunConfig) -> str:
+    """When each size of a batch that grows holds; of many sizes the first ones and the last ones."""
+    rows = [["samples", "microbatches", "steps", "after samples", "bubble", "step s"]]
+    segments = BatchSizes.of(config.train).segments
+    for segment, last in last_steps(segments, config.train.steps):
+        of = plan.of_batch(segment.size)
+        calls = f"{of.gradient_accumulation_steps} x " if of.gradient_accumulation_steps > 1 else ""
+        first, seconds = segment.step + 1, of.step_time_s
+        steps = f"{first:,} to {last:,}" if last > first else f"{first:,}"
+        priced = [f"{of.bubble_fraction:.1%}", f"{seconds:.3g}"]
+        rows.append([f"{segment.size:,}", f"{calls}{of.num_microbatches}", steps, f"{segment.sample:,}", *priced])
+    if len(rows) > _MOST_SIZES:
+        half = _MOST_SIZES // 2
+        rows = [*rows[:half], ["...", *[""] * (len(rows[0]) - 1)], *rows[-half:]]
+    return f"sizes of the batch while it grows\n{aligned(rows, len(rows[0]))}"
 
 
 def memory_line(plan: Plan) -> str:

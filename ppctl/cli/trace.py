@@ -15,6 +15,7 @@ from ppctl.cli.runs import add_run_arguments, named_run
 from ppctl.cli.table import aligned
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.cli.train import program, short_path
+from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 from ppctl.plan import Plan
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"bubble {bubble_fraction(trace):.1%} measured, {plan.bubble_fraction:.1%} planned\n")
         print(aligned(_table(found, pipeline)))
     if args.timeline is not None:
-        planned = picture(plan, run_dir.read_config())
+        config = run_dir.read_config()
+        planned = picture(plan, at_size(config, BatchSizes.of(config.train).at(step.step - 1)))
         title = f"{plan.name}: step {step.step} as it was measured, ranks {pipeline[0]} to {pipeline[-1]}"
         write_timeline(
             replace(planned, title=title, subtitle=f"layout {plan.layout}", trace=trace), Path(args.timeline)
@@ -95,7 +97,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
         )
     try:
         record = json.loads(read_text(found[step], MOST_READ_OF_A_MODEL))
-        measured, plan = MeasuredStep.from_json(record), run.plan_of(record["plan"])
+        measured, plan = MeasuredStep.from_json(record), run.plan_of(record["plan"]).at_step(step - 1)
         _check(measured, step, plan)
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error

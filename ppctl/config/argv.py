@@ -36,6 +36,7 @@ SYNONYMS = {name: key for name, key in names_of_keys("names").items() if "." in 
 PLACE = "command line"
 
 _BATCH = "train.global_batch_size"
+_GROWS = ("--rampup-batch-size", "train.batch_rampup")
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 
@@ -136,7 +137,9 @@ class _Sorter:
             self.line += [known.override] * bool(known.override)
 
     def _global_batch(self) -> str:
-        """The global batch size wherever it stands on the line; empty where it does not."""
+        """The global batch size wherever it stands on the line; empty where it does not, or where it is grown to."""
+        if any(token.partition("=")[0] in _GROWS for token in self.tokens):
+            return ""
         words = (word for token in self.tokens for word in token.split("=", 1))
         names = {name for name, key in {**ALIASES, **MEGATRON}.items() if key == _BATCH} | {_BATCH}
         return next((next(words, "") for word in words if word in names), "")

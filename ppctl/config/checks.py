@@ -15,11 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ppctl.config import (
+    batch_sizes,
     data_paths,
     foreign_rules,
     launch_rules,
     learning_rate,
     model_rules,
+    mtp_weight,
+    muon_rules,
     offloading_rules,
     precision,
     recompute_rules,
@@ -119,7 +122,10 @@ def in_batches(parallel: ParallelConfig) -> bool:
 def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _environment(config.launch.env, usual)
     yield from model_rules.broken_rules(config.model)
+    yield from batch_sizes.broken_rules(config)
     yield from learning_rate.broken_rules(config)
+    yield from mtp_weight.broken_rules(config)
+    yield from muon_rules.broken_rules(config)
     yield from precision.broken_rules(config)
     yield from _messages(config)
     yield from recompute_rules.broken_rules(config)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, within_limits
-from ppctl.config.draft import DEFAULT, Draft, flat
+from ppctl.config.draft import DEFAULT, GLOBAL_BATCH, Draft, flat
 from ppctl.config.flags import ABSENT, meant_by
 from ppctl.config.foreign_rules import READ, without_effect
 from ppctl.config.keys import (
@@ -96,7 +96,10 @@ def compose(
     recipe = choices.get("recipe")
     # A recipe's layout was written for the recipe's own model, not for one that the command line chose.
     before = (_files({"recipe": recipe}, []) if recipe and "model" in choices else draft).sizes()
+    batch = draft.get(GLOBAL_BATCH) if isinstance(draft.tree["train"], dict) else None
     typed = _apply(draft, values)
+    if isinstance(draft.tree["train"], dict):
+        draft.set_rampup_aside(batch, typed)
     if read_model is not None:
         _take_model(draft, typed, read_model, scaled=scale is not None, for_training=for_training)
     draft.set_layout_aside(before, typed)
@@ -380,6 +383,7 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     draft.read_layout_file()
     draft.find_schedule_file()
     draft.unite_micro_batch()
+    draft.count_steps()
     config, wrong = convert(draft.tree, draft.place)
     named = {_key_of(p): p for p in wrong}
     problems = [_with_remedy(p, draft) for p in draft.problems]

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
+from ppctl.config.batch_sizes import run_length
+from ppctl.config.checks import beyond_limits, within_limits
 from ppctl.config.keys import keys_with, sections, text_keys
+from ppctl.config.mapping import convert
 from ppctl.errors import Problem
 from ppctl.files import is_file, read_text
 
@@ -21,6 +24,11 @@ MICRO_BATCH = ("train.micro_batch_size", "pipeline.pp_microbatch_size")
 """Two names of one value."""
 
 SCHEDULE_FILE = "pipeline.pp_schedule_csv"
+
+STEPS, LENGTHS = "train.steps", ("train.samples", "train.tokens")
+"""The length of a run, and its other measures."""
+
+RAMPUP, GLOBAL_BATCH = "train.batch_rampup", "train.global_batch_size"
 
 DEFAULT = "default"
 
@@ -106,6 +114,16 @@ class Draft:
         self.put(LAYOUT, None)
         self.provenance[LAYOUT] = f"derived: layout {reason}"
 
+    def set_rampup_aside(self, before: Any, typed: set[str]) -> None:
+        """Drop a file's batch that grows where the command line changes the global batch that it grows to."""
+        rampup = self.get(RAMPUP)
+        if rampup is None or RAMPUP in typed or self.get(GLOBAL_BATCH) == before:
+            return
+        reason = "set aside because gbs was changed on the command line"
+        self.notes.append(f"batch_rampup {rampup} ({self.provenance.get(RAMPUP, DEFAULT)}) {reason}")
+        self.put(RAMPUP, None)
+        self.provenance[RAMPUP] = f"derived: {reason}"
+
     def read_layout_file(self) -> None:
         """`@file`: a layout string (or a YAML list of stages), relative to the working directory."""
         value = self.get(LAYOUT)
@@ -127,6 +145,27 @@ class Draft:
         value = self.get(SCHEDULE_FILE)
         if isinstance(value, str) and is_file(value):
             self.put(SCHEDULE_FILE, str(Path(value).expanduser().resolve()))
+
+    def count_steps(self) -> None:
+        """Set train.steps by the length of the run in samples or tokens, unless steps have a stronger source.
+
+        Where both are as strong both stay, and `batch_sizes` reports it.
+        """
+        train = self.tree["train"] if isinstance(self.tree["train"], dict) else {}
+        given = [key for key in LENGTHS if train.get(key.partition(".")[2]) is not None]
+        if not given:
+            return
+        strongest = max(_strength(self.provenance.get(key, DEFAULT)) for key in given)
+        own = _strength(self.provenance.get(STEPS, DEFAULT))
+        if own > strongest:
+            for key in given:
+                self.put(key, None)
+                self.provenance[key] = f"derived: {STEPS} is set"
+        elif own < strongest:
+            config, _ = convert(self.tree, self.place)
+            steps = run_length(within_limits(config, list(beyond_limits(config))))
+            self.put(STEPS, steps)
+            self.provenance[STEPS] = f"derived: {given[0]}"
 
     def unite_micro_batch(self) -> None:
         """Make train.micro_batch_size and pipeline.pp_microbatch_size one value: that of the stronger source.

@@ -45,7 +45,7 @@ FIXED = {
 }
 """Flags of other systems that mean one value of a key -> the override; of several keys, with blanks between."""
 
-AGREED = {"--optimizer": "adam", "--lr-warmup-init": "0.0", "--rope-type": "rope"}
+AGREED = {"--lr-warmup-init": "0.0", "--rope-type": "rope"}
 """Flags one value of which is what ppctl does in any case."""
 
 ABSENT = {
@@ -92,11 +92,17 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
         return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:
-        return Foreign(typed, why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size")
+        return Foreign(
+            typed,
+            why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size (where it grows, use tokens)",
+        )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")
     if same := _keys_of(flag):
-        return _as_key(typed, same[0], _TRANSLATED.get(flag, str)(value))
+        meant = _TRANSLATED.get(flag, str)(value)
+        if flag == "--optimizer" and value and not same[0].allows(meant):
+            return Foreign(typed, why=table.found_in(table.LATER, "--sgd-momentum") or "", code="PP-E108")
+        return _as_key(typed, same[0], meant)
     if reason := table.found_in(table.LATER, flag):
         return Foreign(typed, why=reason, code="PP-E108")
     if key := table.found_in(table.WRITE, flag):
@@ -152,7 +158,13 @@ def _minutes(number: str) -> str:
     return f"{number}m"
 
 
+def _optimizer(name: str) -> str:
+    """optim.name by Megatron's names."""
+    return {"adam": "adamw", "dist_muon": "muon"}.get(name, name)
+
+
 _TRANSLATED = {
+    "--optimizer": _optimizer,
     "--split": _validation_share,
     "--data-parallel-sharding-strategy": _sharding,
     "--exit-duration-in-mins": _minutes,
@@ -161,7 +173,6 @@ _TRANSLATED = {
 """Flags whose values have other names here."""
 
 _IN_SAMPLES = {
-    "--train-samples": "train.steps",
     "--lr-warmup-samples": "optim.warmup_steps",
     "--lr-decay-samples": "optim.lr_decay_steps",
     "--lr-wsd-decay-samples": "optim.lr_wsd_decay_steps",

@@ -115,6 +115,9 @@ class LogConfig:
         "runs", NOT_EMPTY, known_as="output_dir runs_dir --save", options="-o --output -e --error", verbatim=True
     )
     """Where run directories go."""
+    interval: int = key(1, positive(), names="--log-interval")
+    """Steps between lines, in metrics.jsonl, on the screen and for trackers: every n-th step, and besides the first of
+    a start, the last, and those with an evaluation. A line is about its own step, not a mean."""
     tensorboard: bool = key(False, known_as="--tensorboard-dir")
     """Write the keys of metrics.jsonl for TensorBoard as well."""
     wandb: bool = key(False, known_as="--wandb-project")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from ppctl.config.batch_sizes import StepsFor, steps_for_tokens
 from ppctl.config.lr_pieces import read_piece
 from ppctl.config.schema import OptimConfig, RunConfig
 
@@ -34,18 +35,18 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 are Megatron's shapes of WSD's decay."""
 
 
-def lr_at(updates: int, optim: OptimConfig, steps: int, tokens_per_step: int = 0) -> float:
+def lr_at(updates: int, optim: OptimConfig, steps: int, steps_for: StepsFor | None = None) -> float:
     """The learning rate of the update that follows `updates` others, of `steps` in all.
 
     A linear warm-up, lr x (u + 1) / w while u = updates < w: no update is lost at rate 0. Then each piece from rate a
     at update s to rate b at update e: b + (a - b) x shape((u - s) / (e - s)). Behind the last one, its rate.
     `inverse-square-root` is lr x sqrt(max(w, 1) / max(u, 1)), at least min_lr, until its last step.
     """
-    warmup = warmup_steps(optim, tokens_per_step)
+    warmup = warmup_steps(optim, steps_for)
     if updates < warmup:
         return optim.lr * ((updates + 1) / warmup)
     begin, lr = warmup, optim.lr
-    for piece in pieces_of(optim, steps, tokens_per_step):
+    for piece in pieces_of(optim, steps, steps_for):
         if updates < piece.until:
             if piece.style == "inverse-square-root":
                 return max(piece.lr, lr * math.sqrt(max(warmup, 1) / max(updates, 1)))
@@ -54,35 +55,39 @@ def lr_at(updates: int, optim: OptimConfig, steps: int, tokens_per_step: int = 0
     return lr
 
 
-def warmup_steps(optim: OptimConfig, tokens_per_step: int) -> int:
+def warmup_steps(optim: OptimConfig, steps_for: StepsFor | None) -> int:
     """Updates of the warm-up."""
-    return _steps(optim.warmup_steps, optim.warmup_tokens, tokens_per_step)
+    return _steps(optim.warmup_steps, optim.warmup_tokens, steps_for)
 
 
-def pieces_of(optim: OptimConfig, steps: int, tokens_per_step: int) -> list[Piece]:
-    """What follows the warm-up, in order. `tokens_per_step` counts where something is given in tokens."""
+def pieces_of(optim: OptimConfig, steps: int, steps_for: StepsFor | None) -> list[Piece]:
+    """What follows the warm-up, in order. `steps_for` is asked where something is given in tokens."""
     if optim.lr_decay_style == "constant":
         return []
     if optim.lr_decay_style == "piecewise":
-        return _given(optim, tokens_per_step)
-    end = _steps(optim.lr_decay_steps or steps, optim.lr_decay_tokens, tokens_per_step)
+        return _given(optim, steps_for)
+    end = _steps(optim.lr_decay_steps or steps, optim.lr_decay_tokens, steps_for)
     if optim.lr_decay_style != "WSD":
         return [Piece(optim.lr_decay_style, end, optim.min_lr)]
     stable = end - (optim.lr_wsd_decay_steps or 0)
     return [Piece("constant", stable, optim.lr), Piece(optim.lr_wsd_decay_style, end, optim.min_lr)]
 
 
-def _given(optim: OptimConfig, tokens_per_step: int) -> list[Piece]:
+def _given(optim: OptimConfig, steps_for: StepsFor | None) -> list[Piece]:
     pieces, lr = [], optim.lr
     for row in optim.lr_pieces or ():
         piece = read_piece(row)
         lr = piece.lr if piece.lr is not None else lr if piece.style == "constant" else optim.min_lr
-        pieces.append(Piece(piece.style, _steps(piece.steps, piece.tokens, tokens_per_step), lr))
+        pieces.append(Piece(piece.style, _steps(piece.steps, piece.tokens, steps_for), lr))
     return pieces
 
 
-def _steps(given: int, given_tokens: float | None, tokens_per_step: int) -> int:
-    return given if given_tokens is None else math.ceil(given_tokens / tokens_per_step)
+def _steps(given: int, given_tokens: float | None, steps_for: StepsFor | None) -> int:
+    if given_tokens is None:
+        return given
+    if steps_for is None:
+        raise ValueError("the rate is given in tokens: how many of them a step takes is needed")
+    return steps_for(given_tokens)
 
 
 def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -118,8 +123,7 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
 
 def _order(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """Pieces that end where another one ended already."""
-    per_step = config.train.global_batch_size * config.data.seq_length
-    ends = [piece.until for piece in _given(config.optim, per_step)]
+    ends = [piece.until for piece in _given(config.optim, steps_for_tokens(config))]
     if any(after <= before for before, after in pairwise(ends)):
         shown = ", ".join(f"{end:,}" for end in ends)
         message = f"the pieces of the learning rate end after {shown} steps: each must end later than the one before"

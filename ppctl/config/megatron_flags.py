@@ -13,11 +13,11 @@ LATER = {
     "a warm-up that begins above 0, or a rate of their own for embedding and output": (
         "--lr-warmup-init --decoupled-lr --decoupled-min-lr"
     ),
-    "a batch that grows while a run goes on": (
-        "--rampup-batch-size --step-batch-size-schedule --decrease-batch-size-if-needed"
+    "a batch that grows by steps of its own, or shrinks to fit": (
+        "--step-batch-size-schedule --decrease-batch-size-if-needed"
     ),
-    "optimizers other than AdamW": (
-        "--optimizer --sgd-momentum --muon-* --lion-* --start-weight-decay --end-weight-decay "
+    "optimizers other than AdamW and Muon, and Muon of parts of matrices": (
+        "--sgd-momentum --muon-* --lion-* --start-weight-decay --end-weight-decay "
         "--weight-decay-incr-style --no-weight-decay-cond-type --apply-wd-to-qk-layernorm"
     ),
     "an optimizer whose state is in other dtypes, or in host memory": (
@@ -191,7 +191,7 @@ MEANINGLESS = {
         "--config-logger-dir"
     ),
     "SIGTERM always saves before a run ends": "--exit-signal-handler* --exit-signal --adlr-autoresume*",
-    "every step is logged, in metrics.jsonl and on the screen": (
+    "a line has all figures, in metrics.jsonl and on the screen; log.interval says how often": (
         "--log-* --no-log-* --disable-log-* --timing-log-* --tensorboard-log-interval --tensorboard-queue-size "
         "--logging-level --moe-per-layer-logging --no-barrier-with-level-1-timing --train-sync-interval"
     ),
@@ -245,7 +245,7 @@ WRITE = {
 
 SEVERAL = (
     "--cuda-graph-scope --cuda-graph-modules --gtp-remat-opt-in-modules --mrope-section --offload-modules "
-    "--rl-inference-parsers --profile-ranks --rampup-batch-size --iterations-to-skip --high-priority-stream-groups "
+    "--rl-inference-parsers --profile-ranks --iterations-to-skip --high-priority-stream-groups "
     "--ddp-param-name-patterns-for-fp32-local-accumulation --validation-set-names --tokenizer-special-tokens "
     "--test-data-path --retriever-report-topk-accuracies --spec"
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ppctl.config import mtp_weight
 from ppctl.config.limits import (
     BELOW_ONE,
     MOST_HEADS,
@@ -168,4 +169,6 @@ class ModelConfig:
     mtp_num_layers: int | None = key(None, not_negative(MOST_PREDICTED), names="--mtp-num-layers", layout=True)
     """Multi-token prediction layers after the decoder; none means none."""
     mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
-    """Weight of the MTP losses."""
+    """Weight of the MTP losses, in the loss that is trained."""
+    mtp_loss_scaling_pieces: list[Any] | None = key(None, mtp_weight.PIECES, training=True)
+    """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config import lr_pieces
+from ppctl.config.batch_sizes import RAMPUP
 from ppctl.config.limits import (
     ABSOLUTE,
     BELOW_ONE,
@@ -50,8 +51,20 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW, and a learning rate that rises linearly and then falls as lr_decay_style says."""
+    """AdamW or Muon, and a learning rate that rises linearly and then falls as lr_decay_style says."""
 
+    name: str = key("adamw", one_of("adamw", "muon"), known_as="--optimizer")
+    """`adamw`; or `muon`: Muon for matrices of hidden layers, each expert's by itself, AdamW for embeddings, the
+    output, norms and biases. A checkpoint goes on with the optimizer that wrote it."""
+    muon_momentum: float = key(0.95, BELOW_ONE, known_as="--muon-momentum")
+    """Muon: decay of the running mean of gradients."""
+    muon_nesterov: bool = key(True, known_as="--muon-use-nesterov")
+    """Muon: look ahead by Nesterov's rule."""
+    muon_ns_steps: int = key(5, positive(99), known_as="--muon-num-ns-steps")
+    """Muon: steps of the Newton-Schulz iteration, in bfloat16."""
+    muon_adjust_lr: str = key("match_rms_adamw", one_of("match_rms_adamw", "original"))
+    """Muon: factor on lr for a matrix [A, B]: `match_rms_adamw`, 0.2 sqrt(max(A, B)), as large as AdamW's updates; or
+    `original`, sqrt(max(1, A / B))."""
     lr: float = key(3e-4, positive(), names="lr", known_as="learning_rate")
     """Peak learning rate."""
     min_lr: float = key(0.0, not_negative())
@@ -106,8 +119,15 @@ class TrainConfig:
 
     steps: int = key(100, positive(), names="steps", known_as="--train-iters max_steps")
     """Optimizer steps of the whole run."""
+    samples: int | None = key(None, positive(), names="--train-samples")
+    """The length of the run in samples, in place of steps: as many whole steps as they fill."""
+    tokens: float | None = key(None, positive())
+    """The length of the run in tokens, in place of steps."""
     global_batch_size: int = key(8, positive(MOST_SAMPLES), names="gbs --global-batch-size", mathematics=True)
     """Sequences per optimizer step, over all ranks."""
+    batch_rampup: list[int] | None = key(None, RAMPUP, names="--rampup-batch-size", mathematics=True)
+    """[START, INCREMENT, SAMPLES]: the global batch grows from START by INCREMENT to global_batch_size while SAMPLES
+    are consumed, each size for as many of them. Every size must divide as global_batch_size must."""
     micro_batch_size: int = key(
         1, positive(MOST_IN_A_MICROBATCH), names="mbs --micro-batch-size", known_as="local_batch_size --batch-size"
     )

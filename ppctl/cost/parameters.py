@@ -101,6 +101,19 @@ def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     return count
 
 
+def hidden_matrices(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:
+    """The rows of a stage that Muon moves, each with the number of its layers that have it."""
+    return [(row, number) for row, number in stage_rows(model, layers) if row.hidden_matrix]
+
+
+def matrix_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
+    """Of a stage's parameters, those of matrices of hidden layers."""
+    count: Count = Counter()
+    for row, number in hidden_matrices(model, layers):
+        count[row.axes] += number * row.elements
+    return count
+
+
 def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], width: int) -> int:
     """Bytes of what no optimizer steps, routers' biases: as wide as a gradient, `width` bytes, not as a weight."""
     return sum(width * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")

@@ -59,8 +59,16 @@ class State(NamedTuple):
         return sum(self)
 
 
-def state_bytes(count: Count, sizes: ParallelSizes, precision: Precision, sharding: str) -> State:
+NOTHING: Count = Counter()
+
+
+def state_bytes(
+    count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, one_moment: Count = NOTHING
+) -> State:
     """Weights, gradients and optimizer state of `count` parameters while a step uses them.
+
+    Of `one_moment` of them (Muon's matrices, which nothing shards) the state is one moment, as wide as a gradient, and
+    not two.
 
     Sharding divides the optimizer's state, in which there is a master of every weight then. Weights and
     gradients are whole, since gradients are summed once a step; with `full` only for as long as `Passing` says.
@@ -69,14 +77,18 @@ def state_bytes(count: Count, sizes: ParallelSizes, precision: Precision, shardi
     whole = dense + experts
     weights, gradients = whole * precision.weight, whole * precision.gradient
     if sharding == "none":
-        return State(weights, gradients, whole * precision.optimizer)
+        less = sum(on_device(one_moment, sizes)) * precision.gradient
+        return State(weights, gradients, whole * precision.optimizer - less)
     return State(weights, gradients, saved_bytes(count, sizes, precision, sharding))
 
 
-def saved_bytes(count: Count, sizes: ParallelSizes, precision: Precision, sharding: str) -> int:
+def saved_bytes(
+    count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, one_moment: Count = NOTHING
+) -> int:
     """What a rank saves of `count` parameters: masters and both moments, of its part where they are shared."""
     dense, experts = on_device(count, sizes)
-    return (dense + experts if sharding == "none" else shared(dense, experts, sizes)) * precision.shared_optimizer
+    held = dense + experts if sharding == "none" else shared(dense, experts, sizes)
+    return held * precision.shared_optimizer - sum(on_device(one_moment, sizes)) * precision.gradient
 
 
 def shared(dense: int, experts: int, sizes: ParallelSizes) -> int:

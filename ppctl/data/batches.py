@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ppctl.config.batch_sizes import BatchSizes, Rampup
 from ppctl.data.blend import Blend
 from ppctl.data.load import NO_END, DocumentEnd
 from ppctl.data.sampler import SAMPLE_ORDER, Ids, checksum, microbatches
@@ -51,6 +52,7 @@ class Batches:
     `step` counts completed optimizer steps: the run's first is step 0, and a run resumed from a checkpoint of step k
     goes on with step k. `consumed_samples` is the data position at `first_step` (0 and 0 for a new run); that of a
     later step follows from it, so that another global_batch_size after a resume neither skips nor repeats a sample.
+    Steps take global_batch_size samples, those of a batch that grows (`rampup`) fewer at first.
     `sample_order` is the version of the sampler's rule, which a run keeps for its whole life.
     `end` says what a document's end does to loss, positions and attention.
     Raises DataError for a corpus shorter than one sample or with tokens that the model's vocabulary lacks.
@@ -69,18 +71,20 @@ class Batches:
     consumed_samples: int = 0
     end: DocumentEnd = NO_END
     sample_order: int = SAMPLE_ORDER
+    rampup: Rampup | None = None
 
     def __post_init__(self) -> None:
+        self.sizes = BatchSizes(self.global_batch_size, self.rampup, self.first_step, self.consumed_samples)
         self.corpus.check_vocabulary(self.vocab_size)
         self.num_samples = self.corpus.num_samples(self.seq_length)
 
     def position(self, step: int) -> int:
         """The data position before `step`, in samples of the run: what a checkpoint of `step` completed steps keeps."""
-        return self.consumed_samples + (step - self.first_step) * self.global_batch_size
+        return self.sizes.position(step)
 
     def sample_ids(self, step: int) -> Ids:
-        """Ids of the global batch of `step`, shape [global_batch_size], the same on every rank."""
-        return self.ids_at(self.position(step), self.global_batch_size)
+        """Ids of the global batch of `step`, shape [its samples], the same on every rank."""
+        return self.ids_at(self.position(step), self.sizes.at(step))
 
     def ids_at(self, first: int, count: int) -> Ids:
         """Ids at positions first .. first + count - 1 of the run."""
@@ -111,7 +115,7 @@ class Batches:
     def _total_tokens(self, ids: Ids) -> int:
         """Labels that count in the whole global batch; where marks do not, every rank looks at all of its samples."""
         if not self.end.masks_loss:
-            return self.global_batch_size * self.seq_length
+            return len(ids) * self.seq_length
         inputs = self.corpus.samples(ids, self.seq_length)[:, :-1]
         return max(1, int(np.count_nonzero(inputs != self.end.token)))
 

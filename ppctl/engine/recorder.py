@@ -38,9 +38,16 @@ class Recorder:
         self.device = torch.device("cpu")
         """The device whose time is stamped."""
         self.pp_rank = pp_rank
-        self.actions = tuple(actions)
         self.clock_offset = clock_offset
         """Seconds to add to this host's clock to get the pipeline's common clock."""
+        self._take(actions)
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Stamp another list from the next step on; what was stamped before is forgotten."""
+        self._take(actions)
+
+    def _take(self, actions: Sequence[Action]) -> None:
+        self.actions = tuple(actions)
         self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
         self._starts = [0.0] * len(self.actions)
         self._ends = [0.0] * len(self.actions)
@@ -117,6 +124,12 @@ class CudaRecorder(Recorder):
         self._origin.record()
         self._origin_time = perf_counter()
         self._readable: list[tuple[int, float, float]] = []
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """As on the CPU, with events for the new list; none is recorded, and the device is not waited for."""
+        super().follow(actions)
+        self._now, self._before = _EventSet(self._stamped), _EventSet(self._stamped)
+        self._steps, self._readable = 0, []
 
     def begin_step(self) -> None:
         """Take the other set of events and record the step's origin."""

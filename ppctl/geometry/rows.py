@@ -72,6 +72,11 @@ class Parameter(NamedTuple):
         return self.is_matrix
 
     @property
+    def hidden_matrix(self) -> bool:
+        """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's."""
+        return self.is_matrix and self.name != OUTPUT
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The parallel axes that split it; `tp/8` does where it divides 8 units, `tp:37` cuts 37 words into runs."""
         if self.units:

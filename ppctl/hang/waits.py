@@ -96,7 +96,7 @@ def _wait(plan: Plan, by_rank: Mapping[int, RankState], own: RankState) -> Wait:
     if own.index == NO_ACTION or own.state not in _LISTED:
         axis, behind = _behind_in_exchanges(plan, by_rank, own)
         return Wait(own, on=_furthest_behind(by_rank, own) if behind is None else behind, axis=axis)
-    schedule = schedule_of(plan, own.state)
+    schedule = schedule_of(plan, own)
     row = schedule.actions[plan.for_rank(own.rank).pp_rank]
     done = next((action for action in reversed(row[: own.index]) if action.op not in MESSAGES), None)
     current = row[own.index] if own.index < len(row) else _unreceived_send(plan, by_rank, own, schedule, row)
@@ -174,9 +174,9 @@ def _unreceived_send(
     return None
 
 
-def schedule_of(plan: Plan, state: str) -> Schedule:
-    """The schedule that ranks run in a state."""
-    return plan.schedule if state == "training" else plan.forward_schedule
+def schedule_of(plan: Plan, state: RankState) -> Schedule:
+    """The schedule that a rank runs in a state: of the step's size, where the batch grows."""
+    return plan.at_step(state.step).schedule if state.state == "training" else plan.forward_schedule
 
 
 def _need(schedule: Schedule, action: Action) -> Action | None:

@@ -105,7 +105,7 @@ def place(run: RunDir, state: RankState | None) -> tuple[int | None, str | None]
         return None, f"while {state.state}"
     with suppress(Exception):  # the plan may be damaged; the report is printed all the same
         plan = run.read_plan()
-        row = schedule_of(plan, state.state).actions[plan.for_rank(state.rank).pp_rank]
+        row = schedule_of(plan, state).actions[plan.for_rank(state.rank).pp_rank]
         if state.index >= len(row):
             return row[-1].stage, f"after {row[-1]}"
         return row[state.index].stage, f"in {row[state.index]}"

@@ -123,7 +123,9 @@ def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str
     for name, shape in model_tensors(model).items():
         found[f"model.{name}"] = (shape, wide)
         if optimizer and parameter_of(name, model).gradient != "none":
-            found |= {f"optim.{name}.{key}": (shape, wide) for key in ("exp_avg", "exp_avg_sq")}
+            matrix = config.optim.name == "muon" and parameter_of(name, model).hidden_matrix
+            moments = ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq")
+            found |= {f"optim.{name}.{key}": (shape, wide) for key in moments}
             found[f"optim.{stack_of(name)}.step"] = ((), "float32")
     return found
 

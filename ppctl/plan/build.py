@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -24,6 +25,7 @@ from ppctl.plan.offloading import check_offloading, offloaded
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import predicted, simulation_costs, stage_costs, step_timing
 from ppctl.plan.profile import Measured, origin, read_profile
+from ppctl.plan.rampup import Size, check_sizes, derive_sizes, in_words
 from ppctl.plan.schedule_choice import (
     CAPACITY,
     CSV,
@@ -43,7 +45,7 @@ from ppctl.plan.schedule_search import Way, check_memory, kept_choice, least_hel
 from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import stage_specs, tie_groups
 from ppctl.plan.traffic import step_traffic
-from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
+from ppctl.plan.types import Derived, RankCost, SmallerBatch, StageCost, StageSpec
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.search_task import Task, named_schedules, placements
@@ -127,6 +129,16 @@ class Derivation:
         layers, size = [stage.layers for stage in self.stages], self.batch.micro_batch_size
         return stage_costs(self.values.config, layers, self.sizes, size, self.measured)
 
+    @cached_property
+    def smaller(self) -> tuple[Size, ...]:
+        """The sizes on the way of a batch that grows."""
+        return derive_sizes(self.values, self.world.dp)
+
+    @property
+    def full_from(self) -> int:
+        """Completed steps before the first of the full size."""
+        return BatchSizes.of(self.values.config.train).segments[-1].step
+
     @property
     def ways(self) -> list[Way]:
         """How the stages may be placed for a schedule that is searched for, and what they cost there."""
@@ -142,7 +154,8 @@ class Derivation:
     @property
     def derived(self) -> tuple[Derived, ...]:
         """All equations, in the order in which a reader wants them."""
-        return (*self.world.derived, *self.batch.derived, *self.cut.derived, *self.choice.derived)
+        of_batch = (*self.batch.derived, *in_words(self.values.config))
+        return (*self.world.derived, *of_batch, *self.cut.derived, *self.choice.derived)
 
     @cached_property
     def rank_costs(self) -> Callable[[Schedule], tuple[RankCost, ...]]:
@@ -187,6 +200,8 @@ def derive(
     cut = derive_cut(values, violations, chunks_wanted(values, schedule))
     batch = derive_batch(values, world.dp, violations) if world is not None else None
     choice = _choice(values, schedule, cut, batch, violations) if cut is not None else None
+    if world is not None and batch is not None and cut is not None and choice is not None:
+        check_sizes(values, world.dp, batch, choice, len(cut.layout.stages), violations)
     if world is None or batch is None or cut is None or choice is None:
         return None
     derivation = Derivation(values, world, batch, cut, choice, measured)
@@ -296,7 +311,8 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         proof = proved(values, plain)
     run = plain if proof.wrong else proof.schedule
     trace = predicted(run, simulation_costs(costs, stages))
-    ranks = derivation.rank_costs(proof.schedule)
+    smaller, of_sizes = _smaller(derivation, proof)
+    ranks = _fullest([derivation.rank_costs(proof.schedule), *(held for held, _ in of_sizes)])
     measured = derivation.measured
     priced_by = device_of(config).title if measured is None else measured.path
     times = step_timing(config, stages, sizes, run, trace, costs, ranks, batch.accumulation, priced_by)
@@ -321,6 +337,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         p2p_capacity=values[CAPACITY],
         traffic=step_traffic(config, stages, sizes, proof.schedule, batch.micro_batch_size, batch.accumulation),
         limit=device_limit(config, sizes),
+        smaller=smaller,
         derived=(
             *derivation.derived,
             *_whose_code(model),
@@ -332,8 +349,47 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *origin(measured, cut.layout.canonical()),
         ),
         provenance=dict(values.provenance),
-        problems=tuple(proof.wrong),
+        problems=tuple(dict.fromkeys([*proof.wrong, *(problem for _, wrong in of_sizes for problem in wrong)])),
     )
+
+
+_OfSize = tuple[tuple[RankCost, ...], list[Problem]]
+"""What the pp_ranks hold at one size of the batch, and what is wrong with its schedule."""
+
+
+def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, ...], list[_OfSize]]:
+    """The sizes on the way of a batch that grows, each with its schedule, proved as that of the full size is."""
+    values, sizes, stages = derivation.values, derivation.sizes, derivation.stages
+    found: list[SmallerBatch] = []
+    held: list[_OfSize] = []
+    proofs = {derivation.batch.num_microbatches: full}
+    last = derivation.smaller[-1:]
+    ends = [*(each.segment.step for each in derivation.smaller[1:]), *(derivation.full_from for _ in last)]
+    for (segment, batch), end in zip(derivation.smaller, ends, strict=True):
+        count, config = batch.num_microbatches, at_size(values.config, segment.size)
+        if count not in proofs:
+            proofs[count] = proved(values, derivation.compute_only(count)[0])
+        proof = proofs[count]
+        trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(derivation.costs, stages))
+        ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(proof.schedule)
+        timing = step_timing(
+            config, stages, sizes, proof.schedule, trace, derivation.costs, ranks, batch.accumulation, ""
+        )
+        held.append((ranks, [] if proof is full else proof.wrong))
+        found.append(
+            SmallerBatch(
+                *(segment.step, end - segment.step, segment.sample, segment.size),
+                *(count, batch.accumulation, bubble_fraction(trace)),
+                timing.pipeline_s * batch.accumulation + timing.optimizer_s,
+                proof.schedule,
+            )
+        )
+    return tuple(found), held
+
+
+def _fullest(held: Sequence[tuple[RankCost, ...]]) -> tuple[RankCost, ...]:
+    """Of each pp_rank the most that it holds at any size of the batch; of equal sizes the first."""
+    return tuple(max(of_rank, key=lambda cost: cost.peak_bytes) for of_rank in zip(*held, strict=True))
 
 
 def _judge(values: ConfigValues) -> Judge:

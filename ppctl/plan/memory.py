@@ -16,7 +16,7 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameters import Count, largest_matrices, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameters import Count, largest_matrices, matrix_count, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
@@ -141,7 +141,8 @@ def _rank(
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(untrained_bytes(model, stage.layers, precision_of(config).gradient) for stage in own)
-    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
+    matrices = sum((one_moment(config, stage.layers) for stage in own), Counter())
+    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, matrices)
     state = state._replace(weights=state.weights + biases)
     passes, publishing = sharding == "full" or (sharding == "optimizer_gradients" and backward), 0
     if passes and sharding == "optimizer_gradients":
@@ -155,6 +156,11 @@ def _rank(
         _tied_sum(config, stages, own, sizes, sharding) if backward else None,
         _buffers(config, own, sizes, setting),
     )
+
+
+def one_moment(config: RunConfig, layers: tuple[Layer, ...]) -> Count:
+    """The parameters of a stage of which the optimizer keeps one moment: Muon's matrices."""
+    return matrix_count(config.model, layers) if config.optim.name == "muon" else Count()
 
 
 def halves_of(
@@ -196,9 +202,12 @@ def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: Par
     for stage in stages:
         counts[stage.pp_rank] = counts.get(stage.pp_rank, Count()) + trained_count(config.model, stage.layers)
     precision, sharding = precision_of(config), sharding_of(config, sizes)
-    most = max(saved_bytes(count, sizes, precision, sharding) for count in counts.values())
     copies = 1 + config.checkpoint.local_replicas
     more = ", and as much for a neighbour's" * config.checkpoint.local_replicas
+    matrices: dict[int, Count] = {rank: Count() for rank in counts}
+    for stage in stages:
+        matrices[stage.pp_rank] += one_moment(config, stage.layers)
+    most = max(saved_bytes(counts[rank], sizes, precision, sharding, matrices[rank]) for rank in counts)
     equation = (
         f"checkpoint.async: a rank keeps {amount(most)} of its host's memory at most for a copy of what it saves{more};"
         " the ranks of a machine add up"
@@ -230,7 +239,8 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
-    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes))
+    matrices = one_moment(config, layers)
+    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes), matrices)
     held = state.total + untrained_bytes(config.model, layers, precision_of(config).gradient)
     kept = stage_activations(config.model, layers, setting, stage).kept
     return held, kept, _put_off(config.model, layers, setting, kept)

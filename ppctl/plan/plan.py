@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ppctl.errors import Problem
-from ppctl.plan.types import Derived, DeviceLimit, Exchange, RankCost, StageSpec, Timing, fields_of
+from ppctl.plan.types import Derived, DeviceLimit, Exchange, RankCost, SmallerBatch, StageSpec, Timing, fields_of
 from ppctl.schedule.action import Action, Channel, Pair, Placement, Schedule
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import forwards_alone
@@ -26,6 +26,7 @@ _NOT_DIGESTED = ("name", "provenance", "derived", "problems", "timing", "traffic
 _TIMES = ("bubble_fraction", "step_time_s", "time_calibrated")
 _NUMBERS = ("params_total", "params_mtp", "params_active", "params_hf", "p2p_capacity")
 _CALLS = "gradient_accumulation_steps"
+_OF_SIZE = tuple(name for name in SmallerBatch._fields if name != "schedule")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Plan:
     """What a rank may hold; none where the config does not say what the device has."""
     traffic: tuple[tuple[Exchange, ...], ...] = ()
     """By pp_rank, what one of its ranks sends in a step."""
+    smaller: tuple[SmallerBatch, ...] = ()
+    """The sizes on the way of a batch that grows, in their order."""
     derived: tuple[Derived, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Dotted config key -> where its value came from."""
@@ -69,6 +72,32 @@ class Plan:
     def tight(self) -> bool:
         """Whether all ranks fit, and one of them with less than 5 % of its memory free."""
         return self.limit is not None and self.limit.is_tight(max(cost.peak_bytes for cost in self.pp_ranks))
+
+    def at_step(self, step: int) -> Plan:
+        """What the step that follows `step` completed ones runs, in a run from its first step on."""
+        found = (each.size for each in self.smaller if each.step <= step < each.step + each.steps)
+        return self.of_batch(next(found, 0))
+
+    def of_batch(self, size: int) -> Plan:
+        """What a step of `size` samples runs: one on the way, or the global batch's."""
+        found = next((each for each in self.smaller if each.size == size), None)
+        if found is None:
+            return self
+        return replace(
+            self,
+            schedule=found.schedule,
+            num_microbatches=found.num_microbatches,
+            gradient_accumulation_steps=found.gradient_accumulation_steps,
+            bubble_fraction=found.bubble_fraction,
+            step_time_s=found.step_time_s,
+            smaller=(),
+        )
+
+    @property
+    def longest_row(self) -> int:
+        """Actions of a rank in a schedule call, the most of all ranks and sizes of the batch."""
+        schedules = [self.schedule, *(each.schedule for each in self.smaller)]
+        return max(len(row) for schedule in schedules for row in schedule.actions)
 
     @cached_property
     def forward_schedule(self) -> Schedule:
@@ -85,6 +114,8 @@ class Plan:
         """sha256 of what the run executes: sizes, stages, schedule, costs; not of sources, texts, predicted times."""
         data = {key: value for key, value in self._executed().items() if key not in _NOT_DIGESTED}
         data["schedule"] = {key: value for key, value in data["schedule"].items() if key not in _TIMES}
+        if self.smaller:
+            data["smaller"] = [{k: v for k, v in each.items() if k not in _TIMES} for each in data["smaller"]]
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -123,6 +154,8 @@ class Plan:
                 "batched": schedule.batched,
                 "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
             },
+            # A plan of before has no such key, and most have one size.
+            **({"smaller": [_of_size(each) for each in self.smaller]} if self.smaller else {}),
             "timing": self.timing.to_json(),
             "traffic": [[each._asdict() for each in rank] for rank in self.traffic],
             "derived": [fields_of(derived) for derived in self.derived],
@@ -138,24 +171,13 @@ class Plan:
         """The inverse of `to_json`."""
         schedule = data["schedule"]
         sizes = ParallelSizes(data["world_size"], **data["parallel"])
-        placement = Placement(schedule["placement"], sizes.pp, sizes.num_stages)
-        capacities = {Channel.parse(text): size for text, size in schedule["capacities"].items()}
-        rows = tuple(tuple(map(Action.parse, text.split())) for text in schedule["actions"])
         return cls(
             name=data["name"],
             sizes=sizes,
             layout=data["layout"],
             stages=tuple(map(StageSpec.from_json, data["stages"])),
             pp_ranks=tuple(RankCost(**cost) for cost in data["pp_ranks"]),
-            schedule=Schedule(
-                schedule["name"],
-                placement,
-                schedule["microbatches"],
-                rows,
-                capacities,
-                schedule["batched"],
-                frozenset(map(Pair.parse, schedule.get("pairs", ()))),
-            ),
+            schedule=_schedule(schedule, sizes),
             num_microbatches=schedule["microbatches"],
             gradient_accumulation_steps=schedule[_CALLS],
             **{name: schedule[name] for name in _TIMES},
@@ -164,6 +186,10 @@ class Plan:
             timing=Timing.from_json(data["timing"]),
             traffic=tuple(tuple(Exchange(**each) for each in rank) for rank in data.get("traffic", ())),
             limit=_limit(data),
+            smaller=tuple(
+                SmallerBatch(**{name: each[name] for name in _OF_SIZE}, schedule=_schedule(each["schedule"], sizes))
+                for each in data.get("smaller", ())
+            ),
             derived=tuple(Derived(**derived) for derived in data["derived"]),
             provenance=dict(data["provenance"]),
             problems=tuple(Problem(**problem) for problem in data["problems"]),
@@ -172,10 +198,46 @@ class Plan:
     def _executed(self) -> dict[str, Any]:
         """`report` with each rank's actions, and the pairs among them."""
         data = self.report()
-        data["schedule"]["actions"] = [" ".join(map(str, row)) for row in self.schedule.actions]
-        if self.schedule.pairs:  # most have none, and a plan of before has no such key
-            data["schedule"]["pairs"] = [str(pair) for pair in sorted(self.schedule.pairs)]
+        data["schedule"] |= _rows(self.schedule)
+        for each, schedule in zip(data.get("smaller", ()), (each.schedule for each in self.smaller), strict=True):
+            each["schedule"] |= _rows(schedule)
         return data
+
+
+def _of_size(smaller: SmallerBatch) -> dict[str, Any]:
+    """Without the schedule's rows."""
+    schedule = smaller.schedule
+    return {
+        **{name: getattr(smaller, name) for name in _OF_SIZE},
+        "schedule": {
+            "name": schedule.name,
+            "microbatches": schedule.num_microbatches,
+            "actions_per_rank": [len(row) for row in schedule.actions],
+            "placement": schedule.placement.kind,
+            "batched": schedule.batched,
+            "capacities": {str(channel): size for channel, size in schedule.capacities.items()},
+        },
+    }
+
+
+def _rows(schedule: Schedule) -> dict[str, Any]:
+    """Each rank's actions, and the pairs among them."""
+    rows: dict[str, Any] = {"actions": [" ".join(map(str, row)) for row in schedule.actions]}
+    if schedule.pairs:  # most have none, and a plan of before has no such key
+        rows["pairs"] = [str(pair) for pair in sorted(schedule.pairs)]
+    return rows
+
+
+def _schedule(data: Mapping[str, Any], sizes: ParallelSizes) -> Schedule:
+    return Schedule(
+        data["name"],
+        Placement(data["placement"], sizes.pp, sizes.num_stages),
+        data["microbatches"],
+        tuple(tuple(map(Action.parse, text.split())) for text in data["actions"]),
+        {Channel.parse(text): size for text, size in data["capacities"].items()},
+        data["batched"],
+        frozenset(map(Pair.parse, data.get("pairs", ()))),
+    )
 
 
 def _limit(data: Mapping[str, Any]) -> DeviceLimit | None:

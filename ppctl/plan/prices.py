@@ -12,7 +12,7 @@ from functools import cache
 
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameters import Count, on_device, trained_count
+from ppctl.cost.parameters import Count, hidden_matrices, on_device, trained_count
 from ppctl.cost.times import (
     Machine,
     PartSeconds,
@@ -22,6 +22,7 @@ from ppctl.cost.times import (
     layer_work,
     machine_of,
     message_seconds,
+    newton_schulz_seconds,
     optimizer_seconds,
     reduce_seconds,
 )
@@ -166,7 +167,11 @@ def step_timing(
     """All times of `calls` schedule calls and one optimizer step."""
     device = device_of(config)
     pipeline = step_time(trace)
-    optimizer = max(optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device) for r in ranks)
+    optimizer = max(
+        optimizer_seconds(r.weight_bytes, r.gradient_bytes, r.optimizer_bytes, device)
+        + _orthogonalising(config, [stage for stage in stages if stage.pp_rank == r.pp_rank], sizes)
+        for r in ranks
+    )
     step = calls * pipeline + optimizer
     tokens = config.train.global_batch_size * config.data.seq_length
     flops = OPERATIONS * sum(s.flops_forward for s in stages) * schedule.num_microbatches * calls * sizes.dp
@@ -186,3 +191,11 @@ def step_timing(
         critical=tuple(seconds_by_kind(critical_path(schedule, trace)).items()),
         stages=tuple(costs),
     )
+
+
+def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
+    """Seconds of a rank's optimizer step that Muon's iteration takes."""
+    if config.optim.name != "muon":
+        return 0.0
+    rows = [row for stage in own for row in hidden_matrices(config.model, stage.layers)]
+    return newton_schulz_seconds(rows, sizes, config.optim.muon_ns_steps, device_of(config))

@@ -77,6 +77,7 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
         if count >= plan.num_microbatches:
             break
         shorter = deepcopy(config)
+        shorter.train.batch_rampup = None
         shorter.train.global_batch_size = count * config.train.micro_batch_size * plan.sizes.dp
         shorter.parallel.pipeline_model_parallel_layout = plan.layout
         try:

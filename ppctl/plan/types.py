@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from ppctl.geometry.layers import Layer, parse_layers
+from ppctl.schedule.action import Schedule
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -181,6 +182,26 @@ class Timing:
         stages = tuple(StageCost(**cost) for cost in data["stages"])
         critical = tuple(data["critical"].items())
         return cls(**{**data, "stages": stages, "critical": critical, "bubbles": tuple(data["bubbles"])})
+
+
+class SmallerBatch(NamedTuple):
+    """Steps of a batch that still grows, all of one size."""
+
+    step: int
+    """Completed steps before the first of them, in a run from its first step."""
+    steps: int
+    """How many there are, had the run no end."""
+    sample: int
+    """Samples consumed before the first."""
+    size: int
+    """Samples of each step."""
+    num_microbatches: int
+    """Of one schedule call."""
+    gradient_accumulation_steps: int
+    bubble_fraction: float
+    step_time_s: float
+    schedule: Schedule
+    """Lowered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class StepFigures:
     def further_losses(self, reports: Reports) -> dict[str, float]:
         """What the objective has beside the loss: MTP's mean loss, and what the auxiliary losses add, over all layers.
 
-        The objective is loss + model.mtp_loss_scaling_factor x mtp_loss + aux_loss.
+        The objective is loss + mtp_weight x mtp_loss + aux_loss.
         """
         losses = {}
         if self.session.config.model.mtp_num_layers:

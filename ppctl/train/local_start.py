@@ -15,7 +15,7 @@ from ppctl.checkpoint.background import BackgroundSaver
 from ppctl.checkpoint.local_copy import CHANGED
 from ppctl.checkpoint_folder import Found, find, step_of
 from ppctl.train.session import Session
-from ppctl.train.snapshot import Loaded, continued, session_shards
+from ppctl.train.snapshot import Loaded, check_optimizer, continued, session_shards
 
 
 class _Choice(NamedTuple):
@@ -67,8 +67,10 @@ def load_local(
         if record is None:
             choice = _Choice(line=CHANGED)
         else:
+            state = json.loads(record.state)
+            check_optimizer(state, session, local.directory)
             saver.memory.fill(session_shards(session))
-            loaded = Loaded(choice.newest, continued(session, json.loads(record.state), local.directory))
+            loaded = Loaded(choice.newest, continued(session, state, local.directory))
     if choice.line:
         said(choice.line)
     local.settle(None if loaded is None else saver.memory)

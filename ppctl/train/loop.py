@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ppctl.checkpoint_folder import Found
+from ppctl.config.batch_sizes import BatchSizes
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.step_lines import Record
@@ -59,25 +60,25 @@ def train(
 
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
-    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`, and
-    `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
-    begins. `writer` and `note_save` are `Saves`'.
+    Evaluates at its interval and at the end. `write` takes the records of `log.interval`, `keep` the steps of
+    `log.trace`, and `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`,
+    `evaluating` or `saving` begins. `writer` and `note_save` are `Saves`'.
     """
     config = session.config
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
     first, consumed, sample_order, saved = _begin(session, saves, checkpoints, resume, say)
+    sizes = BatchSizes.of(config.train, first, consumed)
     trainer = Trainer(
         session,
         session.batches(first, consumed, sample_order),
         lambda: SAVE_FAILED if saves.failed else stop_requested(),
+        sizes,
     )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
 
-    def position(done: int) -> int:
-        return consumed + (done - first) * config.train.global_batch_size
-
+    position = sizes.position
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)
@@ -88,12 +89,14 @@ def train(
             saves.look()
             loss, done = result.record["loss"], step + 1
             last = done == config.train.steps
-            record = result.record | {"consumed_samples": position(done)} | saves.figures()
+            record = result.record | {"consumed_samples": position(done)}
             if evaluator is not None and (last or (evaluator.is_due(done) and not result.stop)):
                 enter("evaluating", step)
                 record |= evaluator()
                 eval_loss = record["eval_loss"]
-            _hand_out(record, result.measured, write, keep)
+            logged = done % config.log.interval == 0 or step == first or last or "eval_loss" in record or result.stop
+            # Figures of saves wait for the next line.
+            _hand_out(record | saves.figures() if logged else None, result.measured, write, keep)
             if last or saves.is_due(done) or result.stop:
                 enter("saving", step)
                 ends, saving = last or result.stop is not None, partial(enter, "saving", step)
@@ -133,12 +136,12 @@ def _begin(
 
 
 def _hand_out(
-    record: Record,
+    record: Record | None,
     measured: MeasuredStep | None,
     write: Writer | None,
     keep: Callable[[MeasuredStep], None] | None,
 ) -> None:
-    if write is not None:
+    if write is not None and record is not None:
         write(record)
     if keep is not None and measured is not None:
         keep(measured)

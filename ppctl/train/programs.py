@@ -36,7 +36,7 @@ from ppctl.train.session import Session
 class StagePrograms:
     """The programs of a rank's stages, in chunk order, and what they read and note in a step."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, said: set[int] | None = None) -> None:
         self.session = session
         self.batch: StepBatch | None = None
         """The step's samples, on ranks that read data."""
@@ -48,11 +48,14 @@ class StagePrograms:
         """[m, b] int64: the keys of this rank's samples in the step, where the model draws from them."""
         self.mtp_losses: dict[int, Tensor] = {}
         """The same of the MTP modules: the mean over them."""
+        self.mtp_weight = session.config.model.mtp_loss_scaling_factor
+        """Of the MTP modules' losses in the loss of the step."""
         self.first = 0
         """The step's microbatch that is number 0 of the schedule call."""
         self.keeping = _keep_activations(session)
         """The (stage, microbatch) whose activations are kept although layers are recomputed."""
-        self._said: set[int] = set()
+        self._said = set() if said is None else said
+        """The stages of which the log says what W computes."""
         self.words = own_words_of(session)
         size, length = session.plan.sizes.cp, session.config.data.seq_length
         self.halves = Halves(session.own.cp_rank, size, length) if size > 1 else None
@@ -149,7 +152,7 @@ class StagePrograms:
             further = [against(each, *target) for each, target in zip(of_modules, targets, strict=True)]
             mean = torch.stack(further).mean()
             self.mtp_losses[mb] = mean.detach() / shares
-            loss = loss + self.session.config.model.mtp_loss_scaling_factor * mean
+            loss = loss + self.mtp_weight * mean
         return loss
 
     def _packing(self, mb: int) -> Packing:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
+from ppctl.config.batch_sizes import Rampup, at_size, read_rampup
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
@@ -52,6 +53,7 @@ from ppctl.topology import RankGrid, axes_with_groups, levels
 from ppctl.train.grad_norm import GradientNorm, locate_parameters
 from ppctl.train.loss_scale import LossScale
 from ppctl.train.measured_costs import KEPT
+from ppctl.train.muon import Muon, make_optimizer
 from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
@@ -110,7 +112,7 @@ class Session:
     parts: WhichParts
     """What of its parameters the axes that split them leave to this rank."""
     weights: Weights
-    optimizer: AdamW
+    optimizer: AdamW | Muon
     loss_scale: LossScale | None
     """In float16 only."""
     reducer: GradientReducer | GradientScatter
@@ -183,7 +185,9 @@ class Session:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
         if self.corpus is None:
             return None
-        return self._batches(self.corpus, sample_order, first_step, consumed_samples)
+        given = self.config.train.batch_rampup
+        rampup = None if given is None else read_rampup(given)
+        return self._batches(self.corpus, sample_order, first_step, consumed_samples, rampup)
 
     def held_out_batches(self, sample_order: int) -> HeldOutBatches | None:
         """This rank's share of what an evaluation reads; None where it reads none."""
@@ -191,7 +195,21 @@ class Session:
             return None
         return HeldOutBatches(self._batches(self.held_out, sample_order), self.config.train.eval_steps)
 
-    def _batches(self, samples: Blend, sample_order: int, first_step: int = 0, consumed_samples: int = 0) -> Batches:
+    def of_batch(self, size: int) -> Session:
+        """The same tensors, groups and messages, for steps of `size` samples while the batch grows."""
+        if size == self.config.train.global_batch_size:
+            return self
+        plan = self.plan.of_batch(size)
+        return replace(self, config=at_size(self.config, size), plan=plan, own=plan.for_rank(self.own.rank))
+
+    def _batches(
+        self,
+        samples: Blend,
+        sample_order: int,
+        first_step: int = 0,
+        consumed_samples: int = 0,
+        rampup: Rampup | None = None,
+    ) -> Batches:
         return Batches(
             samples,
             seq_length=self.config.data.seq_length,
@@ -203,6 +221,7 @@ class Session:
             vocab_size=self.config.model.vocab_size,
             first_step=first_step,
             consumed_samples=consumed_samples,
+            rampup=rampup,
             end=self.document_end,
             sample_order=sample_order,
         )
@@ -265,7 +284,7 @@ def build_session(
         rows=rows,
         parts=own_parts,
         weights=weights,
-        optimizer=AdamW(weights.master, config.optim, rows),
+        optimizer=make_optimizer(weights.master, config.optim, rows),
         loss_scale=LossScale.of(config.optim) if config.parallel.fp16 else None,
         reducer=reducer,
         partial_gradients=[name for name in weights.master if tp_sums(rows[name], plan.sizes.tp, sequence_parallel=sp)],

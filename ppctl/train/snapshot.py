@@ -108,6 +108,7 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
         "tokenizer": session.config.data.tokenizer,
         "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
         "data_digest": None if session.corpus is None else session.corpus.digest,
+        "optimizer": session.config.optim.name,
         "layout": session.plan.layout,
         "parallel": asdict(session.plan.sizes),
         "model": asdict(session.config.model),
@@ -204,9 +205,11 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
     The state's `sample_order` is 1 where the checkpoint is older than that entry. Raises CheckpointError where the
     data, or the order of its samples, is not what the checkpoint was trained on: its position would mean nothing.
     """
-    if read_state(path).get("weights_only"):
+    saved_by = read_state(path)
+    if saved_by.get("weights_only"):
         start_from(session, path)
         return {"step": 0, "consumed_samples": 0, "sample_order": SAMPLE_ORDER}
+    check_optimizer(saved_by, session, path)
     try:
         state = checkpoint.load(path, session_shards(session))
     except CheckpointError as error:
@@ -214,6 +217,15 @@ def load_checkpoint(session: Session, path: Path) -> dict[str, Any]:
         saved = read_state(path)["model"] if misfit else {}
         raise CheckpointError(with_sizes(error.problems, saved, asdict(session.config.model))) from error
     return continued(session, state, path)
+
+
+def check_optimizer(state: dict[str, Any], session: Session, path: Path) -> None:
+    """Raise CheckpointError where the state of another optimizer was saved; a checkpoint of before has AdamW's."""
+    saved, own = state.get("optimizer", "adamw"), session.config.optim.name
+    if saved != own:
+        message = f"the checkpoint has the state of optim.name={saved}, and the run has optim.name={own}"
+        remedy = f"optim.name={saved}\nmodel.from={path}"
+        raise CheckpointError(Problem("PP-E774", message, remedy, place=str(path)))
 
 
 def continued(session: Session, state: dict[str, Any], path: Path) -> dict[str, Any]:

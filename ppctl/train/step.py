@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
+from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches, StepBatch
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
@@ -41,17 +43,36 @@ class StepResult:
 
 
 class Trainer:
-    """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree."""
+    """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree.
 
-    def __init__(self, session: Session, batches: Batches | None, stop_requested: Callable[[], int]) -> None:
-        self.session = session
+    `sizes` says how many samples each step takes, from the step on with which this process begins.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        batches: Batches | None,
+        stop_requested: Callable[[], int],
+        sizes: BatchSizes | None = None,
+    ) -> None:
+        self.whole = session
+        """The session of the whole global batch; evaluations read as much."""
         self.batches = batches
+        self.sizes = BatchSizes.of(session.config.train) if sizes is None else sizes
         self.stop_requested = stop_requested
         self.tracer = StepTracer(session)
-        self.stages = StagePrograms(session)
+        self.replicas = ReplicaCheck(session)
+        self._steps_for = steps_for_tokens(session.config)
+        self._said: set[int] = set()
+        self._take(session)
+
+    def _take(self, session: Session) -> None:
+        """Run steps of this session's batch from now on: what a rank holds stays, what counts microbatches is new."""
+        self.session = session
+        """That of the present step's batch."""
+        self.stages = StagePrograms(session, self._said)
         self.programs = self.stages.make()
         self.figures = StepFigures(session)
-        self.replicas = ReplicaCheck(session)
         self.balance = RouterBalance(
             [router for module in session.stages.values() for router in module.routers()],
             session.config.model,
@@ -59,11 +80,18 @@ class Trainer:
             others=session.other_tokens,
         )
 
+    def _take_size(self, step: int) -> None:
+        size = self.sizes.at(step)
+        if size != self.session.config.train.global_batch_size:
+            self._take(self.whole.of_batch(size))
+            self.session.recorder.follow(self.session.own.actions)
+
     def step(self, step: int) -> StepResult:
         """Run the step that follows `step` completed ones; records and errors count steps from 1.
 
         Raises TrainingError, on all ranks alike, where numbers are not finite, or copies that were compared differ.
         """
+        self._take_size(step)
         s, started = self.session, time.perf_counter()
         self._run_pipeline(step)
         pipeline_end = time.perf_counter()
@@ -74,8 +102,7 @@ class Trainer:
         agreed = time.perf_counter()
         check_reports(reports, step + 1, s.plan.stages[-1].stage)
         # A step that is left out does not use up the schedule (as in Megatron). Ranks without parameters count none.
-        tokens = s.config.train.global_batch_size * s.config.data.seq_length
-        lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps, tokens)
+        lr = lr_at(int(reports.column("updates").max()), s.config.optim, s.config.train.steps, self._steps_for)
         s.reducer.finish()
         if s.partial_gradients:
             sum_partial_gradients([s.weights.master[name] for name in s.partial_gradients], s.groups["tp"])
@@ -94,6 +121,8 @@ class Trainer:
         if s.loss_scale is not None:
             record |= {"loss_scale": s.loss_scale.scale, "skipped": overflow}
             s.loss_scale.update(overflow=overflow)
+        if s.config.model.mtp_num_layers:
+            record["mtp_weight"] = self.stages.mtp_weight
         record |= self.figures.further_losses(reports) | self.figures.throughput(reports, seconds)
         if self.replicas.is_due(step + 1):
             record["replicas_compared"] = self.replicas.compare(step + 1)
@@ -115,6 +144,7 @@ class Trainer:
         replicas). Nothing that a step reads is different afterwards: weights, gradients, ledgers and every draw of
         random numbers.
         """
+        self._take_size(step)
         s = self.session
         self._begin(step)
         self.stages.first = 0
@@ -146,6 +176,7 @@ class Trainer:
         s.weights.clear_gradients()
         self.balance.begin(1.0 if s.loss_scale is None else s.loss_scale.scale)
         self.stages.begin(None if self.batches is None else self.batches.step(step), step)
+        self.stages.mtp_weight = mtp_weight(step, self.whole.config.model, self._steps_for)
 
     def _run_pipeline(self, step: int) -> None:
         s = self.session
@@ -168,7 +199,7 @@ class Trainer:
 
         A collective of the pipeline. The stages are in evaluation mode meanwhile.
         """
-        s = self.session
+        s = self.whole
         self.stages.begin(batch)
         for stage in s.stages.values():
             stage.train(False)

@@ -19,7 +19,7 @@ class StepTracer:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.steps = range(0) if session.config.log.trace is None else steps_of(session.config.log.trace)
-        self._width = max(map(len, session.plan.schedule.actions))
+        self._width = session.plan.longest_row
 
     def take(self, step: int, phases: tuple[float, float, float, float]) -> MeasuredStep | None:
         """On rank 0, what all ranks did in `step` (from 1); None where nobody asked. `phases`: on this rank's clock."""

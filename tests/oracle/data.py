@@ -1,5 +1,6 @@
 """What one process reads of a run's data: for the reference, and for whoever else computes without ranks."""
 
+from ppctl.config.batch_sizes import read_rampup
 from ppctl.config.schema import RunConfig
 from ppctl.data.batches import Batches
 from ppctl.data.load import load_data
@@ -18,6 +19,7 @@ def whole_batches(config: RunConfig) -> Batches:
         seed=train.seed,
         vocab_size=config.model.vocab_size,
         end=data.end,
+        rampup=None if train.batch_rampup is None else read_rampup(train.batch_rampup),
     )
 
 

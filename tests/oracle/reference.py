@@ -61,7 +61,7 @@ def losses_of(logits, labels, mask, share, documents=None):
     return losses[0], torch.stack(losses[1:]).mean() if losses[1:] else None
 
 
-def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, dtype=torch.float32):
+def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, dtype=torch.float32, mtp_weights=None):
     """Train on `batches[step][mb] = (tokens, labels, mask)`, each [b, s], or with a Packing; figures per step, weights.
 
     With `scale_grads` a microbatch's loss is its own mean, and the sum of gradients is divided by their number.
@@ -72,10 +72,7 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
     apart = ["position_embeddings.weight"] if model.position_embedding_type == "learned_absolute" else []
     uses += ["mtp.tok_embeddings.weight"] * bool(model.mtp_num_layers)
     once = [p for name, p in weights.items() if name not in uses[1:]]
-    spared = [p for name, p in weights.items() if p.dim() == 1 or name in uses + apart]
-    decayed = [p for name, p in weights.items() if p.dim() > 1 and name not in uses + apart]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    optimizers = optimizers_of(optim, weights, uses, apart)
     losses, norms, mtp_losses, aux_losses, gradients, scales = [], [], [], [], {}, []
     for step, microbatches in enumerate(batches):
         total, count = (
@@ -96,7 +93,8 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
             losses[-1] += (loss.detach() / count).item()
             if mtp_loss is not None:
                 mtp_losses[-1] += (mtp_loss.detach() / count).item()
-                loss = loss + model.mtp_loss_scaling_factor * mtp_loss
+                weight = model.mtp_loss_scaling_factor if mtp_weights is None else mtp_weights[step]
+                loss = loss + weight * mtp_loss
             loss.backward()
         aux = [math.fsum(value.item() for value in router.ledger.losses) for router in routers]
         aux_losses.append(math.fsum(aux) / len(microbatches))
@@ -111,15 +109,38 @@ def train_reference(model, optim, seed, batches, steps=None, scale_grads=False, 
         scales.append(min(1.0, optim.clip_grad / (norm.item() + 1e-6)) if optim.clip_grad else 1.0)
         clip_grads_with_norm_(weights.values(), optim.clip_grad or math.inf, norm)
         norms.append(norm.item())
-        for group in adamw.param_groups:
-            group["lr"] = lr_at(step, optim, steps or len(batches))
-        adamw.step()
-        adamw.zero_grad()
+        update(optimizers, lr_at(step, optim, steps or len(batches)))
         move_biases(model, routers)
     everything = weights | dict(whole.named_buffers())
     return Trained(
         losses, norms, {name: t.detach() for name, t in everything.items()}, mtp_losses, aux_losses, gradients, scales
     )
+
+
+def optimizers_of(optim, weights, uses, apart):
+    """torch's AdamW over groups with and without decay; beside its Muon over the matrices of hidden layers."""
+    spared = [p for name, p in weights.items() if p.dim() == 1 or name in uses + apart]
+    decayed = {name: p for name, p in weights.items() if p.dim() > 1 and name not in uses + apart}
+    optimizers = []
+    if optim.name == "muon":
+        hidden = [p for name, p in decayed.items() if name != "output.weight"]
+        decayed = {name: p for name, p in decayed.items() if name == "output.weight"}
+        muon = torch.optim.Muon(hidden, weight_decay=optim.weight_decay, adjust_lr_fn=optim.muon_adjust_lr)
+        optimizers.append(muon)
+    groups = [
+        {"params": list(decayed.values()), "weight_decay": optim.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [*optimizers, torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)]
+
+
+def update(optimizers, lr):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def move_biases(model, routers):

@@ -94,3 +94,15 @@ def test_a_held_out_sample_is_never_trained_on(text: Path) -> None:
     assert sorted(set(seen.tolist())) == list(range(kept))
     # What is trained on ends where what is held out begins: one token is the label of the one, the input of the other.
     assert len(whole.corpora[0].tokens) == kept * SEQ + 1
+
+
+def test_lines_of_an_interval_are_those_of_every_step_and_of_evaluations(text: Path, tmp_path: Path) -> None:
+    settings = {"steps": 7, "eval_interval": 4, "eval_steps": 1}
+    every, _ = records_of(config_of(text, **settings), tmp_path / "every")
+    config = config_of(text, **settings)
+    config.log.interval, config.checkpoint.interval, config.checkpoint.async_ = 3, 2, False
+    some, _ = records_of(config, tmp_path / "some")
+    assert [record["step"] for record in some] == [1, 3, 4, 6, 7]
+    assert [record["loss"] for record in some] == [each["loss"] for each in every if each["step"] in (1, 3, 4, 6, 7)]
+    # The line that follows a save has its figures, although the step right behind it has none.
+    assert [record.get("saved_step") for record in some] == [None, 2, None, 4, 6]

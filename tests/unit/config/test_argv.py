@@ -131,13 +131,17 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--exit-duration-in-mins", "230"], "PP-E107", "train.exit_after=230m"),
         (["--distributed-timeout-minutes", "60"], "PP-E107", "launch.step_limit=60m"),
         (["--save", "/scratch/run"], "PP-E107", "log.dir=/scratch/run"),
-        (["--train-samples", "1000", "--global-batch-size=64"], "PP-E107", "train.steps=16"),
-        (["gbs=64", "--train-samples", "1000"], "PP-E107", "train.steps=16"),
-        (["--train-samples", "1000"], "PP-E107", "divide by train.global_batch_size"),
+        (["--lr-decay-samples", "1000", "--global-batch-size=64"], "PP-E107", "optim.lr_decay_steps=16"),
+        (["gbs=64", "--lr-decay-samples", "1000"], "PP-E107", "optim.lr_decay_steps=16"),
+        (["--lr-decay-samples", "1000"], "PP-E107", "divide by train.global_batch_size"),
+        (["--lr-decay-samples", "9", "gbs=4", "train.batch_rampup=[2,2,8]"], "PP-E107", "where it grows, use tokens"),
         (["--lr-decay-samples", "70", "gbs=10"], "PP-E107", "optim.lr_decay_steps=7"),
         (["--lr-warmup-init", "1e-7"], "PP-E108", "a warm-up that begins above 0"),
         (["--lr-warmup-init", "0.0"], "PP-E109", "it is so in any case"),
-        (["--rampup-batch-size", "16", "16", "1000"], "PP-E108", "a batch that grows"),
+        (["--step-batch-size-schedule", "16"], "PP-E108", "a batch that grows by steps of its own"),
+        (["--optimizer", "muon"], "PP-E107", "optim.name=muon"),
+        (["--optimizer", "adam"], "PP-E107", "optim.name=adamw"),
+        (["--optimizer", "sgd"], "PP-E108", "optimizers other than AdamW and Muon"),
         (["--num-workers", "8"], "PP-E109", "in the ranks themselves"),
         (["--dataloader-type", "cyclic"], "PP-E109", "drawn by (seed, step)"),
         (["--ckpt-format", "torch_dist"], "PP-E109", "one format of checkpoints"),
@@ -227,11 +231,11 @@ def test_python_only_fields_are_not_text_keys():
 
 
 def test_a_pasted_megatron_command_line_comes_back_in_ppctls_words():
-    pasted = "--num-layers 8 --lr 3e-4 --bf16 --log-interval 1 --no-such-thing --data-path a nodes=2"
+    pasted = "--num-layers 8 --lr 3e-4 --bf16 --log-throughput --no-such-thing --data-path a nodes=2"
     found = normalise(shlex.split(pasted), command="plan")
     together, unknown = found.problems
     assert together.remedy == "ppctl plan --num-layers 8 optim.lr=3e-4 parallel.bf16=true data.path=a nodes=2"
-    assert "--log-interval 1  left out: every step is logged" in together.place
+    assert "left out: a line has all figures" in together.place
     assert "--no-such-thing" in unknown.message
     again = normalise(together.remedy.split()[2:])
     assert not again.problems

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from ppctl.config.batch_sizes import BatchSizes
 from ppctl.config.compose import compose
 from ppctl.config.learning_rate import lr_at, pieces_of
 from ppctl.config.lr_pieces import read_piece
@@ -36,9 +37,14 @@ def test_no_step_of_a_run_is_lost_at_rate_zero_and_the_rate_never_exceeds_lr(war
     assert all(0 < lr_at(step, optim, steps) <= 0.1 for step in range(steps))
 
 
+def steps_for(tokens):
+    """Steps for tokens, where each step takes so many."""
+    return BatchSizes(tokens).steps_for if tokens else None
+
+
 def rates(steps=10, tokens=0, until=12, **settings):
     optim = OptimConfig(**{"lr": 1.0, "min_lr": 0.2, "warmup_steps": 2} | settings)
-    return [lr_at(update, optim, steps, tokens) for update in range(until)]
+    return [lr_at(update, optim, steps, steps_for(tokens)) for update in range(until)]
 
 
 BEHIND = [1 - share / 8 for share in range(8)]
@@ -87,13 +93,13 @@ def test_deepseeks_recipe_has_the_published_rates():
     per_step = config.train.global_batch_size * config.data.seq_length
 
     def at(tokens):
-        return lr_at(math.ceil(tokens / per_step), config.optim, config.train.steps, per_step)
+        return lr_at(math.ceil(tokens / per_step), config.optim, config.train.steps, steps_for(per_step))
 
     assert at(5e12) == at(9.99e12) == 2.2e-4
     assert at(12.15e12) == pytest.approx((2.2e-4 + 2.2e-5) / 2, rel=1e-4)
     assert at(14.4e12) == 2.2e-5
     assert at(14.7e12) == at(15e12) == 7.3e-6
-    assert [piece.style for piece in pieces_of(config.optim, 1, per_step)] == [
+    assert [piece.style for piece in pieces_of(config.optim, 1, steps_for(per_step))] == [
         "constant",
         "cosine",
         "constant",

@@ -1,0 +1,163 @@
+"""How many samples each step takes: one global batch size, or a batch that grows with the samples consumed.
+
+Pure functions of the config: no cut and no resume changes them. Must not know ranks, schedules or data.
+Source: Megatron-core's RampupBatchsizeNumMicroBatchesCalculator, in whole numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ppctl.config.limits import MOST_SAMPLES, Form
+
+if TYPE_CHECKING:
+    from ppctl.config.schema import RunConfig, TrainConfig
+
+MOST_SIZES = 256
+"""Sizes of a batch that grows: each has a schedule of its own."""
+
+
+class Rampup(NamedTuple):
+    """A batch that grows from `start` by `increment` until `samples` are consumed, each size for as many of these."""
+
+    start: int
+    increment: int
+    samples: int
+
+    def sizes(self, full: int) -> range:
+        """Every size before `full`, which follows."""
+        return range(self.start, full, self.increment)
+
+
+def read_rampup(value: Any) -> Rampup:
+    """[START, INCREMENT, SAMPLES]. Raises ValueError."""
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ValueError(value)
+    if any(type(number) is not int or number < 1 for number in value) or value[0] > MOST_SAMPLES:
+        raise ValueError(value)
+    return Rampup(*value)
+
+
+RAMPUP = Form("[START, INCREMENT, SAMPLES], whole numbers above 0", read_rampup, "[1, 1, 1000]")
+
+
+class Segment(NamedTuple):
+    """Steps of one size that follow each other; the last segment has no end."""
+
+    step: int
+    """Completed steps before it."""
+    sample: int
+    """Samples consumed before it."""
+    size: int
+    """Samples of each step."""
+
+
+class BatchSizes:
+    """The size of every step from a position on, in segments: what a step takes depends on the samples before it."""
+
+    def __init__(self, full: int, rampup: Rampup | None = None, step: int = 0, consumed: int = 0) -> None:
+        self.segments = list(_segments(full, rampup, step, consumed))
+
+    @classmethod
+    def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0) -> BatchSizes:
+        """Those of a config, behind `step` completed steps that took `consumed` samples."""
+        rampup = None if train.batch_rampup is None else read_rampup(train.batch_rampup)
+        return cls(train.global_batch_size, rampup, step, consumed)
+
+    def at(self, step: int) -> int:
+        """Samples of the step that follows `step` completed ones."""
+        return self._of_step(step).size
+
+    def position(self, step: int) -> int:
+        """Samples consumed by `step` completed steps."""
+        begin = self._of_step(step)
+        return begin.sample + (step - begin.step) * begin.size
+
+    def steps_for(self, samples: float) -> int:
+        """The fewest completed steps that have consumed so many samples."""
+        begin = self.segments[max(bisect_right(self.segments, samples, key=lambda segment: segment.sample) - 1, 0)]
+        return max(0, begin.step - int((begin.sample - samples) // begin.size))
+
+    def _of_step(self, step: int) -> Segment:
+        return self.segments[max(bisect_right(self.segments, step, key=lambda segment: segment.step) - 1, 0)]
+
+
+def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Iterator[Segment]:
+    """Size k of n holds while fewer than (k + 1) / n of the ramp's samples are consumed."""
+    sizes: range | list[int] = [] if rampup is None else rampup.sizes(full)
+    sizes = sizes if len(sizes) <= MOST_SIZES else []  # `broken_rules` reports it
+    for number, size in enumerate(sizes, start=1):
+        assert rampup is not None
+        steps = -((consumed * len(sizes) - number * rampup.samples) // (size * len(sizes)))
+        if steps > 0:
+            yield Segment(step, consumed, size)
+            step, consumed = step + steps, consumed + steps * size
+    yield Segment(step, consumed, full)
+
+
+StepsFor = Callable[[float], int]
+"""The fewest completed steps that have consumed so many tokens."""
+
+
+def steps_for_tokens(config: RunConfig) -> StepsFor:
+    """Counted from the run's first step, whatever it is resumed from."""
+    sizes, length = BatchSizes.of(config.train), config.data.seq_length
+    return lambda tokens: sizes.steps_for(tokens / length)
+
+
+def at_size(config: RunConfig, size: int) -> RunConfig:
+    """The config of a step that takes `size` samples."""
+    return replace(config, train=replace(config.train, global_batch_size=size, batch_rampup=None))
+
+
+def run_length(config: RunConfig) -> int | None:
+    """The steps of a run whose length is given in samples or tokens, as many as these fill; None where it is not."""
+    train = config.train
+    if train.samples is None and train.tokens is None:
+        return None
+    samples = int(train.samples if train.samples is not None else (train.tokens or 0) // config.data.seq_length)
+    sizes = BatchSizes.of(train)
+    steps = sizes.steps_for(samples)
+    return max(1, steps if sizes.position(steps) == samples else steps - 1)
+
+
+def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(keys, what is wrong, remedy) of a batch that grows to something else than the global batch, or by too little."""
+    train, key, full = config.train, "train.batch_rampup", "train.global_batch_size"
+    if train.samples is not None and train.tokens is not None:
+        message = "the length of the run is given in samples and in tokens"
+        yield ("train.samples", "train.tokens"), message, "train.tokens=null"
+    elif (steps := run_length(config)) not in (None, train.steps):
+        given = "train.tokens" if train.samples is None else "train.samples"
+        message = f"train.steps is {train.steps:,}, and {given} fills {steps:,} steps"
+        yield ("train.steps", given), message, f"{given}=null"
+    if train.batch_rampup is None:
+        return
+    rampup = read_rampup(train.batch_rampup)
+    grows = train.global_batch_size - rampup.start
+    if grows <= 0:
+        message = f"the batch begins with {rampup.start} and grows to {train.global_batch_size}, which is not more"
+        yield (key, full), message, f"{key}=null"
+    elif grows % rampup.increment:
+        message = f"{rampup.start} + n x {rampup.increment} is never {train.global_batch_size}"
+        fitting = _divisor_near(grows, rampup.increment)
+        yield (key, full), message, f"'{key}=[{rampup.start}, {fitting}, {rampup.samples}]'"
+    elif grows // rampup.increment > MOST_SIZES:
+        message = f"the batch takes {grows // rampup.increment:,} sizes on its way; a plan holds at most {MOST_SIZES}"
+        fitting = next(n for n in range(-(-grows // MOST_SIZES), grows + 1) if grows % n == 0)
+        yield (key,), message, f"'{key}=[{rampup.start}, {fitting}, {rampup.samples}]'"
+
+
+def _divisor_near(number: int, wanted: int) -> int:
+    """The largest divisor of `number` up to `wanted` of which there are at most MOST_SIZES in it, else all of it."""
+    return next((n for n in range(min(wanted, number), number // MOST_SIZES, -1) if number % n == 0), number)
+
+
+def last_steps(segments: list[Segment], steps: int) -> list[tuple[Segment, int]]:
+    """Each segment that a run of `steps` reaches, and the last step of it (counted from 1)."""
+    ends = [after.step for _, after in pairwise(segments)] + [steps]
+    return [(each, min(end, steps)) for each, end in zip(segments, ends, strict=True) if each.step < steps]

@@ -1,0 +1,32 @@
+"""What Muon cannot be combined with: it needs a matrix, its gradient and its momentum whole on one rank.
+
+Must not know how an update is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ppctl.config.schema import RunConfig
+
+NAME = "optim.name"
+
+
+def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(keys, what is wrong, remedy) of what splits matrices, or does not say which parameters are matrices."""
+    if config.optim.name != "muon":
+        return
+    parallel = config.parallel
+    for axis in ("tensor_model", "expert_tensor"):
+        key = f"parallel.{axis}_parallel_size"
+        if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
+            yield (key, NAME), "Muon needs whole matrices, and tensor parallelism splits them", f"{key}=1"
+    if parallel.data_parallel_sharding != "none":
+        key = "parallel.data_parallel_sharding"
+        message = "Muon needs whole matrices, and sharding gives each replica a part of every one"
+        yield (key, NAME), message, f"{key}=none"
+    if config.model.transformers is not None:
+        message = (
+            "Muon needs to know which matrices are of hidden layers, and a model with code of its own does not say"
+        )
+        yield (NAME, "model.implementation"), message, f"{NAME}=adamw"

@@ -1,0 +1,124 @@
+"""A batch that grows: the steps of each size, and whether every size on the way can be run.
+
+Knows what a size must divide and which schedules take any number of microbatches. Must not know how schedules are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import NamedTuple
+
+from ppctl.config.batch_sizes import MOST_SIZES, BatchSizes, Segment, last_steps, read_rampup
+from ppctl.config.schema import RunConfig
+from ppctl.plan.config_values import ConfigValues, Overrides
+from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
+from ppctl.plan.sizes import CALL, Batch, derive_batch, nearest_divisors
+from ppctl.plan.types import Derived
+from ppctl.plan.violations import Violation, Violations
+
+RAMPUP = "train.batch_rampup"
+_SHOWN = 3
+"""Sizes that a message names."""
+
+
+class Size(NamedTuple):
+    """A size on the way, below the global batch size."""
+
+    segment: Segment
+    batch: Batch
+
+
+def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
+    """The sizes on the way, as a run from its first step meets them; none where one does not fit (`check_sizes`)."""
+    if values[RAMPUP] is None:
+        return ()
+    found = []
+    for segment in BatchSizes.of(values.config.train).segments[:-1]:
+        batch = _batch(values, segment.size, dp)
+        if batch is None:
+            return ()
+        found.append(Size(segment, batch))
+    return tuple(found)
+
+
+def _batch(values: ConfigValues, size: int, dp: int) -> Batch | None:
+    return derive_batch(values.overridden({"gbs": size, RAMPUP: None}), dp, [])
+
+
+def check_sizes(
+    values: ConfigValues, dp: int, batch: Batch, choice: Choice, num_stages: int, violations: Violations
+) -> None:
+    """Refuse sizes that are no whole number of microbatches, or that the schedule has no order for."""
+    if values[RAMPUP] is None or violations:
+        return
+    rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
+    sizes = rampup.sizes(full)
+    if len(sizes) > MOST_SIZES or not len(sizes) or (full - rampup.start) % rampup.increment:
+        return  # `batch_sizes.broken_rules` reports it
+    pp, mbs, call = values["pp"], batch.micro_batch_size, values[CALL] if values.is_set(CALL) else None
+    least = 1 if choice.policy is None or choice.searched or call else choice.policy.needs_microbatches(pp)
+    unit = dp * (call or mbs)
+    unfit = {size: f"{size} samples" for size in sizes if size % unit}
+    few = {s: f"{s} samples, {s // unit} microbatches" for s in sizes if s not in unfit and s // unit < least}
+    place = values.cite(RAMPUP, "gbs", "mbs", *[CALL] * (call is not None), "dp", SCHEDULE, CSV)
+    if unfit or few:
+        bad = list((unfit | few).values())
+        what = f"a multiple of dp {dp} x {f'{CALL} {call}' if call else f'micro_batch_size {mbs}'} = {unit}"
+        what += f", at least {least} microbatches for {choice.name}" * (least > 1)
+        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        message = (
+            f"a batch that grows takes sizes that do not fit: {'; '.join(bad[:_SHOWN])}{more}; each must be {what}"
+        )
+        violations.append(Violation("PP-E138", RAMPUP, message, place, *_fitting(values, unit, least)))
+        return
+    if call is None and (choice.searched or choice.schedule is not None):
+        kind = "auto, which is searched for one number of microbatches" if choice.searched else "of one length"
+        message = f"a batch that grows runs more and more microbatches, and the schedule is {kind}"
+        part = gcd(rampup.start, rampup.increment, full) // dp
+        ways: list[Overrides] = [{CALL: part}] if part % mbs == 0 and choice.schedule is None else []
+        violations.append(Violation("PP-E139", RAMPUP, message, place, *ways, {RAMPUP: None}))
+        return
+    actions = 2 * num_stages * sum(size // unit for size in sizes) if call is None else 0
+    if actions > MOST_ACTIONS:
+        message = (
+            f"the {len(sizes)} sizes of a growing batch have {actions:,} forwards and backwards in their schedules; "
+            f"a plan holds at most {MOST_ACTIONS:,}"
+        )
+        fewer = _fitting(values, unit * -(-actions // MOST_ACTIONS), 1)
+        violations.append(Violation("PP-E138", RAMPUP, message, place, *fewer, {RAMPUP: None}))
+
+
+def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]:
+    """Ramps like the one that is asked for, of multiples of `unit`, at least `least` of them."""
+    rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
+    for first in (rampup.start // unit, -(-rampup.start // unit)):
+        start = max(first, least) * unit
+        if start >= full:
+            continue
+        for increment in nearest_divisors((full - start) // unit, max(1, rampup.increment // unit)):
+            yield {RAMPUP: [start, increment * unit, rampup.samples]}
+    yield {RAMPUP: None}
+
+
+def in_words(config: RunConfig) -> tuple[Derived, ...]:
+    """How the batch grows, and how long the run is, where either was given."""
+    train, sizes = config.train, BatchSizes.of(config.train)
+    found: list[Derived] = []
+    reached = last_steps(sizes.segments, train.steps)
+    if train.batch_rampup is not None:
+        start, increment, samples = read_rampup(train.batch_rampup)
+        count = len(sizes.segments) - 1
+        until = sizes.segments[-1].step
+        equation = (
+            f"the batch grows from {start:,} by {increment:,} to {train.global_batch_size:,} samples while "
+            f"{samples:,} are consumed: {count} size{'s' if count > 1 else ''} in {until:,} steps"
+        )
+        if len(reached) <= count:
+            equation += f"; the run ends before, after {train.steps:,}"
+        found.append(Derived("batch_rampup", [each.size for each in sizes.segments], equation))
+    if train.batch_rampup is not None or train.samples is not None or train.tokens is not None:
+        total = sizes.position(train.steps)
+        equation = f"{train.steps:,} steps take {total:,} samples, {total * config.data.seq_length:,} tokens"
+        found.append(Derived("steps", train.steps, equation))
+    return tuple(found)

@@ -1,0 +1,128 @@
+"""Muon beside AdamW, against torch's own two optimizers over a whole model."""
+
+import pytest
+import torch
+from cuts import cut, tiny
+
+from ppctl.accelerators import efficiency_of
+from ppctl.config.checks import check
+from ppctl.config.schema import OptimConfig, RunConfig
+from ppctl.cost.times import optimizer_seconds
+from ppctl.geometry.canonical_names import stage_parameters
+from ppctl.model.stage import build_stage
+from ppctl.plan import build_plan
+from ppctl.plan.memory import device_of
+from ppctl.train.muon import Muon, make_optimizer
+from ppctl.train.optimizer import AdamW
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
+
+
+def masters(changes, layout="EttttL", stage=0):
+    model = tiny(**changes)
+    spec = cut(layout, 1)[stage]
+    stage_of = build_stage(spec, model, seed=5, dtype=torch.float32, device="cpu")
+    return stage_of.canonical_parameters(), stage_parameters(model, cut("EttttL", 1)[0].layers)
+
+
+def give_gradients(own, seed):
+    for name, parameter in own.items():
+        # By name, so that any cut has the same ones.
+        generator = torch.Generator().manual_seed(seed + sum(name.encode()))
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("changes", [{}, {"share_embeddings_and_output_weights": True}, EXPERTS])
+@pytest.mark.parametrize(
+    "optim", [OptimConfig(name="muon"), OptimConfig(name="muon", muon_nesterov=False, muon_adjust_lr="original")]
+)
+def test_steps_have_the_bits_of_torchs_own_muon_and_adamw(changes, optim):
+    (own, rows), (twin, _) = masters(changes), masters(changes)
+    ours = make_optimizer(own, optim, rows)
+    assert isinstance(ours, Muon)
+    ends = ("norm.weight", "tok_embeddings.weight", "output.weight", ".bias")
+    hidden = {n: p for n, p in twin.items() if p.dim() > 1 and not n.endswith(ends)}
+    stacks = {n: [torch.nn.Parameter(part.clone()) for part in p.detach()] for n, p in hidden.items() if p.dim() == 3}
+    assert bool(stacks) == bool(changes.get("num_moe_experts"))
+    flat = [p for n, p in hidden.items() if n not in stacks] + [p for parts in stacks.values() for p in parts]
+    theirs = torch.optim.Muon(
+        flat, lr=0.0, weight_decay=optim.weight_decay, nesterov=optim.muon_nesterov, adjust_lr_fn=optim.muon_adjust_lr
+    )
+    rest = {n: p for n, p in twin.items() if n not in hidden}
+    decayed = [p for n, p in rest.items() if n == "output.weight" and "share" not in str(changes)]
+    spared = [p for p in rest.values() if not any(p is other for other in decayed)]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    beside = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95))
+    for step in range(3):
+        give_gradients(own, step)
+        give_gradients(twin, step)
+        for name, parts in stacks.items():
+            for part, gradient in zip(parts, twin[name].grad, strict=True):
+                part.grad = gradient
+        ours.lr = 0.01 * (step + 1)
+        for group in (*theirs.param_groups, *beside.param_groups):
+            group["lr"] = ours.lr
+        ours.step()
+        theirs.step()
+        beside.step()
+    for name, parameter in own.items():
+        expected = torch.stack([*stacks[name]]) if name in stacks else twin[name]
+        assert torch.equal(parameter, expected), name
+    assert ours.updates == 3
+
+
+def test_a_matrix_has_one_moment_and_its_state_moves_by_name_into_another_cut():
+    optim = OptimConfig(name="muon", lr=1e-2)
+    whole, rows = masters(EXPERTS)
+    optimizer = Muon(whole, optim, rows)
+    give_gradients(whole, 0)
+    optimizer.step()
+    for name, entry in optimizer.state.items():
+        assert set(entry) == {"step", "momentum_buffer"} if rows[name].hidden_matrix else {"exp_avg"} < set(entry)
+    assert list(optimizer.state) == list(whole)
+    part, _ = masters(EXPERTS, "Ett|ttL", 1)
+    resumed = Muon(part, optim, rows)
+    with torch.no_grad():
+        for name, parameter in part.items():
+            parameter.copy_(whole[name])
+            for key, tensor in resumed.state[name].items():
+                tensor.copy_(optimizer.state[name][key])
+    for own, each in ((whole, optimizer), (part, resumed)):
+        give_gradients(own, 1)
+        each.step()
+    assert all(torch.equal(part[name], whole[name]) for name in part)
+    assert resumed.updates == 2
+
+
+def test_the_plan_counts_one_moment_of_a_matrix_and_the_time_of_its_iteration():
+    model = tiny(**EXPERTS)
+    plans = {name: build_plan(RunConfig(model=model, optim=OptimConfig(name=name))) for name in ("adamw", "muon")}
+    own, rows = masters(EXPERTS)
+    held = {name: (AdamW if name == "adamw" else Muon)(own, OptimConfig(name=name), rows).state for name in plans}
+    for name, state in held.items():
+        moments = sum(t.numel() * 4 for entry in state.values() for key, t in entry.items() if key != "step")
+        assert plans[name].pp_ranks[0].optimizer_bytes == moments
+    flops = 0
+    for name, parameter in own.items():
+        if rows[name].hidden_matrix:
+            small, large = sorted(parameter.shape[-2:])
+            flops += (rows[name].experts or 1) * 5 * (4 * small * small * large + 2 * small**3)
+    device, cost = device_of(RunConfig()), plans["muon"].pp_ranks[0]
+    moved = optimizer_seconds(cost.weight_bytes, cost.gradient_bytes, cost.optimizer_bytes, device)
+    products = flops / (device.bf16_flops * efficiency_of(device).matmul)
+    assert plans["muon"].timing.optimizer_s == pytest.approx(moved + products, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size=1"),
+        ("expert_tensor_parallel_size", 2, "parallel.expert_tensor_parallel_size=1"),
+        ("data_parallel_sharding", "optimizer_gradients", "parallel.data_parallel_sharding=none"),
+        ("data_parallel_sharding", "full", "parallel.data_parallel_sharding=none"),
+    ],
+)
+def test_what_splits_matrices_is_refused(key, value, remedy):
+    config = RunConfig(optim=OptimConfig(name="muon"))
+    setattr(config.parallel, key, value)
+    assert remedy in [problem.remedy for problem in check(config, {}) if "Muon" in problem.message]
