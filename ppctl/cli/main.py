@@ -54,6 +54,7 @@ COMMANDS = {
     "status": Command("show the state of a run"),
     "logs": Command("show the output of a run"),
     "trace": Command("show where the time of a measured step went (log.trace)"),
+    "parity": Command("run the same steps in one process and in the cut, and compare; or two runs", overrides=True),
     "cancel": Command("cancel the job of a submitted run", place="jobs.cancel"),
     "requeue": Command("requeue the job of a submitted run", place="jobs.requeue"),
     "doctor": Command("check this machine, and measure messages between ranks"),
@@ -61,7 +62,7 @@ COMMANDS = {
     "completion": Command("print a script that completes ppctl's words in bash, zsh or fish"),
 }
 
-LATER = ("parity",)
+LATER = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

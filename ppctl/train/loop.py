@@ -47,6 +47,7 @@ def train(
     resume: Callable[[], list[Found]],
     write: Writer | None,
     keep: Callable[[MeasuredStep], None] | None = None,
+    gradients: Path | None = None,
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
@@ -57,8 +58,8 @@ def train(
 
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
-    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`, and
-    `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
+    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`,
+    `gradients` is where those of `log.gradients` go, and `say` takes lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
     begins. `writer` and `note_save` are `Saves`'.
     """
     config = session.config
@@ -68,6 +69,7 @@ def train(
         session,
         session.batches(first, consumed, sample_order),
         lambda: SAVE_FAILED if saves.failed else stop_requested(),
+        gradients,
     )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds

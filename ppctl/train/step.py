@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
+from ppctl.train.kept_gradients import KeptGradients
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
@@ -41,15 +43,25 @@ class StepResult:
 
 
 class Trainer:
-    """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree."""
+    """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree.
 
-    def __init__(self, session: Session, batches: Batches | None, stop_requested: Callable[[], int]) -> None:
+    `gradients` is where steps of `log.gradients` are kept; None keeps none.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        batches: Batches | None,
+        stop_requested: Callable[[], int],
+        gradients: Path | None = None,
+    ) -> None:
         self.session = session
         self.batches = batches
         self.stop_requested = stop_requested
         self.tracer = StepTracer(session)
         self.stages = StagePrograms(session)
-        self.programs = self.stages.make()
+        self.gradients = KeptGradients(session, gradients, lambda: self.stages.first)
+        self.programs = self.gradients.watched(self.stages.make())
         self.figures = StepFigures(session)
         self.replicas = ReplicaCheck(session)
         self.balance = RouterBalance(
@@ -65,6 +77,7 @@ class Trainer:
         Raises TrainingError, on all ranks alike, where numbers are not finite, or copies that were compared differ.
         """
         s, started = self.session, time.perf_counter()
+        self.gradients.begin(step + 1)
         self._run_pipeline(step)
         pipeline_end = time.perf_counter()
         if s.heartbeat is not None:
@@ -81,6 +94,7 @@ class Trainer:
             sum_partial_gradients([s.weights.master[name] for name in s.partial_gradients], s.groups["tp"])
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
+        self.gradients.keep(step + 1)
         norm = s.norm.measure(s.weights.master)
         grad_norm = norm.item()
         overflow = not math.isfinite(grad_norm)
