@@ -7,7 +7,7 @@ figures, nor why they should be equal (`plan/parity.py`). numpy alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,13 +86,15 @@ class StepDifferences:
     """Gradients that are the same."""
     missing: list[str]
     """Names that only one of the two has."""
+    unlike: list[tuple[str, str, str]]
+    """(`A` or `B`, name, owner): uses of a shared parameter whose gradient is not its owner's, which is no step's."""
     largest: float
     """The largest relative difference of all gradients, those within the tolerance included."""
 
     @property
     def same(self) -> bool:
         """Whether nothing differs beyond what may."""
-        return self.action is None and not self.parameters and not self.missing
+        return self.action is None and not (self.parameters or self.missing or self.unlike)
 
 
 def compare_step(
@@ -102,11 +104,13 @@ def compare_step(
     tolerance: float,
     stage_of: Callable[[str], int],
     messages: bool = True,
+    uses: Sequence[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> StepDifferences:
     """Compare. `tolerance` 0 asks for equal bits; otherwise max |a - b| / max |a| of a gradient may be as large.
 
-    `messages`: whether both runs have the same stages. Only one gradient, and parts of it, are in memory at a time.
+    `messages`: whether both runs have the same stages; `uses`: names of one shared parameter, its owner first. One
+    gradient, and a part of it, are in memory at a time.
     """
     ours, theirs = first.step.parts, second.step.parts
     different, equal, largest = [], 0, 0.0
@@ -120,7 +124,17 @@ def compare_step(
             equal += 1
     action = _first_action(first, second, tolerance) if messages else None
     different.sort(key=lambda each: -each.stage)
-    return StepDifferences(action, different, equal, sorted(ours.keys() ^ theirs.keys(), key=in_order), largest)
+    missing = sorted(ours.keys() ^ theirs.keys(), key=in_order)
+    unlike = [found for name, side in (("A", first), ("B", second)) for found in _unlike(name, side.step, uses)]
+    return StepDifferences(action, different, equal, missing, unlike, largest)
+
+
+def _unlike(run: str, step: KeptStep, uses: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """The uses of a shared parameter that did not get the sum over all of them, as its owner did."""
+    owner, *others = [name for name in uses if name in step.parts] or [""]
+    for name in others:
+        if np.any(_apart(step.whole(owner), step.whole(name))):
+            yield run, name, owner
 
 
 def _parameter(name: str, first: KeptStep, second: KeptStep, tolerance: float, stage: int) -> ParameterDifference:
@@ -177,12 +191,10 @@ def _handed_apart(
 ) -> float | None:
     """The relative difference of the norms where two messages differ; None where they do not."""
     (a, ours), (b, theirs) = one, other
-    if not tolerance:
-        if [each.bits for each in ours] == [each.bits for each in theirs]:
-            return None
+    if not tolerance and [each.bits for each in ours] == [each.bits for each in theirs]:
+        return None
     squares = [sum(each.squares for each in of) / side.copies(*key[:2]) for side, of in ((a, ours), (b, theirs))]
     apart = abs(squares[0] - squares[1])
     if tolerance and apart <= _OF_SQUARES * tolerance * squares[0]:
         return None
     return apart / squares[0] / 2 if squares[0] else math.inf if apart else 0.0
-

@@ -35,7 +35,7 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
 from ppctl.plan import Plan
-from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, stage_of, tolerance
+from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, stage_of, tolerance, uses_of_shared
 from ppctl.processes import unwinding_on_term
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
@@ -217,6 +217,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
                 tolerance=allowed,
                 stage_of=stage_of(second.plan, second.config),
                 messages=first.plan.layout == second.plan.layout,
+                uses=uses_of_shared(second.plan, second.config),
                 progress=_progress(step),
             )
             row["gradients"] = _gradients(found)
@@ -243,6 +244,7 @@ def _gradients(found: StepDifferences) -> dict[str, Any]:
         "equal": found.equal,
         "largest": found.largest,
         "missing": found.missing,
+        "unlike": found.unlike,
         "action": None if found.action is None else found.action._asdict(),
         "different": [each._asdict() for each in found.parameters],
     }

@@ -20,7 +20,9 @@ _SHOWN = 5
 def sizes_text(plan: Plan) -> str:
     """`pp 2 x vpp 2 x dp 2, 4 ranks, 1f1b`, with the axes that divide anything."""
     sizes = plan.sizes
-    axes = [f"{axis} {size}" for axis in ("pp", "vpp", "tp", "cp", "ep", "etp", "dp") if (size := getattr(sizes, axis)) > 1]
+    axes = [
+        f"{axis} {size}" for axis in ("pp", "vpp", "tp", "cp", "ep", "etp", "dp") if (size := getattr(sizes, axis)) > 1
+    ]
     ranks = f"{sizes.world} rank{'s' * (sizes.world > 1)}"
     return ", ".join([*([" x ".join(axes)] if axes else []), ranks, plan.schedule.name])
 
@@ -85,6 +87,10 @@ def _differences(step: Mapping[str, Any]) -> list[str]:
         )
     if len(found["different"]) > _SHOWN:
         lines.append(f"  and {len(found['different']) - _SHOWN} more gradients")
+    lines += [
+        f"  {run}: the gradient of {name} is not that of {owner}, of which it is another use"
+        for run, name, owner in found["unlike"]
+    ]
     lines += [f"  only in one of the two: {name}" for name in found["missing"][:_SHOWN]]
     return [f"step {step['step']}:", *lines, ""] if lines else []
 
@@ -112,6 +118,8 @@ def _verdict(report: Mapping[str, Any]) -> str:
     if found and found["different"]:
         each = found["different"][0]
         first += f"; gradient of {each['name']} differs, first in stage {each['stage']} ({_ranks(each['ranks'])})"
+    elif found and found["unlike"]:
+        first += f"; {found['unlike'][0][1]} and {found['unlike'][0][2]} are one parameter, and their gradients differ"
     later = [step["step"] for step in steps if step["loss"][0] != step["loss"][1]]
     if later and not report["axes"]:
         first += f"; losses differ from step {later[0]} on"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
-from ppctl.geometry.canonical_names import stack_of, stage_parameters
+from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
 from ppctl.plan.plan import Plan
 
 _LAW = {"float64": 1e-12, "float32": 1e-6}
@@ -83,3 +83,9 @@ def stage_of(plan: Plan, config: RunConfig) -> Callable[[str], int]:
     """What gives the stage that has a gradient of this name; -1 where none has."""
     found = {name: spec.stage for spec in plan.stages for name in stage_parameters(config.model, spec.layers)}
     return lambda name: found.get(name, found.get(stack_of(name), -1))
+
+
+def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:
+    """The names under which the model uses its token embedding, if several; their gradients are one sum."""
+    there = {name for spec in plan.stages for name in embedding_uses(config.model, spec.layers)}
+    return [name for name in uses_of_embedding(config.model) if name in there] if len(there) > 1 else []

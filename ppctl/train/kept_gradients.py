@@ -67,7 +67,9 @@ class KeptGradients:
         shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.world_groups)  # behind it all files are written
         if s.own.rank == 0:
-            write_messages(path, [handed for rank, row in enumerate(rows.tolist()) for handed in self._unpack(rank, row)])
+            write_messages(
+                path, [handed for rank, row in enumerate(rows.tolist()) for handed in self._unpack(rank, row)]
+            )
 
     def _watched(self, program: StageProgram) -> StageProgram:
         def forward(mb: int, inputs: Message) -> Message:

@@ -21,6 +21,7 @@ from ppctl.train.saving import Saves
 from ppctl.train.session import Session
 from ppctl.train.snapshot import load_first, load_local, start_from
 from ppctl.train.step import Trainer
+from ppctl.train.torch_profile import step_profiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ def train(
     write: Writer | None,
     keep: Callable[[MeasuredStep], None] | None = None,
     gradients: Path | None = None,
+    profiles: Path | None = None,
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
@@ -58,9 +60,10 @@ def train(
 
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
-    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`,
-    `gradients` is where those of `log.gradients` go, and `say` takes lines for the user (rank 0 only); `enter(state, step)` is called when `training`, `evaluating` or `saving`
-    begins. `writer` and `note_save` are `Saves`'.
+    Evaluates at its interval and at the end. `write` takes each step's record, `keep` the steps of `log.trace`, and
+    `say` lines for the user (rank 0 only); `gradients` and `profiles` are the directories for steps of `log.gradients`
+    and `log.torch_profile`. `enter(state, step)` is called when `training`, `evaluating` or `saving` begins. `writer`
+    and `note_save` are `Saves`'.
     """
     config = session.config
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
@@ -78,13 +81,15 @@ def train(
     def position(done: int) -> int:
         return consumed + (done - first) * config.train.global_batch_size
 
+    profiled = step_profiles(config, session.own.rank, session.device, profiles, say)
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)
     with saves:
         for step in range(first, config.train.steps):
             enter("training", step)
-            result = trainer.step(step)
+            with profiled(step + 1):
+                result = trainer.step(step)
             saves.look()
             loss, done = result.record["loss"], step + 1
             last = done == config.train.steps
