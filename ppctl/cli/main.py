@@ -62,8 +62,6 @@ COMMANDS = {
     "completion": Command("print a script that completes ppctl's words in bash, zsh or fish"),
 }
 
-LATER = ()
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code. A user's error is printed."""
@@ -132,8 +130,6 @@ def _help() -> str:
 def _unknown_command(name: str) -> Problem:
     import difflib  # only here: the import would slow down every command
 
-    if name in LATER:
-        return Problem("PP-E116", f"`ppctl {name}` comes in a later release", "ppctl --help", "command line")
     close = next(iter(difflib.get_close_matches(name, COMMANDS, n=1)), "")
     hint = f"did you mean {close}? " if close else ""
     message = f"there is no command {name}; {hint}there are {', '.join(COMMANDS)}"

@@ -52,6 +52,8 @@ class _Side(NamedTuple):
     run: RunDir
     config: RunConfig
     plan: Plan
+    failure: str = ""
+    """Why it did not reach its end: copies that differ, for example, are not saved."""
 
     def step(self, step: int) -> Side:
         """What it has kept of a step."""
@@ -162,7 +164,7 @@ class _StepLines:
 
 
 def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argparse.Namespace) -> _Side:
-    """Run it to its end. Raises _Interrupted for a signal, ConfigError (PP-E646) where a rank fails."""
+    """Run it to its end. Raises _Interrupted for a signal, ConfigError (PP-E646) where it keeps no step."""
     config = with_value(config, "log", dir=str(root), name=name)
     note(f"{parity_text.NAMES[name]}: {parity_text.sizes_text(plan)}")
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
@@ -172,6 +174,8 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")
         raise _Interrupted(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
+    if outcome.exit_code != DONE and kept_steps(run.gradients):
+        return _Side(run, config, plan, outcome.report.partition("\n")[0])
     if outcome.exit_code != DONE:
         message = f"{parity_text.NAMES[name]} failed, and nothing was compared"
         raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", outcome.report))
@@ -227,7 +231,8 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
         "runs": [str(side.run.path) for side in sides],
         "cuts": [parity_text.sizes_text(side.plan) for side in sides],
         "axes": axes_that_differ(first.plan, second.plan),
-        "same": all(row["same"] for row in rows),
+        "failures": [side.failure for side in sides],
+        "same": all(row["same"] for row in rows) and not any(side.failure for side in sides),
         "steps": rows,
     }
 

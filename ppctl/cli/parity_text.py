@@ -35,6 +35,7 @@ def text(report: Mapping[str, Any]) -> str:
     lines += [_law(report), "", aligned(rows, 4), ""]
     for step in report["steps"]:
         lines += _differences(step)
+    lines += [f"{name} did not reach its end: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
     if report.get("checkpoints"):
         found = report["checkpoints"]
         lines += [f"checkpoints of step {found['step']}:", ckpt_text.differences(found, _SHOWN), ""]
@@ -109,6 +110,8 @@ def _verdict(report: Mapping[str, Any]) -> str:
         kept = f", and gradients of {count}" if count else "; gradients were not kept (log.gradients=1:4 keeps them)"
         return f"equal: losses and norms of {len(steps)} steps{kept}: {how}"
     wrong = next((step for step in steps if not step["same"]), None)
+    if wrong is None and any(report["failures"]):
+        return "different: equal as far as both went, and one of them did not reach its end"
     if wrong is None:
         return f"different: checkpoints of step {report['checkpoints']['step']}"
     first = f"step {wrong['step']}: loss {_apart(wrong['loss'])}"
