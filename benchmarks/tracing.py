@@ -83,7 +83,7 @@ def main() -> None:
         f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; load {busy[0]:.1f} before.",
         "CPU time of a rank, medians over turns; microseconds an action are of the actions that are stamped.",
         "",
-        "| rank | actions | ms a step without stamps | stamps, µs an action | kept by log.trace besides, µs an action |",
+        "| rank | actions | ms a step without stamps | stamps, µs an action | log.trace besides, µs an action |",
         "|---|---|---|---|---|",
     ]
     for rank, (actions, turns) in enumerate(rows):

@@ -90,7 +90,7 @@ LATER = {
     "steps captured as CUDA graphs": (
         "--cuda-graph-* --enable-cuda-graph --external-cuda-graph --moe-pad-experts-for-cuda-graph-inference"
     ),
-    "profiles of single steps": (
+    "profiles of single steps by these flags (log.torch_profile=10:12 makes them)": (
         "--profile --profile-step-start --profile-step-end --use-pytorch-profiler --pytorch-profiler-* "
         "--profile-ranks --record-memory-history --memory-snapshot-path --record-shapes --nvtx-ranges"
     ),
