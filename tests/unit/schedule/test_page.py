@@ -167,7 +167,7 @@ def test_a_browser_draws_the_planned_step_below_the_measured_one_on_one_axis(siz
     assert report["view"] == [0, 48], "the longer of the two"
     assert report["found"][0] == "1B3"
     assert report["width"][1:] == [True, True]
-    assert "as planned: at" in report["clicked"]
+    assert "as planned: at" in report["says"]
     assert report["ranks"][0] == [1, 3], "a rank's measured row and its planned one"
     svg = ElementTree.fromstring(report["svg"])
     texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
