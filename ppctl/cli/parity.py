@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -250,9 +251,17 @@ def _gradients(found: StepDifferences) -> dict[str, Any]:
         "largest": found.largest,
         "missing": found.missing,
         "unlike": found.unlike,
-        "action": None if found.action is None else found.action._asdict(),
-        "different": [each._asdict() for each in found.parameters],
+        "action": None if found.action is None else _finite(found.action._asdict()),
+        "different": [_finite(each._asdict()) for each in found.parameters],
     }
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    """With null for numbers that JSON has not."""
+    shown = {**found, "relative": found["relative"] if math.isfinite(found["relative"]) else None}
+    if "values" in found:
+        shown["values"] = [value if math.isfinite(value) else None for value in found["values"]]
+    return shown
 
 
 def _progress(step: int) -> Callable[[str], None]:

@@ -78,13 +78,14 @@ def _differences(step: Mapping[str, Any]) -> list[str]:
         return []
     if found["action"] is not None:
         each = found["action"]
-        how = f"by {each['relative']:.1e} of its norm" if each["relative"] else "in bits alone"
+        how = "in bits alone" if each["relative"] == 0 else f"by {_share(each['relative'])} of its norm"
         lines.append(f"  first action: {each['action']}, stage {each['stage']} ({_ranks(each['ranks'])}), {how}")
     for each in found["different"][:_SHOWN]:
         a, b = each["values"]
         lines.append(
             f"  gradient of {each['name']}, stage {each['stage']} ({_ranks(each['ranks'])} of {each['of']}): apart by "
-            f"{each['relative']:.1e} of its largest value; at {list(each['at'])} {a:.6g} in A, {b:.6g} in B"
+            f"{_share(each['relative'])} of its largest value; at {list(each['at'])} "
+            f"{_number(a)} in A, {_number(b)} in B"
         )
     if len(found["different"]) > _SHOWN:
         lines.append(f"  and {len(found['different']) - _SHOWN} more gradients")
@@ -94,6 +95,14 @@ def _differences(step: Mapping[str, Any]) -> list[str]:
     ]
     lines += [f"  only in one of the two: {name}" for name in found["missing"][:_SHOWN]]
     return [f"step {step['step']}:", *lines, ""] if lines else []
+
+
+def _share(relative: float | None) -> str:
+    return "more than any share" if relative is None else f"{relative:.1e}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
