@@ -11,8 +11,11 @@ TIED = "model.share_embeddings_and_output_weights=true"
 def parity(cwd, *overrides, **more):
     text = cwd / "text.txt"
     text.write_text("the stage and the rank of a layer, a bubble and the rest " * 40)
-    cut = ("+recipe=quickstart", *TINY, "vpp=null", "pipeline.pp_schedule=1f1b", f"data.path={text}", "steps=3")
-    return ppctl("parity", *cut, *overrides, cwd=cwd, timeout=240, **more)
+    cut = [*TINY, "vpp=null", "pipeline.pp_schedule=1f1b", f"data.path={text}", "steps=3"]
+    chosen = dict(word.split("=", 1) for word in [*cut, *(word for word in overrides if "=" in word)])
+    rest = (word for word in overrides if "=" not in word)
+    typed = (f"{key}={value}" for key, value in chosen.items())
+    return ppctl("parity", "+recipe=quickstart", *typed, *rest, cwd=cwd, timeout=240, **more)
 
 
 def test_a_sum_that_is_left_out_from_step_2_on_is_named_there_and_step_1_is_equal_to_the_bit(tmp_path):
