@@ -5,7 +5,7 @@ and read whole. Both towers use it. Who holds a run, and what is kept of its ear
 
     runs/<name>/<id>/    config.yaml command.txt plan.json schedule.csv env.json metrics.jsonl status.json result.json
                          edges.json profile.json holder.json submit.sbatch job.json life requeue.<job>.<restarts>
-                         logs/ heartbeats/ trace/ checkpoints/ errors/
+                         logs/ heartbeats/ trace/ gradients/ profile_traces/ memory_snapshot/ checkpoints/ errors/
 """
 
 from __future__ import annotations
@@ -301,6 +301,11 @@ class RunDir:
     def trace(self) -> Path:
         """The directory of traces (and of TensorBoard's and W&B's files)."""
         return self.path / "trace"
+
+    @property
+    def gradients(self) -> Path:
+        """The directory of the steps of `log.gradients`."""
+        return self.path / "gradients"
 
     @property
     def checkpoints(self) -> Path:

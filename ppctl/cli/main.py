@@ -54,14 +54,13 @@ COMMANDS = {
     "status": Command("show the state of a run"),
     "logs": Command("show the output of a run"),
     "trace": Command("show where the time of a measured step went (log.trace)"),
+    "parity": Command("run the same steps in one process and in the cut, and compare; or two runs", overrides=True),
     "cancel": Command("cancel the job of a submitted run", place="jobs.cancel"),
     "requeue": Command("requeue the job of a submitted run", place="jobs.requeue"),
     "doctor": Command("check this machine, and measure messages between ranks"),
     "explain": Command("explain an error code or a configuration key"),
     "completion": Command("print a script that completes ppctl's words in bash, zsh or fish"),
 }
-
-LATER = ("parity",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,8 +130,6 @@ def _help() -> str:
 def _unknown_command(name: str) -> Problem:
     import difflib  # only here: the import would slow down every command
 
-    if name in LATER:
-        return Problem("PP-E116", f"`ppctl {name}` comes in a later release", "ppctl --help", "command line")
     close = next(iter(difflib.get_close_matches(name, COMMANDS, n=1)), "")
     hint = f"did you mean {close}? " if close else ""
     message = f"there is no command {name}; {hint}there are {', '.join(COMMANDS)}"

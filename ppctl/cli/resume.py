@@ -17,10 +17,12 @@ from ppctl.cli import train
 from ppctl.cli.console import note
 from ppctl.cli.plan import plan_of
 from ppctl.cli.runs import add_run_arguments, named_run
+from ppctl.config.checks import WATCHED
 from ppctl.config.compose import Composed, RefusedError, override
 from ppctl.config.keys import keys_with, value_of
 from ppctl.config.mapping import to_mapping
 from ppctl.config.moe_layer_freq import moe_layer_pattern
+from ppctl.config.quantities import steps_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import Started
@@ -64,6 +66,7 @@ def prepare(args: argparse.Namespace, run: RunDir, started: Started) -> tuple[La
     source = named if "checkpoint.resume" in changes and named != AUTO else run.path
     checkpoint = find_checkpoint(str(source), Path(args.dir))
     _refuse_finished(run, composed, checkpoint, args)
+    _refuse_past(changes, composed.config, checkpoint)
     for line in (*composed.notes, f"going on with {run.path} from {checkpoint.name}"):
         note(f"note: {line}")
     for key, (old, new) in changes.items():
@@ -157,3 +160,16 @@ def _refuse_finished(run: RunDir, composed: Composed, checkpoint: Path, args: ar
         message += "" if finished else f", and train.steps is {steps}"
         remedy = f"ppctl resume {args.run or run.id} steps={2 * done}"
         raise ConfigError(Problem("PP-E618", message, remedy, str(run.path)))
+
+
+def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, checkpoint: Path) -> None:
+    """Raise ConfigError (PP-E648) where this command asks to keep steps that are done already."""
+    done, problems = step_of(checkpoint), []
+    for name in WATCHED:
+        asked = changes[name][1] if name in changes else None
+        if asked is not None and (steps := steps_of(asked))[0] <= done:
+            message = f"{name}={asked} begins with step {steps[0]}, and the run goes on behind step {done}"
+            last = min(done + len(steps), config.train.steps)
+            problems.append(Problem("PP-E648", message, f"{name}={done + 1}:{last + 1}", f"{name} (command line)"))
+    if problems:
+        raise ConfigError(problems)

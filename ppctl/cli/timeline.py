@@ -17,6 +17,7 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.files import write_atomically
 from ppctl.schedule.picture import Picture
 from ppctl.schedule.text_timeline import timeline_text
+from ppctl.schedule.trace import step_time
 
 FORMS = {
     ".html": ("ppctl.schedule.page", "timeline_html"),
@@ -39,7 +40,13 @@ def plain(picture: Picture) -> str:
     """The drawing for a terminal, as wide as every block needs, and at most 2,000 columns."""
     busiest = max((sum(s.pp_rank == rank for s in picture.trace.spans) for rank in range(picture.trace.pp)), default=0)
     width = min(max(PIPE_WIDTH, 3 * busiest), 2000)
-    return f"{picture.title}\n{picture.subtitle}\n\n{timeline_text(picture.trace, width)}"
+    head = f"{picture.title}\n{picture.subtitle}\n\n"
+    if picture.planned is None:
+        return head + timeline_text(picture.trace, width)
+    longest = max(map(step_time, (picture.trace, picture.planned)))
+    return f"{head}measured\n{timeline_text(picture.trace, width, longest)}\nplanned\n" + timeline_text(
+        picture.planned, width, longest
+    )
 
 
 def unwritable(path: Path, forms: Mapping[str, tuple[str, str]] = FORMS) -> list[Problem]:

@@ -1,6 +1,6 @@
-"""`ppctl trace [RUN]`: steps as they were measured (`log.trace`), where each rank's time went, and their pictures.
+"""`ppctl trace [RUN]`: a step as it was measured (`log.trace`) and its picture; `ppctl trace A B`: two runs' steps.
 
-Knows a run's traced steps and its plan. Must not know torch.
+Knows a run's traced steps and its plan. Must not know the words (`trace_text`) nor torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+from ppctl.cli import trace_text
 from ppctl.cli.console import note
 from ppctl.cli.runs import add_run_arguments, named_run
-from ppctl.cli.table import aligned
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
+from ppctl.cli.trace_text import SeenStep
 from ppctl.cli.train import program, short_path
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.errors import ConfigError, Problem
@@ -21,14 +22,16 @@ from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 from ppctl.plan import Plan
 from ppctl.plan.plan_picture import picture
 from ppctl.rundir import RunDir
-from ppctl.schedule.measured_step import Ledger, MeasuredStep, ledgers
-from ppctl.schedule.trace import bubble_fraction, step_time
+from ppctl.runs import find_run
+from ppctl.schedule.measured_step import MeasuredStep, ledgers
 from ppctl.topology import RankGrid
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own arguments."""
     add_run_arguments(parser)
+    words = "a second run: the two ledgers side by side, and what each stage took in both"
+    parser.add_argument("other", nargs="?", metavar="B", help=words)
     parser.add_argument("--step", type=int, metavar="N", help="the step, of those that were traced; default: the last")
     parser.add_argument(
         "--pipeline", type=int, default=0, metavar="N", help="the pipeline that rank N is in; default: 0"
@@ -38,44 +41,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the ledger of a traced step, and draw it."""
+    """Print the ledger of a traced step, its critical path and what a stage would change, and draw it; or compare."""
     run_dir = named_run(args)
-    step, plan = _step(run_dir, args.step)
-    pipeline = _pipeline(plan, args.pipeline)
-    found = ledgers(step, plan.schedule, pipeline)
-    trace = step.trace(plan.schedule, pipeline)
-    if args.json:
-        rows = [
-            {"rank": rank, "pp_rank": pp_rank, "seconds": found[pp_rank].rows()}
-            for pp_rank, rank in enumerate(pipeline)
-        ]
-        print(
-            json.dumps(
-                {
-                    "step": step.step,
-                    "step_time_s": found[0].total,
-                    "bubble_fraction": bubble_fraction(trace),
-                    "ranks": rows,
-                }
+    shown = _seen(run_dir, args)
+    if args.other is not None:
+        if args.timeline is not None:
+            message = "--timeline draws one run"
+            raise ConfigError(
+                Problem("PP-E129", message, f"ppctl trace {args.run} --timeline step.html", "command line")
             )
-        )
-    else:
-        print(
-            f"step {step.step} of run {run_dir.id}: {found[0].total:.4f} s, "
-            f"from the first action to the last one {step_time(trace):.4f} s"
-        )
-        print(f"bubble {bubble_fraction(trace):.1%} measured, {plan.bubble_fraction:.1%} planned\n")
-        print(aligned(_table(found, pipeline)))
+        other = _seen(find_run(args.other, Path(args.dir)), args)
+        found = trace_text.both(shown, other)
+        print(json.dumps(found) if args.json else trace_text.compared(found))
+        return 0
+    print(json.dumps(trace_text.report(shown)) if args.json else trace_text.text(shown))
     if args.timeline is not None:
+        plan, ranks = shown.plan, shown.pipeline
         config = run_dir.read_config()
-        planned = picture(plan, at_size(config, BatchSizes.of(config.train).at(step.step - 1)))
-        title = f"{plan.name}: step {step.step} as it was measured, ranks {pipeline[0]} to {pipeline[-1]}"
-        write_timeline(
-            replace(planned, title=title, subtitle=f"layout {plan.layout}", trace=trace), Path(args.timeline)
-        )
+        planned = picture(plan, at_size(config, BatchSizes.of(config.train).at(shown.step - 1)))
+        title = f"{plan.name}: step {shown.step} as it was measured, ranks {ranks[0]} to {ranks[-1]}"
+        timed = "measured" if plan.time_calibrated else "preset"
+        subtitle = f"layout {plan.layout}; below it the step as planned, from {timed} costs, on the same axis"
+        drawn = replace(planned, title=title, subtitle=subtitle, trace=shown.trace, planned=planned.trace)
+        write_timeline(drawn, Path(args.timeline))
     elif not args.json:
-        note(f"\nto see it: {program()} trace {short_path(run_dir.path)} --step {step.step} --timeline step.html")
+        note(f"\nto see it: {program()} trace {short_path(run_dir.path)} --step {shown.step} --timeline step.html")
     return 0
+
+
+def _seen(run: RunDir, args: argparse.Namespace) -> SeenStep:
+    """The step of a run that the command line names. Raises ConfigError (PP-E643)."""
+    step, plan = _step(run, args.step)
+    pipeline = _pipeline(plan, args.pipeline)
+    trace = step.trace(plan.schedule, pipeline)
+    return SeenStep(run.id, step.step, plan, pipeline, trace, ledgers(step, plan.schedule, pipeline))
 
 
 def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
@@ -128,29 +127,3 @@ def _pipeline(plan: Plan, rank: int) -> tuple[int, ...]:
             )
         )
     return RankGrid(plan.sizes).group_of("pp", rank)
-
-
-def _table(found: list[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
-    """A row for each part of a step, a column for each pp_rank: milliseconds and shares."""
-    names = list(dict.fromkeys(name for ledger in found for name in ledger.rows()))
-    waits = sorted(name for name in names if name.startswith("waiting"))
-    ordered = [
-        "compute",
-        "gradients",
-        *waits,
-        *(name for name in names if name not in ("compute", "gradients", *waits)),
-    ]
-    table = [["ms", *(f"rank {rank}" for rank in pipeline)]]
-    for name in ordered:
-        seconds = [ledger.rows().get(name, 0.0) for ledger in found]
-        if any(seconds):
-            table.append(
-                [
-                    name,
-                    *(
-                        f"{1e3 * each:.1f} {each / ledger.total:4.0%}"
-                        for each, ledger in zip(seconds, found, strict=True)
-                    ),
-                ]
-            )
-    return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in found)]]

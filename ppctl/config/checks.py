@@ -27,6 +27,7 @@ from ppctl.config import (
     precision,
     recompute_rules,
 )
+from ppctl.config.batch_sizes import steps_for_tokens
 from ppctl.config.keys import (
     Finding,
     as_typed,
@@ -41,6 +42,7 @@ from ppctl.config.keys import (
 )
 from ppctl.config.limits import Bounds, Form, OneOf
 from ppctl.config.model_parallel_config import problems as parallel_problems
+from ppctl.config.quantities import steps_of
 from ppctl.config.schema import CheckpointConfig, ParallelConfig, RunConfig
 from ppctl.config.support import not_trained, refused
 from ppctl.errors import Problem
@@ -135,6 +137,7 @@ def _findings(config: RunConfig, usual: Mapping[str, Any]) -> Iterator[Finding]:
     yield from launch_rules.broken_rules(config)
     yield from _schedule(config)
     yield from _samples(config)
+    yield from _watched_steps(config)
     yield from _exchanging_layers(config)
     yield from _local_copies(config.checkpoint)
 
@@ -181,6 +184,31 @@ def _samples(config: RunConfig) -> Iterator[Finding]:
         foreign = config.model.transformers is not None
         remedy = f"data.seq_length={positions}" if foreign else f"model.max_position_embeddings={length}"
         yield ("data.seq_length", "model.max_position_embeddings"), message, remedy
+
+
+WATCHED = ("log.trace", "log.torch_profile", "log.gradients")
+"""Keys that name steps of which more is kept."""
+
+
+def _watched_steps(config: RunConfig) -> Iterator[Finding]:
+    """Steps that the run does not have: nothing would be kept, without a word."""
+    last = config.train.steps
+    for name in WATCHED:
+        asked = value_of(config, name)
+        if asked is not None and (steps := steps_of(asked))[-1] > last:
+            there = max(last - len(steps) + 1, 1)
+            message = f"{name}={asked} ends with step {steps[-1]}, and the run with step {last}"
+            yield (name, "train.steps"), message, f"{name}={there}:{last + 1}"
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """What is no mistake, and hardly meant."""
+    steps, warmup = config.train.steps, learning_rate.warmup_steps(config.optim, steps_for_tokens(config))
+    if warmup > steps:
+        yield (
+            f"the warm-up takes {warmup:,} steps and the run ends behind {steps:,}: the rate never reaches optim.lr; "
+            "optim.warmup_steps and train.steps set them"
+        )
 
 
 def _messages(config: RunConfig) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
-from ppctl.config.checks import beyond_limits, check, within_limits
+from ppctl.config.checks import beyond_limits, check, notes, within_limits
 from ppctl.config.draft import DEFAULT, GLOBAL_BATCH, Draft, flat
 from ppctl.config.flags import ABSENT, meant_by
 from ppctl.config.foreign_rules import READ, without_effect
@@ -390,8 +390,8 @@ def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Compo
     # A value that was derived from a wrong one is wrong too: one problem is enough.
     problems += [_with_remedy(p, draft) for key, p in named.items() if "(derived" not in p.place]
     problems += check(config, draft.provenance, for_training=for_training, skip=named, usual=draft.covered)
-    notes = (*draft.notes, *ignored(config, draft.provenance))
-    composed = Composed(config, draft.provenance, notes)
+    said = (*draft.notes, *ignored(config, draft.provenance), *(() if problems else notes(config)))
+    composed = Composed(config, draft.provenance, said)
     if problems:
         same = typed_again("plan", overrides)
         problems = [replace(p, remedy=same) if p.code == "PP-E118" else p for p in problems]

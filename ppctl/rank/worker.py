@@ -177,6 +177,8 @@ def _run(
         resume=partial(checkpoint_folder.candidates, config.checkpoint.resume, run.checkpoints),
         write=metrics_writer(shared, at_end) if leads else None,
         keep=(lambda measured: run.write_measured_step(measured.step, measured.to_json())) if leads else None,
+        gradients=run.gradients,
+        profiles=run.path,
         stop_requested=lambda: TIME_IS_OVER * time_left.over() or stop(),
         enter=enter,
         writer=writer,

@@ -1,14 +1,14 @@
 """Picture -> JSON in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Knows that format: complete events (`X`, microseconds), flows (`s`, `f`), counters (`C`) and names (`M`), a thread for
-each pp_rank. Must
-not know how a trace came about. Standard library only.
+each pp_rank. Must not know how a trace came about. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ppctl.schedule.action import PASSED_ON, Op
@@ -19,6 +19,13 @@ from ppctl.schedule.trace import Span
 def perfetto_json(picture: Picture) -> str:
     """The picture as one JSON object: a process for the pipeline; for each pp_rank a thread and counters of memory."""
     events = [*_names(picture), *_spans(picture), *_messages(picture), *_counters(picture)]
+    if picture.planned is not None:  # a process of its own, from the first measured action on
+        begin, zero = (min((s.start for s in t.spans), default=0.0) for t in (picture.trace, picture.planned))
+        spans = tuple(s._replace(start=s.start + begin - zero, end=s.end + begin - zero) for s in picture.planned.spans)
+        below = replace(picture, title="as planned", trace=replace(picture.planned, spans=spans), planned=None)
+        for event in (*_names(below), *_spans(below), *_messages(below)):
+            planned = {**event, "pid": 1}
+            events.append(planned | {"id": f"planned {event['id']}"} if "id" in event else planned)
     return json.dumps({"displayTimeUnit": "ms", "otherData": {"title": picture.title}, "traceEvents": events})
 
 

@@ -74,6 +74,8 @@ class Picture:
     """The same as a rehearsal found it; None of a pp_rank that it left out."""
     limit: int | None = None
     """Bytes of one device."""
+    planned: Trace | None = None
+    """Of a measured step: what was planned, to be drawn below it on the same axis, from its own first action on."""
 
 
 def memory_over_time(trace: Trace, memory: Sequence[RankMemory | None]) -> tuple[tuple[Level, ...], ...]:

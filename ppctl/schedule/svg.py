@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -31,13 +32,16 @@ for _name, _value in re.findall(
 
 
 def picture_svg(picture: Picture) -> str:
-    """One picture."""
-    return pictures_svg([picture])
+    """One picture, with what was planned below what was measured."""
+    if picture.planned is None:
+        return pictures_svg([picture])
+    below = replace(picture, title="as planned", trace=picture.planned, planned=None)
+    return pictures_svg([replace(picture, planned=None), below], columns=1)
 
 
-def pictures_svg(pictures: Sequence[Picture]) -> str:
-    """The pictures in two columns, row by row, with their titles and subtitles; each starts at time 0."""
-    columns = min(2, len(pictures))
+def pictures_svg(pictures: Sequence[Picture], columns: int = 2) -> str:
+    """The pictures in columns, row by row, with their titles and subtitles; each starts at time 0."""
+    columns = min(columns, len(pictures))
     longest = max((step_time(picture.trace) for picture in pictures), default=0.0) or 1.0
     scale = (_WIDTH - _LABEL) / longest
     body: list[str] = []

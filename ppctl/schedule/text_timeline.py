@@ -20,8 +20,10 @@ _USUAL = 80
 """Columns that a terminal has at least: words are not broken for less."""
 
 
-def timeline_text(trace: Trace, width: int = 100) -> str:
+def timeline_text(trace: Trace, width: int = 100, seconds: float | None = None) -> str:
     """The trace drawn in at most `width` columns (at least 40), a line for every stage of every pp_rank.
+
+    They show `seconds` from its first action on; None: all of it.
 
     A column shows what runs in its middle: the last digit of the microbatch, as a digit for a forward and as a letter
     for a backward (`a` is 0, `k` as well if it is paired with the forward in front of it). Dots are the rank's idle
@@ -34,7 +36,7 @@ def timeline_text(trace: Trace, width: int = 100) -> str:
     margin = max((len(label) for column in labels for label in column), default=0) + 1
     columns = max(width, _NARROWEST) - margin - 2
     begin = min((span.start for span in trace.spans), default=0.0)
-    tick = step_time(trace) / columns
+    tick = (step_time(trace) if seconds is None else seconds) / columns
     lines = [textwrap.fill(_legend(trace), max(width, _USUAL), subsequent_indent="  ")]
     for row, stages, names in zip(rows, owned, labels, strict=True):
         shown = _shown(row, [begin + (column + 0.5) * tick for column in range(columns)])

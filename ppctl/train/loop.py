@@ -24,6 +24,7 @@ from ppctl.train.saving import Saves
 from ppctl.train.session import Session
 from ppctl.train.snapshot import load_first, start_from
 from ppctl.train.step import Trainer
+from ppctl.train.torch_profile import step_profiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ def train(
     resume: Callable[[], list[Found]],
     write: Writer | None,
     keep: Callable[[MeasuredStep], None] | None = None,
+    gradients: Path | None = None,
+    profiles: Path | None = None,
     stop_requested: Callable[[], int],
     enter: Callable[[str, int], None],
     say: Callable[[str], None] = print,
@@ -61,8 +64,9 @@ def train(
     Goes on from the first checkpoint of `resume` that is not damaged; starts anew where there is none at all.
 
     Evaluates at its interval and at the end. `write` takes the records of `log.interval`, `keep` the steps of
-    `log.trace`, and `say` lines for the user (rank 0 only); `enter(state, step)` is called when `training`,
-    `evaluating` or `saving` begins. `writer` and `note_save` are `Saves`'.
+    `log.trace`, and `say` lines for the user (rank 0 only); `gradients` and `profiles` are the directories for steps
+    of `log.gradients` and `log.torch_profile`. `enter(state, step)` is called when `training`, `evaluating` or
+    `saving` begins. `writer` and `note_save` are `Saves`'.
     """
     config = session.config
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
@@ -73,19 +77,22 @@ def train(
         session.batches(first, consumed, sample_order),
         lambda: SAVE_FAILED if saves.failed else stop_requested(),
         sizes,
+        gradients,
     )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
 
     position = sizes.position
+    profiled = step_profiles(config, session.own.rank, session.device, profiles, say)
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)
     with saves:
         for step in range(first, config.train.steps):
             enter("training", step)
-            result = trainer.step(step)
+            with profiled(step + 1):
+                result = trainer.step(step)
             saves.look()
             loss, done = result.record["loss"], step + 1
             last = done == config.train.steps

@@ -53,6 +53,19 @@ def session_shards(session: Session) -> list[Shard]:
     return shards
 
 
+def gradient_shards(session: Session) -> list[Shard]:
+    """What this rank has of every gradient, by the parameter's name; each use of a shared parameter has its own.
+
+    Zeros where nothing reached a parameter. All but those are views of what the optimizer reads.
+    """
+    shards: list[Shard] = []
+    for name, master in session.weights.master.items():
+        gradient = torch.zeros_like(master) if master.grad is None else master.grad
+        own = {"name": name} if session.rows[name].copy_of else {}
+        shards += [place._replace(**own).shard("gradient", "", gradient) for place in _places(session, name)]
+    return shards
+
+
 class _Place(NamedTuple):
     """A box of a tensor of the model, and where it is in what a rank holds."""
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ppctl.parallel.tensor import sum_partial_gradients
 from ppctl.schedule.measured_step import MeasuredStep
 from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
+from ppctl.train.kept_gradients import KeptGradients
 from ppctl.train.precision import unscale
 from ppctl.train.programs import StagePrograms
 from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
@@ -45,7 +47,8 @@ class StepResult:
 class Trainer:
     """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree.
 
-    `sizes` says how many samples each step takes, from the step on with which this process begins.
+    `sizes` says how many samples each step takes, from the step on with which this process begins. `gradients` is where
+    steps of `log.gradients` are kept; None keeps none.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Trainer:
         batches: Batches | None,
         stop_requested: Callable[[], int],
         sizes: BatchSizes | None = None,
+        gradients: Path | None = None,
     ) -> None:
         self.whole = session
         """The session of the whole global batch; evaluations read as much."""
@@ -64,6 +68,7 @@ class Trainer:
         self.replicas = ReplicaCheck(session)
         self._steps_for = steps_for_tokens(session.config)
         self._said: set[int] = set()
+        self.gradients = KeptGradients(session, gradients, lambda: self.stages.first)
         self._take(session)
 
     def _take(self, session: Session) -> None:
@@ -71,7 +76,8 @@ class Trainer:
         self.session = session
         """That of the present step's batch."""
         self.stages = StagePrograms(session, self._said)
-        self.programs = self.stages.make()
+        self.gradients.session = session
+        self.programs = self.gradients.watched(self.stages.make())
         self.figures = StepFigures(session)
         self.balance = RouterBalance(
             [router for module in session.stages.values() for router in module.routers()],
@@ -93,6 +99,7 @@ class Trainer:
         """
         self._take_size(step)
         s, started = self.session, time.perf_counter()
+        self.gradients.begin(step + 1)
         self._run_pipeline(step)
         pipeline_end = time.perf_counter()
         if s.heartbeat is not None:
@@ -108,6 +115,7 @@ class Trainer:
             sum_partial_gradients([s.weights.master[name] for name in s.partial_gradients], s.groups["tp"])
         s.ties.sum()
         unscale(s.weights.master, s.loss_scale)
+        self.gradients.keep(step + 1)
         norm = s.norm.measure(s.weights.master)
         grad_norm = norm.item()
         overflow = not math.isfinite(grad_norm)

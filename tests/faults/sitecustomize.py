@@ -7,7 +7,8 @@ shut), stall-AXIS and die-AXIS (held, or killed, when its next exchange along tp
 on the disk for metrics any more), dumb (nor for this rank's log, to which every step then writes), noise (from that
 step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when this rank's
 tensors are written), writer (SIGKILL of the node's writer then), room (no room for them), change (SIGKILL of the writer
-before the STEP-th change of a directory), update (raise in the STEP-th optimizer step).
+before the STEP-th change of a directory), update (raise in the STEP-th optimizer step), unsummed (from the STEP-th step
+on, counted from 1, all ranks leave out one sum of gradients between them: ACTION is `ties`, `tp` or `dp`).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -179,6 +180,35 @@ def _arm_update() -> None:
     AdamW.step = spoilt_step
 
 
+def _arm_unsummed() -> None:
+    from ppctl.parallel import replicate, ties
+    from ppctl.train import step
+
+    _, _, number, which = os.environ["PPCTL_FAULT"].split()
+    done, run = [0], step.Trainer.step
+
+    def counting_step(self: step.Trainer, at: int) -> object:
+        done[0] = at + 1
+        return run(self, at)
+
+    def left_out(holder: object, name: str, between_ranks: Callable[..., bool]) -> None:
+        sums = getattr(holder, name)
+
+        def some(*arguments: object) -> None:
+            if done[0] < int(number) or not between_ranks(*arguments):
+                sums(*arguments)
+
+        setattr(holder, name, some)
+
+    step.Trainer.step = counting_step
+    if which == "ties":
+        left_out(ties.TiedGradients, "sum", lambda self: self.group is not None)
+    elif which == "tp":
+        left_out(step, "sum_partial_gradients", lambda parameters, group: True)
+    else:
+        left_out(replicate.GradientReducer, "_start", lambda self, parameters, group: group is not None)
+
+
 def _arm_writer() -> None:
     def killed(write: Callable[[], object]) -> object:
         write()
@@ -250,7 +280,8 @@ def _watch() -> None:
 
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
-    _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change, "update": _arm_update}
+    _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change}
+    _KINDS |= {"update": _arm_update, "unsummed": _arm_unsummed}
     _KINDS.get(os.environ["PPCTL_FAULT"].split()[0], (lambda: None) if _IS_WRITER else _arm)()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ and not _IS_WRITER:
     _watch()

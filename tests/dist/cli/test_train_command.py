@@ -108,6 +108,19 @@ def test_the_run_directory_holds_what_the_design_names(whole_run):
     assert not list((run / "errors").iterdir())
 
 
+def test_torchs_profiler_leaves_a_trace_of_every_rank_where_torchtitan_does(text, tmp_path):
+    sizes = ("pp=1", "vpp=1", "steps=2", "log.torch_profile=2:3")
+    done = ppctl("train", "+recipe=quickstart", *TINY, text, *sizes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path)
+    (file,) = (run / "profile_traces").rglob("*.json")
+    assert str(file.relative_to(run)) == "profile_traces/iteration_2/rank0_trace.json"
+    names = {str(event.get("name")) for event in json.loads(file.read_text())["traceEvents"]}
+    assert "aten::mm" in names
+    assert "memory snapshots are of GPUs" in done.stdout
+    assert not (run / "memory_snapshot").exists()
+
+
 def test_a_record_has_the_documented_keys(whole_run):
     _, run = whole_run
     assert list(metrics(run)[0]) == [

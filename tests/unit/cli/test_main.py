@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ppctl import __version__
-from ppctl.cli.main import COMMANDS, LATER, main
+from ppctl.cli.main import COMMANDS, main
 
 
 def run(capsys, *argv):
@@ -79,13 +79,6 @@ def test_an_unknown_command_is_exit_2_with_the_nearest(capsys, typed, meant):
     assert (code, out) == (2, "")
     assert err.startswith("error PP-E116: ")
     assert f"did you mean {meant}?" in err if meant else "did you mean" not in err
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_a_later_command_says_so(capsys, name):
-    code, _, err = run(capsys, name, "+recipe=quickstart")
-    assert code == 2
-    assert "later release" in err
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ report.clicked = text();
 report.arrows = links.filter(([before, after]) => before.rank !== after.rank).length;
 report.svg = svgText();
 report.found = find("1B3") && [name(picked), from <= picked.span[START] && picked.span[END] <= to];
+report.says = text();
 report.unknown = [find("99B99"), $("find").validationMessage];
 view(0, total);
 const all = canvas.clientHeight;

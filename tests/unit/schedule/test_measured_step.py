@@ -9,6 +9,8 @@ from ppctl.schedule.measured_step import MeasuredStep, RankStamps, ledgers
 from ppctl.schedule.passes import lower
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import step_time
+from ppctl.schedule.what_if import measured_costs, stage_changes
 
 
 def measured(schedule: Schedule, tail: float = 0.0) -> MeasuredStep:
@@ -67,3 +69,29 @@ def test_the_file_has_microseconds_since_the_first_rank_began():
         "1F0", "1B0", "1F1", "1B1", "1REDUCE_GRAD",
     ]  # fmt: skip
     assert spans[0].end - spans[0].start == pytest.approx(1.0)
+
+
+def test_a_step_simulated_from_what_was_measured_is_the_step_and_shows_what_each_stage_would_change():
+    schedule = lower(make_schedule("1f1b", pp=2, vpp=1, num_microbatches=8))
+    costs = Costs((1.0, 2.0), (2.0, 4.0), message=0.25)
+    trace = simulate(schedule, costs)
+    found = measured_costs(trace, schedule)
+    assert (list(found.forward), list(found.backward)) == ([1.0, 2.0], [2.0, 4.0])
+    seconds, changes = stage_changes(schedule, found)
+    assert seconds == pytest.approx(step_time(trace))
+    slow, fast = changes[1], changes[0]
+    assert slow.faster == pytest.approx(-8 * 0.6), "all microbatches of the slow stage are in the way"
+    assert slow.slower == pytest.approx(8 * 0.6)
+    assert -0.31 < fast.faster < 0 < fast.slower < 0.31, "one forward and one backward of the other stage"
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zbv_zero_bubble", "interleaved_1f1b"])
+def test_halves_of_backwards_are_priced_apart(name):
+    vpp = 1 if name == "zb_h1" else 2
+    schedule = lower(make_schedule(name, pp=2, vpp=vpp, num_microbatches=4))
+    stages = schedule.placement.num_stages
+    costs = Costs((1.0,) * stages, (3.0,) * stages, (2.0,) * stages, (1.0,) * stages, message=0.25)
+    trace = simulate(schedule, costs)
+    seconds, changes = stage_changes(schedule, measured_costs(trace, schedule))
+    assert seconds == pytest.approx(step_time(trace), rel=0.02)
+    assert all(change.backward == pytest.approx(3.0) for change in changes)

@@ -6,17 +6,20 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from ppctl.cli.timeline import plain
 from ppctl.schedule.page import timeline_html
 from ppctl.schedule.perfetto import perfetto_json
 from ppctl.schedule.picture import Picture, RankMemory, StageNote, memory_over_time
 from ppctl.schedule.policies import make_schedule
 from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.svg import picture_svg
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
@@ -147,6 +150,43 @@ def test_a_browser_marks_pairs_where_there_are_any(name: str, tmp_path: Path) ->
     assert report["errors"] == []
     assert ("a pair" in report["keys"]) == (name == "dualpipev")
     assert report["pairs"] == sorted(f"{ahead} paired with {behind}" for ahead, behind in schedule.pairs)
+
+
+def beside_plan() -> Picture:
+    """A step that took twice as long as planned."""
+    drawn = picture()
+    slow = tuple(s._replace(start=2 * s.start + 7, end=2 * s.end + 7) for s in drawn.trace.spans)
+    return replace(drawn, trace=replace(drawn.trace, spans=slow), planned=drawn.trace)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
+@pytest.mark.parametrize("size", ["1280,800", "400,800"])
+def test_a_browser_draws_the_planned_step_below_the_measured_one_on_one_axis(size: str, tmp_path: Path) -> None:
+    report = worked(beside_plan(), tmp_path, size)
+    assert report["errors"] == []
+    assert report["view"] == [0, 48], "the longer of the two"
+    assert report["found"][0] == "1B3"
+    assert report["width"][1:] == [True, True]
+    assert "as planned: at" in report["says"]
+    assert report["ranks"][0] == [1, 3], "a rank's measured row and its planned one"
+    svg = ElementTree.fromstring(report["svg"])
+    texts = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert [texts.count(words) for words in ("as measured", "as planned", "pp_rank 0")] == [1, 1, 2]
+
+
+def test_every_form_has_the_plan_below_on_the_scale_of_the_measured_step() -> None:
+    drawn = beside_plan()
+    text, svg = plain(drawn), picture_svg(drawn)
+    rows = [line for line in text.splitlines() if line.startswith("rank 0")]
+    assert len(rows) == 2
+    assert len(rows[0]) == len(rows[1]), "one axis"
+    assert rows[1].rstrip("|").endswith("." * (len(rows[1]) // 3))
+    assert "as planned" in svg
+    events = json.loads(perfetto_json(drawn))["traceEvents"]
+    times = {pid: [e["ts"] for e in events if e["ph"] == "X" and e["pid"] == pid] for pid in (0, 1)}
+    assert min(times[0]) == min(times[1])
+    assert max(times[1]) < max(times[0])
+    assert len({e["id"] for e in events if e["ph"] == "s"}) == sum(e["ph"] == "s" for e in events)
 
 
 def test_what_is_held_behind_the_last_action_ends_the_levels() -> None:

@@ -1,0 +1,292 @@
+"""`ppctl parity`: a job's steps in one process and in its cut, compared; or two runs that are there.
+
+Knows how the two are planned, started and read. Must not know torch, what is kept of a step, nor the words
+(`parity_text`). The runs are ordinary ones, in a directory that is removed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ppctl import checkpoint_folder
+from ppctl.checkpoint.arrays import ArrayReader, bytes_to_compare, compare
+from ppctl.checkpoint.gradients import KeptStep, kept_steps
+from ppctl.checkpoint.manifest import read_manifest
+from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
+from ppctl.cli import ckpt_text, parity_text
+from ppctl.cli.console import byte_progress, note
+from ppctl.cli.plan import plan_of, planned
+from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
+from ppctl.config.compose import Composed, RefusedError, override
+from ppctl.config.schema import RunConfig
+from ppctl.errors import ConfigError, Problem
+from ppctl.hang.limits import Limits
+from ppctl.launch.environment import detect
+from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED
+from ppctl.launch.run_directory import Launch, new_run, with_value
+from ppctl.launch.supervisor import supervise
+from ppctl.launch.watch import LocalJob
+from ppctl.plan import Plan
+from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, stage_of, tolerance, uses_of_shared
+from ppctl.processes import unwinding_on_term
+from ppctl.run_starts import hold
+from ppctl.rundir import RunDir
+from ppctl.runs import find_run
+
+DIFFERENT = 1
+_STEPS = 3
+_MOST = 99
+
+
+class _Side(NamedTuple):
+    """One of the two that are compared."""
+
+    run: RunDir
+    config: RunConfig
+    plan: Plan
+    failure: str = ""
+    """Why it did not reach its end: copies that differ, for example, are not saved."""
+
+    def step(self, step: int) -> Side:
+        """What it has kept of a step."""
+        kept = KeptStep(self.run.gradients, step)
+        return Side(kept, self.plan.sizes, self.config.parallel.sequence_parallel, len(self.plan.stages) - 1)
+
+
+class _Interrupted(Exception):
+    """A run was ended by a signal; the exit code."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's own arguments."""
+    words = "RUN: that run's config from its first step on; A B: two runs that are there"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=words)
+    parser.add_argument("--dir", default="runs", metavar="DIR", help="the directory with all runs (default: runs)")
+    parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"steps to compare (default: {_STEPS})")
+    parser.add_argument("--keep", metavar="DIR", help="keep the two runs, with their gradients, in this directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare. Exit codes: 0 equal, 1 different, 2 usage or config, 3 checkpoint, 75 and 130 for signals."""
+    if len(args.runs) > 1:
+        return _shown(_two_runs(args), args)
+    if not 1 <= args.steps <= _MOST:
+        message = f"--steps {args.steps}: 1 to {_MOST} steps are compared"
+        raise ConfigError(Problem("PP-E644", message, f"--steps {_STEPS}", "command line"))
+    one, cut = _planned(args)
+    with unwinding_on_term(), _directory(args.keep) as root:
+        try:
+            sides = [_trained(name, *each, root, args) for name, each in (("one-process", one), ("cut", cut))]
+        except _Interrupted as end:
+            return int(end.args[0])
+        return _shown(_report((sides[0], sides[1])), args)
+
+
+def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
+    print(json.dumps(report, indent=1) if args.json else parity_text.text(report))
+    return 0 if report["same"] else DIFFERENT
+
+
+# In one process and in the cut
+
+
+def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[RunConfig, Plan]]:
+    """Both configs and plans. Raises PpctlError with all problems of the first that cannot be run."""
+    if detect(os.environ).is_rank:
+        message = "`ppctl parity` starts its ranks itself, and this process is one of another launcher's"
+        raise ConfigError(Problem("PP-E644", message, "ppctl parity, without torchrun or srun", "environment"))
+    if args.runs:
+        run = find_run(args.runs[0], Path(args.dir))
+        config, provenance = run.read_config(), run.read_plan().provenance
+        base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
+        refuse(args.problems)
+        given = list(args.overrides)
+    else:
+        composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
+        base, _ = accepted(composed, plan, problems)
+        given = []
+    cut = _with(base, [*given, *kept_as(args.steps)], args)
+    if cut[1].sizes.world == 1:
+        message = "there is one rank: that is the one process that others are compared with"
+        raise ConfigError(Problem("PP-E644", message, "pp=2", "command line"))
+    one = _with(base, [*given, *kept_as(args.steps), *in_one_process(cut[1])], args)
+    return one, cut
+
+
+def _with(base: Composed, overrides: Sequence[str], args: argparse.Namespace) -> tuple[RunConfig, Plan]:
+    """The config with overrides, on this machine, and its plan."""
+    try:
+        composed = override(base.config, base.provenance, overrides, for_training=True)
+    except RefusedError as error:
+        raise ConfigError(error.problems) from None
+    plan, problems = plan_of(composed, [])
+    refuse(problems)
+    assert plan is not None  # there were no problems
+    config, _ = adapt_to_machine(composed.config, plan, args.overrides, detect(os.environ))
+    return with_paths(config), plan
+
+
+@contextmanager
+def _directory(kept: str | None) -> Iterator[Path]:
+    """Where the two runs are written."""
+    if kept is not None:
+        yield Path(kept)
+        return
+    with tempfile.TemporaryDirectory(prefix="ppctl-parity-") as path:
+        yield Path(path)
+
+
+class _StepLines:
+    """What rank 0 prints, of which steps alone are shown: above them stands whose they are."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Take lines."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if line.startswith("step ") or line[:1].isdigit():
+                note(f"  {line}")
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argparse.Namespace) -> _Side:
+    """Run it to its end. Raises _Interrupted for a signal, ConfigError (PP-E646) where it keeps no step."""
+    config = with_value(config, "log", dir=str(root), name=name)
+    note(f"{parity_text.NAMES[name]}: {parity_text.sizes_text(plan)}")
+    run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
+    job = LocalJob(run, plan.sizes.world, config.launch.env, limits=Limits.of(config.launch))
+    with hold(run):
+        outcome = supervise(job, _StepLines())  # type: ignore[arg-type]
+    if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
+        note("interrupted: nothing was compared")
+        raise _Interrupted(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
+    if outcome.exit_code != DONE and kept_steps(run.gradients):
+        return _Side(run, config, plan, outcome.report.partition("\n")[0])
+    if outcome.exit_code != DONE:
+        message = f"{parity_text.NAMES[name]} failed, and nothing was compared"
+        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", outcome.report))
+    return _Side(run, config, plan)
+
+
+# What is compared
+
+
+def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
+    if len(args.runs) > 2 or args.overrides or args.problems:
+        message = "two runs are compared as they are: `ppctl parity A B` takes no third one and no overrides"
+        raise ConfigError(Problem("PP-E644", message, f"ppctl parity {' '.join(args.runs[:2])}", "command line"))
+    runs = [find_run(name, Path(args.dir)) for name in args.runs]
+    first, second = (_Side(run, run.read_config(), run.read_plan()) for run in runs)
+    report = _report((first, second))
+    if not report["steps"]:
+        message = f"runs {runs[0].id} and {runs[1].id} have no step in common"
+        raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {runs[1].id}", str(runs[1].path)))
+    report["checkpoints"] = found = _checkpoints(first, second)
+    report["same"] = report["same"] and (found is None or found["same"])
+    return report
+
+
+def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
+    """Losses, norms, gradients and what was handed on, by step."""
+    first, second = sides
+    metrics = [{record["step"]: record for record in side.run.metrics()} for side in sides]
+    kept = set(kept_steps(first.run.gradients)) & set(kept_steps(second.run.gradients))
+    began = min(metrics[0].keys() & metrics[1].keys(), default=0)
+    rows = []
+    for step in sorted(metrics[0].keys() & metrics[1].keys()):
+        allowed = tolerance(first.plan, second.plan, second.config, first=step == began)
+        row: dict[str, Any] = {"step": step, "tolerance": allowed, "same": True}
+        for figure in ("loss", "grad_norm"):
+            values = [of[step].get(figure) for of in metrics]
+            row[figure] = values
+            row["same"] &= _close(values, allowed)
+        if step in kept:
+            found = compare_step(
+                first.step(step),
+                second.step(step),
+                tolerance=allowed,
+                stage_of=stage_of(second.plan, second.config),
+                messages=first.plan.layout == second.plan.layout,
+                uses=uses_of_shared(second.plan, second.config),
+                progress=_progress(step),
+            )
+            row["gradients"] = _gradients(found)
+            row["same"] &= found.same
+        rows.append(row)
+    return {
+        "runs": [str(side.run.path) for side in sides],
+        "cuts": [parity_text.sizes_text(side.plan) for side in sides],
+        "axes": axes_that_differ(first.plan, second.plan),
+        "failures": [side.failure for side in sides],
+        "same": all(row["same"] for row in rows) and not any(side.failure for side in sides),
+        "steps": rows,
+    }
+
+
+def _close(values: Sequence[float | None], allowed: float) -> bool:
+    one, other = values
+    if one is None or other is None:
+        return one is other
+    return one == other or abs(one - other) <= allowed * abs(one)
+
+
+def _gradients(found: StepDifferences) -> dict[str, Any]:
+    return {
+        "equal": found.equal,
+        "largest": found.largest,
+        "missing": found.missing,
+        "unlike": found.unlike,
+        "action": None if found.action is None else _finite(found.action._asdict()),
+        "different": [_finite(each._asdict()) for each in found.parameters],
+    }
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    """With null for numbers that JSON has not."""
+    shown = {**found, "relative": found["relative"] if math.isfinite(found["relative"]) else None}
+    if "values" in found:
+        shown["values"] = [value if math.isfinite(value) else None for value in found["values"]]
+    return shown
+
+
+def _progress(step: int) -> Callable[[str], None]:
+    """Shows on a terminal what is being compared, in one line."""
+    if not sys.stderr.isatty():
+        return lambda name: None
+    return lambda name: print(f"\r\033[Kcomparing step {step}: {name}\r", end="", file=sys.stderr, flush=True)
+
+
+def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
+    """The newest checkpoints of one step that both runs have, compared; None where there are none."""
+    there = [{checkpoint_folder.step_of(path): path for path in checkpoint_folder.kept(side.run.checkpoints)}
+             for side in (first, second)]  # fmt: skip
+    step = max(there[0].keys() & there[1].keys(), default=None)
+    if step is None:
+        return None
+    paths = [of[step] for of in there]
+    manifests = [read_manifest(path) for path in paths]
+    before, after = map(ArrayReader, paths, manifests)
+    with byte_progress(f"comparing step {step}", bytes_to_compare(*manifests)) as progress:
+        found = compare(before, after, progress)
+    allowed = tolerance(first.plan, second.plan, second.config, first=False)
+    within = all(each.relative <= allowed for each in found.different)
+    return {
+        "step": step,
+        **ckpt_text.comparison(paths, found),
+        "same": not (found.missing or found.new) and (within if allowed else found.same),
+    }

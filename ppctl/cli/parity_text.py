@@ -1,0 +1,138 @@
+"""What `ppctl parity` says: two jobs' steps side by side, and where they first differ.
+
+Knows the report of a comparison. Must not know how it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ppctl.cli import ckpt_text
+from ppctl.cli.table import aligned
+from ppctl.plan import Plan
+
+NAMES = {"one-process": "one process", "cut": "the cut"}
+_SHOWN = 5
+"""Parameters that are named for a step."""
+
+
+def sizes_text(plan: Plan) -> str:
+    """`pp 2 x vpp 2 x dp 2, 4 ranks, 1f1b`, with the axes that divide anything."""
+    sizes = plan.sizes
+    axes = [
+        f"{axis} {size}" for axis in ("pp", "vpp", "tp", "cp", "ep", "etp", "dp") if (size := getattr(sizes, axis)) > 1
+    ]
+    ranks = f"{sizes.world} rank{'s' * (sizes.world > 1)}"
+    return ", ".join([*([" x ".join(axes)] if axes else []), ranks, plan.schedule.name])
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The law, a table of steps, what differs, and the verdict as the last line."""
+    rows = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
+    rows += [_row(step) for step in report["steps"]]
+    lines = [f"{name}  {cut}  {path}" for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True)]
+    lines += [_law(report), "", aligned(rows, 4), ""]
+    for step in report["steps"]:
+        lines += _differences(step)
+    lines += [f"{name} did not reach its end: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
+    if report.get("checkpoints"):
+        found = report["checkpoints"]
+        lines += [f"checkpoints of step {found['step']}:", ckpt_text.differences(found, _SHOWN), ""]
+    return "\n".join([*lines, _verdict(report)])
+
+
+def _law(report: Mapping[str, Any]) -> str:
+    if not report["axes"]:
+        return "the same sums in the same order: every bit must be equal"
+    first = report["steps"][0]["tolerance"] if report["steps"] else 0.0
+    return (
+        f"{', '.join(report['axes'])}: sums in another order; gradients of the first step may differ by {first:.0e} of "
+        "their largest value, those of later steps by a thousand times that"
+    )
+
+
+def _apart(values: Sequence[float | None]) -> str:
+    one, other = values
+    if one is None or other is None:
+        return "" if one is other else "one is missing"
+    return "equal" if one == other else f"{other - one:+.2e}"
+
+
+def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
+    losses = ["" if loss is None else f"{loss:.7f}" for loss in step["loss"]]
+    found = step.get("gradients")
+    kept = "not kept" if found is None else f"{found['equal']} equal"
+    if found is not None:
+        if step["tolerance"]:
+            kept = f"{found['equal']} within, apart at most {found['largest']:.1e}"
+        if found["different"]:
+            kept += f", {len(found['different'])} differ"
+    return (str(step["step"]), *losses, _apart(step["loss"]), _apart(step["grad_norm"]), kept)
+
+
+def _differences(step: Mapping[str, Any]) -> list[str]:
+    """The first action and the first parameters of a step that differ."""
+    found, lines = step.get("gradients"), []
+    if found is None:
+        return []
+    if found["action"] is not None:
+        each = found["action"]
+        how = "in bits alone" if each["relative"] == 0 else f"by {_share(each['relative'])} of its norm"
+        lines.append(f"  first action: {each['action']}, stage {each['stage']} ({_ranks(each['ranks'])}), {how}")
+    for each in found["different"][:_SHOWN]:
+        a, b = each["values"]
+        lines.append(
+            f"  gradient of {each['name']}, stage {each['stage']} ({_ranks(each['ranks'])} of {each['of']}): apart by "
+            f"{_share(each['relative'])} of its largest value; at {list(each['at'])} "
+            f"{_number(a)} in A, {_number(b)} in B"
+        )
+    if len(found["different"]) > _SHOWN:
+        lines.append(f"  and {len(found['different']) - _SHOWN} more gradients")
+    lines += [
+        f"  {run}: the gradient of {name} is not that of {owner}, of which it is another use"
+        for run, name, owner in found["unlike"]
+    ]
+    lines += [f"  only in one of the two: {name}" for name in found["missing"][:_SHOWN]]
+    return [f"step {step['step']}:", *lines, ""] if lines else []
+
+
+def _share(relative: float | None) -> str:
+    return "more than any share" if relative is None else f"{relative:.1e}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    steps = report["steps"]
+    if report["same"]:
+        how = "equal to the bit" if not report["axes"] else "equal within what the order of sums allows"
+        count = sum("gradients" in step for step in steps)
+        kept = f", and gradients of {count}" if count else "; gradients were not kept (log.gradients=1:4 keeps them)"
+        return f"equal: losses and norms of {len(steps)} steps{kept}: {how}"
+    wrong = next((step for step in steps if not step["same"]), None)
+    if wrong is None and any(report["failures"]):
+        return "different: equal as far as both went, and one of them did not reach its end"
+    if wrong is None:
+        return f"different: checkpoints of step {report['checkpoints']['step']}"
+    first = f"step {wrong['step']}: loss {_apart(wrong['loss'])}"
+    found = wrong.get("gradients")
+    if found and found["action"]:
+        first += f"; {found['action']['action']} on stage {found['action']['stage']} is the first action that differs"
+    if found and found["different"]:
+        each = found["different"][0]
+        first += f"; gradient of {each['name']} differs, first in stage {each['stage']} ({_ranks(each['ranks'])})"
+    elif found and found["unlike"]:
+        first += f"; {found['unlike'][0][1]} and {found['unlike'][0][2]} are one parameter, and their gradients differ"
+    later = [step["step"] for step in steps if step["loss"][0] != step["loss"][1]]
+    if later and not report["axes"]:
+        first += f"; losses differ from step {later[0]} on"
+    return f"different: {first}"

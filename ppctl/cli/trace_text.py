@@ -1,0 +1,179 @@
+"""What `ppctl trace` says of a measured step: where each rank's time went, what its length hangs on; of two, both.
+
+Knows ledgers, traces and the simulator. Must not know files of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ppctl.cli.table import aligned
+from ppctl.plan import Plan
+from ppctl.schedule.measured_step import Ledger
+from ppctl.schedule.simulate import critical_path, seconds_by_kind
+from ppctl.schedule.trace import Trace, bubble_fraction, step_time
+from ppctl.schedule.what_if import SHARE, StageChange, measured_costs, stage_changes
+
+
+class SeenStep(NamedTuple):
+    """One pipeline's step of a run."""
+
+    run: str
+    step: int
+    plan: Plan
+    pipeline: tuple[int, ...]
+    trace: Trace
+    ledgers: list[Ledger]
+
+    @property
+    def seconds(self) -> float:
+        """From the first rank's begin to the last one's end."""
+        return self.ledgers[0].total
+
+
+def report(seen: SeenStep) -> dict[str, Any]:
+    """The step as values, seconds."""
+    path = critical_path(seen.plan.schedule, seen.trace)
+    simulated, changes = stage_changes(seen.plan.schedule, measured_costs(seen.trace, seen.plan.schedule))
+    return {
+        "step": seen.step,
+        "step_time_s": seen.seconds,
+        "bubble_fraction": bubble_fraction(seen.trace),
+        "ranks": [
+            {"rank": rank, "pp_rank": pp_rank, "seconds": seen.ledgers[pp_rank].rows()}
+            for pp_rank, rank in enumerate(seen.pipeline)
+        ],
+        "critical_path": {
+            "actions": [str(span.action) for span in path],
+            "messages": sum(a.pp_rank != b.pp_rank for a, b in pairwise(path)),
+            "seconds": seconds_by_kind(path),
+        },
+        "simulated_s": simulated,
+        "stages": [change._asdict() for change in changes],
+    }
+
+
+def text(seen: SeenStep) -> str:
+    """The ledger, the critical path, and the stages with what each would change."""
+    found, pipeline_s = report(seen), step_time(seen.trace)
+    path = found["critical_path"]
+    kinds = ", ".join(
+        f"{'between them' if kind == 'messages' else kind} {_ms(seconds)}"
+        for kind, seconds in path["seconds"].items()
+        if seconds
+    )
+    lines = [
+        f"step {seen.step} of run {seen.run}: {seen.seconds:.4f} s, from the first action to the last one "
+        f"{pipeline_s:.4f} s",
+        f"bubble {bubble_fraction(seen.trace):.1%} measured, {seen.plan.bubble_fraction:.1%} planned",
+        "",
+        aligned(_ledger_table(seen.ledgers, seen.pipeline)),
+        "",
+        f"critical path: {len(path['actions'])} actions, {path['messages']} messages between ranks: {kinds}",
+        f"simulated from what was measured: {_ms(found['simulated_s'])} of {_ms(pipeline_s)}",
+        "",
+        aligned(_stage_table([StageChange(**stage) for stage in found["stages"]])),
+    ]
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _stage_table(changes: Sequence[StageChange]) -> list[list[str]]:
+    """What each stage took, and what the step would change with it."""
+    rows = [["stage", "forward ms", "backward ms", f"step if {SHARE:.0%} faster", f"if {SHARE:.0%} slower"]]
+    for stage, forward, backward, faster, slower in changes:
+        rows.append([str(stage), *(f"{1e3 * s:.2f}" for s in (forward, backward)), _change(faster), _change(slower)])
+    return rows
+
+
+def _change(seconds: float) -> str:
+    return f"{1e3 * seconds:+.2f} ms"
+
+
+def _ledger_table(found: Sequence[Ledger], pipeline: tuple[int, ...]) -> list[list[str]]:
+    """A row for each part of a step, a column for each pp_rank: milliseconds and shares."""
+    names = list(dict.fromkeys(name for ledger in found for name in ledger.rows()))
+    waits = sorted(name for name in names if name.startswith("waiting"))
+    ordered = [
+        "compute",
+        "gradients",
+        *waits,
+        *(name for name in names if name not in ("compute", "gradients", *waits)),
+    ]
+    table = [["ms", *(f"rank {rank}" for rank in pipeline)]]
+    for name in ordered:
+        seconds = [ledger.rows().get(name, 0.0) for ledger in found]
+        if any(seconds):
+            table.append(
+                [
+                    name,
+                    *(
+                        f"{1e3 * each:.1f} {each / ledger.total:4.0%}"
+                        for each, ledger in zip(seconds, found, strict=True)
+                    ),
+                ]
+            )
+    return [*table, ["step", *(f"{1e3 * ledger.total:.1f}     " for ledger in found)]]
+
+
+# Two runs
+
+
+def both(first: SeenStep, second: SeenStep) -> dict[str, Any]:
+    """Two steps side by side: means over the ranks of a pipeline, and over the microbatches of a stage. Seconds."""
+    sides = (first, second)
+    rows = [_means(seen.ledgers) for seen in sides]
+    names = dict.fromkeys([*rows[0], *rows[1]])
+    changes = [report(seen)["stages"] for seen in sides]
+    alike = len(changes[0]) == len(changes[1])
+    return {
+        "runs": [seen.run for seen in sides],
+        "steps": [seen.step for seen in sides],
+        "step_time_s": [seen.seconds for seen in sides],
+        "bubble_fraction": [bubble_fraction(seen.trace) for seen in sides],
+        "ledger": {name: [row.get(name, 0.0) for row in rows] for name in names},
+        "stages": [
+            {"stage": a["stage"], **{part: [a[part], b[part]] for part in ("forward", "backward")}}
+            for a, b in zip(*changes, strict=True)
+        ]
+        if alike
+        else None,
+    }
+
+
+def _means(found: Sequence[Ledger]) -> dict[str, float]:
+    """The rows of a ledger, averaged over ranks; whom they wait for is left out."""
+    sums: dict[str, float] = {}
+    for ledger in found:
+        for name, seconds in ledger.rows().items():
+            key = "waiting" if name.startswith("waiting") else name
+            sums[key] = sums.get(key, 0.0) + seconds / len(found)
+    return sums
+
+
+def compared(found: Mapping[str, Any]) -> str:
+    """Two steps in tables."""
+    heads = [f"{run} step {step}" for run, step in zip(found["runs"], found["steps"], strict=True)]
+    rows = [["ms, mean of the ranks", *heads, "difference"]]
+    rows += [_pair(name, pair) for name, pair in found["ledger"].items() if any(pair)]
+    rows.append(_pair("step", found["step_time_s"]))
+    bubbles = found["bubble_fraction"]
+    rows.append(["bubble", *(f"{each:.1%}" for each in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points"])
+    lines = [aligned(rows), ""]
+    if found["stages"] is None:
+        return "\n".join([*lines, "the runs have different stages, which are not compared"])
+    table = [["ms, mean", *heads, "difference"]]
+    for stage in found["stages"]:
+        table += [_pair(f"stage {stage['stage']} {part}", stage[part], 2) for part in ("forward", "backward")]
+    return "\n".join([*lines, aligned(table)])
+
+
+def _pair(name: str, pair: Sequence[float], digits: int = 1) -> list[str]:
+    first, second = pair
+    share = f" ({second / first - 1:+.0%})" if first else ""
+    return [name, *(f"{1e3 * each:.{digits}f}" for each in pair), f"{1e3 * (second - first):+.{digits}f}{share}"]

@@ -1,0 +1,91 @@
+"""What a job's one process is: the same stages, samples and microbatches on one rank; and how far two jobs may differ.
+
+Knows which keys say where a model is cut and which say what is computed. Must not know how runs are started, nor how
+gradients are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ppctl.config.precision import autocast_dtype, weight_dtype
+from ppctl.config.schema import RunConfig
+from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
+from ppctl.plan.plan import Plan
+
+_LAW = {"float64": 1e-12, "float32": 1e-6}
+"""max |a - b| / max |b| of a tensor where axes change the order of a sum."""
+_ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""The distance from 1 to the next number."""
+_LATER = 1e3
+"""How much further gradients of later steps may lie apart: the optimizer divides by the size of each gradient."""
+
+WHOLE = ("tp", "cp", "dp", "ep", "etp")
+"""Axes that change the order of a sum."""
+
+
+def kept_as(steps: int) -> list[str]:
+    """Overrides by which a run does `steps` steps from its beginning and keeps what is compared, and nothing else."""
+    return [
+        f"train.steps={steps}",
+        f"log.gradients=1:{steps + 1}",
+        "log.trace=null",
+        "log.torch_profile=null",
+        "log.tensorboard=false",
+        "log.wandb=false",
+        "train.eval_interval=0",
+        "train.exit_after=null",
+        "train.check_replicas=0",
+        "checkpoint.interval=0",
+        "checkpoint.local=null",
+        "launch.target=local",
+    ]
+
+
+def in_one_process(plan: Plan) -> list[str]:
+    """Overrides that put all stages of `plan` on one rank: the same microbatches of the same global batch."""
+    stages = len(plan.stages)
+    chunks = [f"vpp={stages}", "pipeline.pp_schedule=interleaved_1f1b"] if stages > 1 else ["vpp=null"]
+    return [
+        *("nodes=null", "gpus_per_node=null", "pp=1", *chunks, *([] if stages > 1 else ["pipeline.pp_schedule=1f1b"])),
+        *("tp=1", "cp=1", "ep=1", "etp=null", "dp=1", "sp=false"),
+        f"layout={plan.layout}",
+        "parallel.hierarchical_context_parallel_sizes=null",
+        "parallel.data_parallel_sharding=none",
+        "parallel.microbatch_group_size_per_vp_stage=null",
+        "pipeline.pp_schedule_csv=null",
+        "pipeline.extra_warmup=0",
+        "pipeline.p2p_capacity=null",
+    ]
+
+
+def axes_that_differ(one: Plan, other: Plan) -> list[str]:
+    """The axes along which sums are made in another order, as `tp 2`."""
+    pairs = [(axis, getattr(one.sizes, axis), getattr(other.sizes, axis)) for axis in WHOLE]
+    return [f"{axis} {b if b != 1 else a}" for axis, a, b in pairs if a != b]
+
+
+def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> float:
+    """How far a gradient may lie apart, max |a - b| / max |a|; 0: not at all.
+
+    Where no axis differs the bits are the same. Where one does, sums are made in another order: 1e-6 in float32, 1e-12
+    in float64, and in narrower numbers as much more as these round. `first`: of the first step, which begins with the
+    same weights.
+    """
+    if not axes_that_differ(one, other):
+        return 0.0
+    dtype = autocast_dtype(config.parallel) or weight_dtype(config.parallel)
+    law = _LAW.get(dtype) or _LAW["float32"] * _ROUNDING[dtype] / _ROUNDING["float32"]
+    return law if first else min(_LATER * law, 0.5)
+
+
+def stage_of(plan: Plan, config: RunConfig) -> Callable[[str], int]:
+    """What gives the stage that has a gradient of this name; -1 where none has."""
+    found = {name: spec.stage for spec in plan.stages for name in stage_parameters(config.model, spec.layers)}
+    return lambda name: found.get(name, found.get(stack_of(name), -1))
+
+
+def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:
+    """The names under which the model uses its token embedding, if several; their gradients are one sum."""
+    there = {name for spec in plan.stages for name in embedding_uses(config.model, spec.layers)}
+    return [name for name in uses_of_embedding(config.model) if name in there] if len(there) > 1 else []

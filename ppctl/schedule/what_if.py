@@ -1,0 +1,87 @@
+"""What a measured step says of its schedule: what every stage took, and how long the step would be if one took less.
+
+Knows spans, and the simulator. Must not know how a trace came about. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ppctl.schedule.action import Op, Schedule
+from ppctl.schedule.message_times import message_times
+from ppctl.schedule.simulate import Costs, simulate
+from ppctl.schedule.trace import Trace, step_time
+
+SHARE = 0.1
+"""By how much a stage is made faster or slower."""
+
+
+class StageChange(NamedTuple):
+    """A stage as it was measured, and what the step would gain or lose by it. Seconds."""
+
+    stage: int
+    forward: float
+    """Mean of F."""
+    backward: float
+    """Mean of B, or of I and W together."""
+    faster: float
+    """By how much the step would change if all that the stage does took a tenth less."""
+    slower: float
+    """The same if it took a tenth more."""
+
+
+def mean_seconds(trace: Trace) -> dict[Op, dict[int, float]]:
+    """Operation -> stage -> mean duration."""
+    sums: dict[Op, dict[int, list[float]]] = {op: {} for op in Op}
+    for _, (op, stage, _), start, end in trace.spans:
+        sums[op].setdefault(stage, []).append(end - start)
+    return {op: {stage: sum(of) / len(of) for stage, of in stages.items()} for op, stages in sums.items()}
+
+
+def measured_costs(trace: Trace, schedule: Schedule) -> Costs:
+    """Prices by which the schedule can be simulated again: means by operation and stage, medians of messages.
+
+    A stage that ran only whole backwards, or only split ones, has half of one for each half of the other.
+    """
+    means, stages = mean_seconds(trace), range(schedule.placement.num_stages)
+    halves = {op: [means[op].get(s, means[Op.B].get(s, 0.0) / 2) for s in stages] for op in (Op.I, Op.W)}
+    whole = [means[Op.B].get(s, halves[Op.I][s] + halves[Op.W][s]) for s in stages]
+    channels = message_times([trace.spans], schedule.placement)
+    usual = sorted(channels.values())[len(channels) // 2] if channels else 0.0
+    return Costs(
+        [means[Op.F].get(s, 0.0) for s in stages],
+        whole,
+        halves[Op.I],
+        halves[Op.W],
+        [means[Op.REDUCE_GRAD].get(s, 0.0) for s in stages],
+        usual,
+        channels,
+    )
+
+
+def stage_changes(schedule: Schedule, costs: Costs) -> tuple[float, list[StageChange]]:
+    """(seconds of the simulated step, what each stage would change of it)."""
+    now = step_time(simulate(schedule, costs))
+
+    def changed(stage: int, factor: float) -> float:
+        return step_time(simulate(schedule, _scaled(costs, stage, factor))) - now
+
+    return now, [
+        StageChange(s, costs.forward[s], costs.backward[s], changed(s, 1 - SHARE), changed(s, 1 + SHARE))
+        for s in range(schedule.placement.num_stages)
+    ]
+
+
+def _scaled(costs: Costs, stage: int, factor: float) -> Costs:
+    def scaled(seconds: Sequence[float] | None) -> list[float] | None:
+        return None if seconds is None else [each * (factor if s == stage else 1) for s, each in enumerate(seconds)]
+
+    named: Mapping[str, Sequence[float] | None] = {
+        "forward": costs.forward,
+        "backward": costs.backward,
+        "input_gradient": costs.input_gradient,
+        "weight_gradient": costs.weight_gradient,
+    }
+    return replace(costs, **{name: scaled(seconds) for name, seconds in named.items()})  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""`ppctl parity` on real ranks: equal where nothing is wrong, and an error that is planted is named."""
+
+import json
+
+import pytest
+from helpers.command import TINY, ppctl
+
+TIED = "model.share_embeddings_and_output_weights=true"
+
+
+def parity(cwd, *overrides, **more):
+    text = cwd / "text.txt"
+    text.write_text("the stage and the rank of a layer, a bubble and the rest " * 40)
+    cut = [*TINY, "vpp=null", "pipeline.pp_schedule=1f1b", f"data.path={text}", "steps=3"]
+    chosen = dict(word.split("=", 1) for word in [*cut, *(word for word in overrides if "=" in word)])
+    rest = (word for word in overrides if "=" not in word)
+    typed = (f"{key}={value}" for key, value in chosen.items())
+    return ppctl("parity", "+recipe=quickstart", *typed, *rest, cwd=cwd, timeout=240, **more)
+
+
+def test_a_sum_that_is_left_out_from_step_2_on_is_named_there_and_step_1_is_equal_to_the_bit(tmp_path):
+    done = parity(tmp_path, "pp=2", TIED, "--keep", "both", PPCTL_FAULT="unsummed all 2 ties")
+    assert done.returncode == 1, done.stderr
+    verdict = done.stdout.splitlines()[-1]
+    assert verdict.startswith(
+        "different: step 2: loss equal; gradient of output.weight differs, first in stage 1 (rank 1)"
+    )
+    assert verdict.endswith("losses differ from step 3 on")
+    assert "B: the gradient of output.weight is not that of tok_embeddings.weight" in done.stdout
+    assert "every bit must be equal" in done.stdout
+
+    assert "B did not reach its end: error PP-E504" in done.stdout, "unequal copies are not saved"
+
+    # The same two runs as two runs of a person's.
+    runs = [str(next((tmp_path / "both" / name).iterdir())) for name in ("one-process", "cut")]
+    again = ppctl("parity", *runs, "--json", cwd=tmp_path)
+    assert again.returncode == 1, again.stderr
+    report = json.loads(again.stdout)
+    assert [step["same"] for step in report["steps"]] == [True, False, False]
+    first, second, third = report["steps"]
+    assert first["loss"][0] == first["loss"][1]
+    assert not first["gradients"]["different"] and first["gradients"]["action"] is None
+    assert {each["name"] for each in second["gradients"]["different"]} == {"output.weight", "tok_embeddings.weight"}
+    assert second["gradients"]["action"] is None
+    assert third["gradients"]["action"]["action"].startswith("0F"), "the weights of stage 0 are others by then"
+    one = ppctl("parity", runs[0], runs[0], "--json", cwd=tmp_path)
+    assert one.returncode == 0, one.stdout
+    assert json.loads(one.stdout)["checkpoints"]["same"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("cut", "fault", "words"),
+    [
+        (("pp=2", "vpp=3", "pipeline.pp_schedule=interleaved_1f1b"), None, "equal to the bit"),
+        (("pp=2", "pipeline.pp_schedule=zb_h1"), None, "equal to the bit"),
+        (("pp=1", "dp=2"), None, "equal within what the order of sums allows"),
+        (("pp=1", "tp=2", "model.num_query_groups=2"), None, "equal within what the order of sums allows"),
+        (("pp=2", "cp=2"), None, "equal within what the order of sums allows"),
+        (("pp=1", "dp=2"), "dp", "gradient of"),
+        (("pp=1", "tp=2", "model.num_query_groups=2", "sp=true"), "tp", "gradient of"),
+    ],
+)
+def test_the_law_of_each_axis_holds_and_its_missing_sum_is_found(cut, fault, words, tmp_path):
+    more = {} if fault is None else {"PPCTL_FAULT": f"unsummed all 1 {fault}"}
+    done = parity(tmp_path, *cut, **more)
+    assert done.returncode == (fault is not None), done.stdout + done.stderr
+    assert words in done.stdout.splitlines()[-1]
+
+
+def test_what_cannot_be_compared_is_refused_before_a_rank_starts(tmp_path):
+    for words, code in ((("pp=1",), "PP-E644"), (("pp=2", "--steps", "0"), "PP-E644")):
+        done = parity(tmp_path, *words)
+        assert (done.returncode, code in done.stderr) == (2, True), done.stderr
+    done = ppctl("parity", "a", "b", "pp=2", cwd=tmp_path)
+    assert (done.returncode, "PP-E644" in done.stderr) == (2, True), done.stderr

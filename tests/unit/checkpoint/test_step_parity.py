@@ -1,0 +1,107 @@
+"""Two runs' kept steps compared: what differs is named with its stage and ranks, and what may differ is not."""
+
+import numpy as np
+import pytest
+
+from ppctl.checkpoint import shard_file
+from ppctl.checkpoint.boxes import Box
+from ppctl.checkpoint.gradients import Handed, KeptStep, kept_steps, step_directory, write_messages
+from ppctl.checkpoint.shard_file import Part
+from ppctl.checkpoint.step_parity import Side, compare_step
+from ppctl.errors import CheckpointError
+from ppctl.topology import ParallelSizes
+
+A, B = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6), np.arange(5, dtype=np.float32)
+
+
+def kept(path, ranks, handed=()):
+    """A step 1 as ranks keep it: for each a list of (name, whole, offset, values)."""
+    directory = step_directory(path, 1)
+    directory.mkdir(parents=True)
+    for rank, parts in enumerate(ranks):
+        described = [Part(f"gradient.{n}", w, "float32", Box(o, v.shape)) for n, w, o, v in parts]
+        values = (np.ascontiguousarray(v).reshape(-1).view(np.uint8).data for *_, v in parts)
+        shard_file.write(directory / shard_file.file_name(rank), described, values)
+    write_messages(directory, list(handed))
+    return KeptStep(path, 1)
+
+
+def side(step, **sizes):
+    world = np.prod(list(sizes.values()), dtype=int).item() if sizes else 1
+    tp = sizes.get("tp", 1)
+    return Side(step, ParallelSizes(world, etp=tp, edp=world // sizes.get("pp", 1) // tp, **sizes), False, 1)
+
+
+def of(name):
+    return 0 if name == "a" else 1
+
+
+@pytest.fixture
+def one(tmp_path):
+    return side(kept(tmp_path / "one", [[("a", A.shape, (0, 0), A), ("b", B.shape, (0,), B)]]))
+
+
+def test_equal_parts_on_two_ranks_are_the_whole(one, tmp_path):
+    halves = [[("a", A.shape, (0, 3 * r), A[:, 3 * r : 3 * r + 3]), ("b", B.shape, (0,), B)] for r in range(2)]
+    found = compare_step(one, side(kept(tmp_path / "cut", halves), tp=2), tolerance=0.0, stage_of=of)
+    assert found.same
+    assert (found.equal, found.largest) == (2, 0.0)
+    assert kept_steps(tmp_path / "cut") == [1]
+
+
+def test_one_bit_of_one_copy_is_named_with_its_rank_and_place(one, tmp_path):
+    other = A.copy()
+    other[2, 1] = np.nextafter(other[2, 1], np.float32(2))
+    ranks = [[("a", A.shape, (0, 0), each), ("b", B.shape, (0,), B)] for each in (A, other)]
+    cut = side(kept(tmp_path / "cut", ranks), dp=2)
+    found = compare_step(one, cut, tolerance=0.0, stage_of=of)
+    (wrong,) = found.parameters
+    assert (wrong.name, wrong.stage, wrong.ranks, wrong.of, wrong.at) == ("a", 0, [1], 2, (2, 1))
+    assert 0 < wrong.relative < 1e-6
+    assert compare_step(one, cut, tolerance=1e-6, stage_of=of).same
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1.5])
+def test_beyond_the_tolerance_and_numbers_that_are_none_differ(one, tmp_path, value):
+    other = B.copy()
+    other[0] = value
+    cut = side(kept(tmp_path / "cut", [[("a", A.shape, (0, 0), A), ("b", B.shape, (0,), other)]]))
+    found = compare_step(one, cut, tolerance=1e-6, stage_of=of)
+    assert [each.name for each in found.parameters] == ["b"]
+
+
+def test_names_that_one_lacks_and_uses_that_are_not_alike_are_differences(one, tmp_path):
+    cut = side(kept(tmp_path / "cut", [[("a", A.shape, (0, 0), A), ("c", A.shape, (0, 0), 2 * A)]]))
+    found = compare_step(one, cut, tolerance=0.0, stage_of=of, uses=("a", "c"))
+    assert (found.missing, found.unlike, found.same) == (["b", "c"], [("B", "c", "a")], False)
+
+
+def handed(*squares, forward=True, stage=0, bits=7):
+    return [Handed(rank, forward, stage, 3, (0, bits), value) for rank, value in enumerate(squares)]
+
+
+def test_the_first_action_is_the_one_that_the_others_follow_from(tmp_path):
+    ours = [*handed(4.0), *handed(9.0, stage=1), *handed(1.0, forward=False, stage=1)]
+    theirs = [*handed(4.0), *handed(9.9, stage=1, bits=8), *handed(1.2, forward=False, stage=1, bits=9)]
+    first, second = (side(kept(tmp_path / n, [[]], each)) for n, each in (("a", ours), ("b", theirs)))
+    found = compare_step(first, second, tolerance=0.0, stage_of=of)
+    assert (found.action.action, found.action.stage, found.action.ranks) == ("1F3", 1, [0])
+    assert found.action.relative == pytest.approx(0.05)
+    assert compare_step(first, first, tolerance=0.0, stage_of=of).same
+
+
+def test_copies_and_parts_of_a_message_are_one_message(tmp_path):
+    whole = side(kept(tmp_path / "a", [[]], handed(4.0)))
+    copied = side(kept(tmp_path / "b", [[], []], handed(4.0, 4.0, bits=8)), tp=2)
+    parted = copied._replace(step=kept(tmp_path / "c", [[], []], handed(1.0, 3.0, bits=8)), sequence_parallel=True)
+    wrong = copied._replace(step=kept(tmp_path / "d", [[], []], handed(4.0, 3.0, bits=8)))
+    for each, same in ((copied, True), (parted, True), (wrong, False)):
+        assert compare_step(whole, each, tolerance=1e-6, stage_of=of).same == same
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"messages": [[0]]}'])
+def test_a_damaged_step_is_refused(one, damage):
+    (one.step.path / "messages.json").write_text(damage)
+    with pytest.raises(CheckpointError) as error:
+        KeptStep(one.step.path.parent, 1)
+    assert error.value.problems[0].code == "PP-E645"
