@@ -279,7 +279,8 @@ def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:
     if step is None:
         return None
     paths = [of[step] for of in there]
-    found = compare(*(ArrayReader(path, read_manifest(path)) for path in paths), _progress(step))
+    one, other = (ArrayReader(path, read_manifest(path)) for path in paths)
+    found = compare(one, other, _progress(step))
     allowed = tolerance(first.plan, second.plan, second.config, first=False)
     within = all(each.relative <= allowed for each in found.different)
     return {
