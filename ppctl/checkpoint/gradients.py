@@ -86,7 +86,10 @@ class KeptStep:
         """By the parameter's name, ranks in order."""
         try:
             record = json.loads(read_text(self.path / MESSAGES, MOST_READ_OF_A_MODEL))
-            self.messages = [Handed(*each[:4], tuple(each[4]), each[5]) for each in record["messages"]]
+            self.messages = [
+                Handed(rank, forward, stage, microbatch, (bits[0], bits[1]), squares)
+                for rank, forward, stage, microbatch, bits, squares in record["messages"]
+            ]
             for file in sorted(self.path.glob("rank-*.safetensors")):
                 for name, part in _parts_of(file):
                     self.parts.setdefault(name, []).append(part)

@@ -61,8 +61,9 @@ def gradient_shards(session: Session) -> list[Shard]:
     shards: list[Shard] = []
     for name, master in session.weights.master.items():
         gradient = torch.zeros_like(master) if master.grad is None else master.grad
-        own = {"name": name} if session.rows[name].copy_of else {}
-        shards += [place._replace(**own).shard("gradient", "", gradient) for place in _places(session, name)]
+        own = name if session.rows[name].copy_of else None
+        for place in _places(session, name):
+            shards.append(place._replace(name=own or place.name).shard("gradient", "", gradient))
     return shards
 
 
