@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ppctl.config.batch_sizes import at_size
 from ppctl.config.schema import RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.errors import ConfigError
@@ -68,6 +69,8 @@ def _kind_of_stage(config: RunConfig, stage: StageSpec) -> Hashable:
 
 def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
     """The same run with as few microbatches as fill every device as much as all of them do."""
+    if plan.smaller:  # the whole batch fills a device most
+        config, plan = at_size(config, config.train.global_batch_size), replace(plan, smaller=())
     round_of_ranks = config.parallel.microbatch_group_size_per_vp_stage or plan.sizes.pp
     if "pipeline.pp_batch_size" in plan.provenance and plan.provenance["pipeline.pp_batch_size"] != "default":
         return config, plan  # its calls have a size of their own
@@ -77,7 +80,6 @@ def shortened(config: RunConfig, plan: Plan) -> tuple[RunConfig, Plan]:
         if count >= plan.num_microbatches:
             break
         shorter = deepcopy(config)
-        shorter.train.batch_rampup = None
         shorter.train.global_batch_size = count * config.train.micro_batch_size * plan.sizes.dp
         shorter.parallel.pipeline_model_parallel_layout = plan.layout
         try:
