@@ -57,8 +57,8 @@ def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, po
     windowed = deepcopy(config)
     window = lower_windows(windowed)
     for above, shape in ((0, config), (window, windowed)):
-        whole = shape is config
-        if (whole and 0 < window < _LEAST) or (not whole and not 0 < window < positions):
+        whole, shorter = shape is config, 0 < window < positions
+        if (whole and shorter and window < _LEAST) or not (whole or shorter):
             continue
         longest = min(_LONGEST, positions, window or positions) if whole else min(_LONGEST, positions)
         lengths = longest // 4, longest // 2, longest

@@ -36,6 +36,7 @@ def config_with(found: ForeignModel) -> ModelConfig:
 def test_a_description_has_all_parameters_and_comes_back_from_its_text(kind: str, tmp_path: Path) -> None:
     found = described(kind, tmp_path)
     assert ForeignModel.from_text(found.to_text()) == found
+    assert not any("estimated" in note for note in found.notes), "its own code was not measured"
     model, whole = config_with(found), make_model(config_of(kind), "meta")
     assert total_parameters(model) == sum(p.numel() for p in whole.parameters()) + sum(
         buffer.numel() for name, buffer in whole.named_buffers() if name in whole.state_dict()
