@@ -56,7 +56,12 @@ def test_products_and_causal_scores_are_counted_as_for_ppctls_own_blocks(tmp_pat
 
 
 def test_layers_are_told_apart_by_structure(tmp_path: Path) -> None:
-    assert described("DeepseekV3", tmp_path).layers == (0, 0, 1, 1)
+    found = described("DeepseekV3", tmp_path)
+    assert found.layers == (0, 0, 1, 1)
+    (said,) = (
+        each for each in build_plan(RunConfig(model=config_with(found))).derived if each.key == "kinds of layers"
+    )
+    assert said.value == 2 and "2 with mlp=DeepseekV3MoE" in said.equation and "(layers 2, 3)" in said.equation
 
 
 def test_dropout_is_refused_with_the_keys_that_set_it_to_0(tmp_path: Path) -> None:
