@@ -86,6 +86,7 @@ def test_kinds_of_layers_are_told_apart_and_named(kind: str) -> None:
     assert [name.split(", ")[0] for name in names_of(different)] == names
 
 
+@pytest.mark.whole
 def test_a_window_counts_where_sequences_are_longer() -> None:
     config = transformers.Cohere2Config(**GATED | WINDOWS)
     found = measure(config, survey(make_model(config, "cpu")), [0, 1], 64, 256)
