@@ -8,6 +8,7 @@ moment grows by itself, and no peak is taken for that of other sizes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -314,7 +314,8 @@ class _Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.size = 0
         self.trace: list[float] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -322,19 +323,25 @@ class _Live(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_of(result):
             if _storage(tensor) not in given:
-                storage = tensor.untyped_storage()
-                self.storages[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
+                self._note(tensor.untyped_storage())
         self.look()
         return result
 
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.storages:
+            # A storage's Python object lives as long as the storage, whoever else holds it.
+            self.storages[key] = weakref.ref(storage, lambda _: self.forget(key)), size
+            self.size += size
+
     def look(self) -> None:
         """Count what is alive now."""
-        self.storages = {key: each for key, each in self.storages.items() if not each[0].expired()}
-        self.trace.append(float(sum(size for _, size in self.storages.values())))
+        self.trace.append(float(self.size))
 
     def forget(self, storage: int) -> None:
         """Count this one no more."""
-        self.storages.pop(storage, None)
+        _, size = self.storages.pop(storage, (None, 0))
+        self.size -= size
 
 
 def _arguments(*values: Any) -> list[Tensor]:

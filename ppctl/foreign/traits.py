@@ -53,9 +53,10 @@ def names_of(kinds: Sequence[Traits]) -> list[str]:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """The few that say most: names of types before switches before numbers."""
+    """The few that say most: names of types before switches before numbers, and nothing within what differs itself."""
     order = sorted(values, key=lambda place: (not _is_word(values[place]), place.count("."), len(place)))
-    return ", ".join(f"{place}={values[place]}" for place in order[:_SHOWN])
+    outer = [place for place in order if not any(place.startswith(f"{other}.") for other in values)]
+    return ", ".join(f"{place}={values[place]}" for place in outer[:_SHOWN])
 
 
 def _is_word(value: str) -> bool:

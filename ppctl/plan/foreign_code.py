@@ -29,4 +29,4 @@ def _kinds_of(foreign: ForeignModel) -> tuple[Derived, ...]:
         own = [index for index, structure in enumerate(foreign.layers) if structure == number]
         shown = ", ".join(map(str, own[:4])) + (", …" if len(own) > 4 else "")
         parts.append(f"{len(own)} with {kind.name or 'parameters of other shapes'} (layers {shown})")
-    return (Derived("kinds of layers", len(foreign.kinds), "; ".join(parts)),)
+    return (Derived("kinds of layers", len(foreign.kinds), "layers: " + "; ".join(parts)),)
