@@ -21,7 +21,6 @@ _AXES = {
 _OTHERS = {
     "data.reset_position_ids": (False, "counts positions through a row"),
     "data.reset_attention_mask": (False, "attends to whole rows"),
-    "train.compile": (False, "is called as a whole, and is not compiled layer by layer"),
     "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
 }
 READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.init_method_std"})

@@ -11,15 +11,16 @@ from functools import cache
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.cost.foreign import foreign_running, foreign_tables
 from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
 from ppctl.cost.offloading import Piece, on_device
 from ppctl.cost.setting import Setting
 from ppctl.cost.working_memory import in_backward, in_forward
-from ppctl.geometry.foreign_model import LayerCost
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import (
     Kind,
     Layer,
-    foreign_layer,
+    foreign_cost,
     holds_final_norm,
     layer_kinds,
     recomputed_modules,
@@ -80,8 +81,8 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     @cache
     def price(kind: Kind) -> tuple[float, float, float, float]:
         """Bytes that stay, that a recomputed layer would make again, and that live only in its forward or backward."""
-        if (foreign := foreign_layer(model, kind)) is not None:
-            return _measured(foreign.cost(setting.element), setting)
+        if (foreign := foreign_cost(model, kind, setting.element, setting.seq_length)) is not None:
+            return foreign_running(model, kind, foreign, setting)
         found = layer_parts(model, kind, setting)
         again: dict[str, float] = {}
         for module, size in found:
@@ -96,9 +97,12 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     pieces: dict[int, Piece] = {}
     for run in runs:
         priced = [price(kind) for kind in layer_kinds(model, run)]
-        outside = sum(stays - made for stays, made, _, _ in priced)
+        outside = sum(max(0.0, stays - made) for stays, made, _, _ in priced)
         again = sum(made for _, made, _, _ in priced) - hidden
-        pieces[held.index(run[0])] = Piece(hidden + outside, 0.0, again + max(more for *_, more in priced))
+        running = max(backward for *_, backward in priced)
+        if foreign_of(model) is not None:  # its second forward may have more than its backward
+            running = max(running, *(forward for _, _, forward, _ in priced))
+        pieces[held.index(run[0])] = Piece(hidden + outside, 0.0, again + running)
     recomputed = {layer for run in runs for layer in run}
     for place, (layer, kind) in enumerate(zip(held, layer_kinds(model, held), strict=True)):
         if layer not in recomputed:
@@ -107,15 +111,26 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     moved = _moved(pieces, held, setting, hidden, {run[0] for run in runs})
     decoder = sum(held[place].kind == "decoder" for place in pieces)
     pieces = on_device(pieces, moved, decoder) if moved else pieces
+    if foreign_of(model) is not None:
+        return _with_tables(StagePieces(pieces, 0, 0.0), model, held, setting, recomputed)
     return StagePieces(pieces, round(sum(moved.values())), _passed_on(model, held, setting))
 
 
-def _measured(cost: LayerCost, setting: Setting) -> tuple[float, float, float, float]:
-    """The same of a layer of transformers, whose recomputation makes all of it again."""
-    batch, length = setting.micro_batch_size, setting.seq_length
-    kept, forward, backward = (growth.of(batch, length) for growth in cost[1:])
-    backward -= cost.in_backward.constant if setting.put_off else 0.0
-    return kept, kept, max(0.0, forward), max(0.0, backward)
+def _with_tables(
+    found: StagePieces, model: ModelConfig, held: tuple[Layer, ...], setting: Setting, recomputed: Collection[Layer]
+) -> StagePieces:
+    """A stage of a model of transformers: its forward makes all tables, of which it keeps those that layers need."""
+    kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
+    tables = foreign_tables(model, kinds, setting)
+    hidden = setting.hidden_bytes(model)
+    # A stage without the embedding has a stand-in for its result, of zeros, and keeps what arrived.
+    more = tables.made - tables.kept - (hidden if held[0].kind == "embedding" else 0)
+    pieces = {
+        place: piece._replace(forward=max(0.0, piece.forward + (more if held[place].kind == "decoder" else 0.0)))
+        for place, piece in found.by_place.items()
+    }
+    arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
+    return StagePieces(pieces, 0, tables.kept + arrived)
 
 
 def _moved(

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 
 from ppctl.config.schema import ModelConfig
-from ppctl.geometry.layers import Kind, KindName, Layer, foreign_layer, layer_kinds
+from ppctl.geometry.layers import Kind, KindName, Layer, foreign_cost, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
 
 
@@ -64,7 +64,6 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
 
 def kind_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:
     """One layer of this kind, of a model of transformers as it was measured."""
-    foreign = foreign_layer(model, kind)
-    if foreign is not None:
+    if kind.name == "decoder" and (foreign := foreign_cost(model, kind, 4, seq)) is not None:
         return round(foreign.flops.of(batch, seq))
     return layer_flops(model, kind.name, kind.moe, batch, seq)

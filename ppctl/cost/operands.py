@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.activations import stage_pieces
+from ppctl.cost.foreign import foreign_operands
 from ppctl.cost.parameters import held
 from ppctl.cost.setting import Setting
-from ppctl.geometry.layers import Kind, Layer, layer_kinds
+from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.layers import Kind, Layer, foreign_cost, layer_kinds
 from ppctl.geometry.offloading import offloaded_layers
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
@@ -38,26 +40,34 @@ class Operands(NamedTuple):
 def stage_operands(model: ModelConfig, layers: Iterable[Layer], setting: Setting, stage: int = 0) -> Operands:
     """What a stage of these layers keeps for W, on one device. Operands stay there, also where activations do not."""
     layers = tuple(layers)
-    kinds = layer_kinds(model, layers)
-    width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds)
-    largest = max((_largest(model, kind, setting.sizes) for kind in kinds), default=0)
+    each = [_of_layer(model, kind, setting) for kind in layer_kinds(model, layers)]
+    largest = max((gradient for _, gradient in each), default=0.0)
     # W gathers all ranks' tokens for what reads them, which stay with the matrices that read them as well.
     again = setting.whole_bytes(model) if setting.sp > 1 else 0
     arriving = setting.travelling(model) if setting.sp > 1 else 0
-    in_weights = max(largest * setting.element + again, arriving)
-    in_inputs = _in_inputs(model, layers, setting, stage) if offloaded_layers(setting.parallel, layers) else None
-    return Operands(round(width * setting.tokens * setting.element), in_weights, in_inputs)
+    in_weights = round(max(largest + again, arriving))
+    exact = offloaded_layers(setting.parallel, layers) or foreign_of(model) is not None
+    in_inputs = _in_inputs(model, layers, setting, stage) if exact else None
+    return Operands(round(sum(kept for kept, _ in each)), in_weights, in_inputs)
+
+
+def _of_layer(model: ModelConfig, kind: Kind, setting: Setting) -> tuple[float, float]:
+    """Bytes that a layer keeps for W, and what W has beside them: its largest weight gradient."""
+    foreign = foreign_cost(model, kind, setting.element, setting.seq_length)
+    if foreign is not None:
+        return foreign_operands(foreign, setting)
+    width = operand_width(model, kind, setting.sizes, setting.sp)
+    return width * setting.tokens * setting.element, _largest(model, kind, setting.sizes) * setting.element
 
 
 def _in_inputs(model: ModelConfig, layers: tuple[Layer, ...], setting: Setting, stage: int) -> int:
-    """More than a stage keeps on the device while its I runs: layers that were fetched have left operands behind."""
+    """More than a stage keeps on the device while its I runs: layers that it is through with left operands behind."""
     pieces = stage_pieces(model, layers, setting._replace(put_off=True), stage).by_place
     kinds, hidden = layer_kinds(model, layers), setting.hidden_bytes(model)
     most, behind, end = 0.0, 0.0, len(layers)
     for place, piece in sorted(pieces.items(), reverse=True):
         most = max(most, piece.backward + (hidden if behind else 0) - behind)
-        width = sum(operand_width(model, kind, setting.sizes, setting.sp) for kind in kinds[place:end])
-        behind += piece.stays - width * setting.tokens * setting.element
+        behind += piece.stays - sum(_of_layer(model, kind, setting)[0] for kind in kinds[place:end])
         most, end = max(most, -behind), place
     return round(most)
 

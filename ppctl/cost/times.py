@@ -8,7 +8,7 @@ schedules or stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ppctl.accelerators import Device, Efficiency, efficiency_of
@@ -18,8 +18,8 @@ from ppctl.cost.flops import attention_flops, feed_forward_flops, score_flops
 from ppctl.cost.parameters import held
 from ppctl.cost.setting import Setting
 from ppctl.cost.traffic import layer_passes
-from ppctl.geometry.foreign_model import LayerKind
-from ppctl.geometry.layers import Kind, foreign_layer
+from ppctl.geometry.foreign_costs import LayerCost
+from ppctl.geometry.layers import Kind, foreign_cost
 from ppctl.geometry.parameters import Sizes, kind_parameters
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import ParallelSizes
@@ -75,8 +75,8 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
             Work("loss", matmul=2 * logits * h, inputs=tokens * h, weights=columns * h),
             Work("loss", traffic=12 * logits, kernels=10),
         ]
-    if (foreign := foreign_layer(model, kind)) is not None:
-        return _measured(foreign, setting)
+    if (foreign := foreign_cost(model, kind, setting.element, setting.seq_length)) is not None:
+        return _measured(kind_parameters(Sizes.of(model), kind), foreign, setting)
     works = [*_attention(model, kind, setting), *_feed_forward(model, kind.moe, setting)]
     works.append(Work("layernorm", traffic=10 * tokens * h * element / setting.sp, kernels=4))
     if tp > 1:
@@ -89,20 +89,15 @@ def layer_work(model: ModelConfig, kind: Kind, setting: Setting) -> list[Work]:
     return works
 
 
-def _measured(layer: LayerKind, setting: Setting) -> list[Work]:
+def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> list[Work]:
     """A layer of transformers: its products, its scores, and what it keeps, written once and read twice."""
-    batch, length, flops = setting.micro_batch_size, setting.seq_length, layer.flops
-    weights = sum(row.elements for row in layer.rows)
+    batch, length, flops = setting.micro_batch_size, setting.seq_length, cost.flops
+    weights = sum(row.elements for row in rows)
     matmul, scores = batch * length * flops.token, batch * length**2 * flops.pair
-    kernels = 4 * len(layer.rows)  # of a product, and three of what is beside it
+    kernels = 4 * len(rows)  # of a product, and three of what is beside it
+    traffic = 3 * cost.kept.of(batch, length)
     return [
-        Work(
-            "mlp",
-            matmul,
-            weights=weights,
-            traffic=3 * layer.cost(setting.element).kept.of(batch, length),
-            kernels=kernels,
-        ),
+        Work("mlp", matmul, weights=weights, traffic=traffic, kernels=kernels),
         Work("core_attn", scores=scores, kernels=2),
     ]
 

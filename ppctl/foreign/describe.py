@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
-from ppctl.foreign.measure import layer_cost, rough_cost
+from ppctl.foreign.measure import measure, rough
 from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, prove
+from ppctl.foreign.traits import names_of, traits_of
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind
 from ppctl.geometry.rows import Parameter
 
@@ -54,19 +56,20 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     named = [*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank)]
     _compare(anatomy, named, directory)
     rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
-    structures = [_inside(anatomy, rows, index) for index in range(anatomy.count)]
-    different = list(dict.fromkeys(structures))
+    structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)
+    different = list(dict.fromkeys(zip(structures, traits, strict=True)))
     experts = _experts(config)
     size = int(getattr(config, "hidden_size", 0) or rows[anatomy.uses[0]].shape[1])
     positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
-    kinds = []
-    for kind in different:
-        number = structures.index(kind)
-        try:
-            cost = layer_cost(blank, anatomy, number, size, positions, experts)
-        except (*CODE_FAILS, NotImplementedError):
-            cost = rough_cost(kind, size, _active(kind, experts))
-        kinds.append(LayerKind(kind, cost))
+    examples = [[*zip(structures, traits, strict=True)].index(each) for each in different]
+    notes = list(_notes(experts))
+    try:
+        measured = measure(config, anatomy, examples, size, positions)
+    except (*CODE_FAILS, NotImplementedError) as error:
+        measured = rough([kind for kind, _ in different], size, partial(_active, experts=experts))
+        notes.append(f"its costs are estimated from its matrices, since its code reads values ({type(error).__name__})")
+    named = names_of([found for _, found in different])
+    kinds = tuple(LayerKind(name, kind) for name, (kind, _) in zip(named, different, strict=True))
     outside = {name: row for name, row in rows.items() if not name.startswith(f"{anatomy.layers}.")}
     first = tuple(row for name, row in outside.items() if name.rpartition(".")[0] in anatomy.first)
     last = tuple(row for name, row in outside.items() if name.rpartition(".")[0] in anatomy.last)
@@ -79,8 +82,9 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
         anatomy=anatomy,
         first=first,
         last=last,
-        layers=tuple(different.index(each) for each in structures),
-        kinds=tuple(kinds),
+        layers=tuple(different.index(each) for each in zip(structures, traits, strict=True)),
+        kinds=kinds,
+        measured=measured,
         sizes={
             "num_layers": anatomy.count,
             "hidden_size": size,
@@ -90,7 +94,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
             "init_method_std": float(getattr(config, "initializer_range", None) or 0.02),
         },
         active=active,
-        notes=_notes(experts),
+        notes=tuple(notes),
     )
 
 

@@ -65,7 +65,7 @@ class ForeignStage(nn.Module, StageModel):
             _give_memory(module, torch.device(device), owned=self._holds(name))
         _make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
         self._names = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
-        self._own_layers = {index: _OwnLayer(self._layer(index).forward) for index in self.own}
+        self._own_layers = {index: _own_layer(self._layer(index), anatomy.layer(index)) for index in self.own}
         self._connect()
 
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
@@ -181,7 +181,7 @@ class ForeignStage(nn.Module, StageModel):
             if index == 0 and self._arrived is not None:
                 state = self._arrived
             others = {key: value for key, value in named.items() if key != "hidden_states"}
-            output = layer.run(state, rest, others)
+            output = (layer.run or layer)(state, rest, others)
             if leaves:
                 raise _Departed(output[0] if self.anatomy.returned else output)
             return output
@@ -228,14 +228,35 @@ def build_foreign_stage(
 class _OwnLayer(nn.Module):
     """A layer as recompute and others see it: a function of tensors by position. It owns no parameters."""
 
-    def __init__(self, function: Forward) -> None:
+    def __init__(self, function: Forward, name: str) -> None:
         super().__init__()
         self.function = function
-        self.run: Forward = self.forward
+        self.name = name
+        self.run: Forward | None = None
+        """What is called in its place."""
 
     def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The layer's own forward."""
         return self.function(state, *arguments, **named)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`, in one graph. A call raises ConfigError (PP-E551) where the compiler refuses it."""
+        super().compile(*args, fullgraph=True, **kwargs)
+        compiled: Any = self._compiled_call_impl
+
+        def call(*inputs: Any) -> Any:
+            try:
+                return compiled(*inputs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                message = f"{self.name} cannot be compiled: {reason}"
+                raise ConfigError(Problem("PP-E551", message, "train.compile=false")) from error
+
+        self._compiled_call_impl = call
+
+
+def _own_layer(layer: nn.Module, name: str) -> _OwnLayer:
+    return _OwnLayer(layer.forward, f"{name} ({type(layer).__name__})")
 
 
 def row_of(model: nn.Module, anatomy: Anatomy, name: str) -> Parameter:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ppctl.config.limits import MOST_STAGES
 from ppctl.errors import ConfigError, Problem
-from ppctl.families.directory import read_config_file
+from ppctl.families.config_json import known_families
+from ppctl.families.directory import CONFIG, read_config_file
 
 
 def _transformers() -> Any:
@@ -45,8 +46,8 @@ def config_from(text: str) -> Any:
 def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Any:
     """The config of a model directory, of the class that its model_type has in transformers; `overrides` of its fields.
 
-    Raises ConfigError: PP-E520 without a readable config.json, PP-E526, and PP-E527 for what is no causal language
-    model of transformers: an encoder and a decoder, several modalities, programs that come with the directory.
+    Raises ConfigError: PP-E520 without a readable config.json, PP-E526, PP-E527 for what is no causal language model of
+    transformers: an encoder and a decoder, several modalities, programs that come with the directory; and PP-E550.
     """
     read_config_file(directory)  # says what is wrong with the file in ppctl's words
     library = _transformers()
@@ -62,6 +63,7 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:
         raise _refused(directory, f"{kind} has several modalities; a language model alone can be cut")
+    _refuse_quantised(config, directory)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # it would be built for hours, or never
         raise _refused(directory, f"it has {layers} layers: they must be greater than 0, at most {MOST_STAGES}")
@@ -69,6 +71,17 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
     return config
+
+
+def _refuse_quantised(config: Any, directory: Path) -> None:
+    """Weights that are stored in few bits are read by ppctl's own blocks alone. Raises ConfigError (PP-E550)."""
+    given = getattr(config, "quantization_config", None)
+    if given:
+        method = given.get("quant_method") if isinstance(given, Mapping) else getattr(given, "quant_method", None)
+        message = f"{directory}: its config.json has quantization_config ({method or 'of no named method'}), and "
+        message += "transformers' own code trains weights as they are"
+        remedy = "model.implementation=ppctl" if config.model_type in known_families() and method == "fp8" else ""
+        raise ConfigError(Problem("PP-E550", message, remedy, str(directory / CONFIG)))
 
 
 def _value(text: str) -> Any:

@@ -1,138 +1,351 @@
-"""What one layer of a model of transformers costs, measured on tensors that have shapes and no values.
+"""What the parts of a model of transformers cost, measured on tensors that have shapes and no values.
 
 Knows torch's operators and storages. Must not know plans. Operations are counted by torch's FlopCounterMode, kept bytes
-by what autograd saves, and what lives only for a moment by the storages that exist. Three lengths of a sequence give
-what grows with tokens and with pairs of tokens (`Growth`). Experts are stood in for by balanced ones: how many rows
-each gets depends on values.
+by what autograd saves, and what lives only for a moment by the storages that exist, operator by operator. Five batches
+give what grows with sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so that each
+moment grows by itself, and no peak is taken for that of other sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ppctl.foreign.foreign_stage import ForeignStage
-from ppctl.geometry.foreign_model import Anatomy, Growth, LayerCost
+from ppctl.foreign.growth import BATCHES, fitted, peak
+from ppctl.foreign.library import make_model
+from ppctl.foreign.miniature import lower_windows
+from ppctl.foreign.valueless import grouped_flops, tensors_of, valueless
+from ppctl.geometry.foreign_costs import Growth, LayerCost, Measured, Peak
+from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
+from ppctl.weight_gradients.intercept import intercepting
+from ppctl.weight_gradients.put_off import PutOff
 
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
+_LEAST = 16
 _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
-_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_aten = torch.ops.aten
+COUNTED = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query, key, value
+    ),
+    _aten._grouped_mm: lambda one, other, *_, **__: grouped_flops(one, other),
+}
+"""Operators whose operations torch's counter does not know, of a forward."""
 
 
-class _Found(NamedTuple):
-    flops: float
-    kept: float
-    in_forward: float
-    in_backward: float
+def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, positions: int) -> tuple[Measured, ...]:
+    """Of a model and its layers with the indices `kinds`, one of each kind, which allows so many `positions`.
 
-
-def layer_cost(
-    blank: nn.Module, anatomy: Anatomy, index: int, hidden: int, positions: int, experts: tuple[int, int] | None
-) -> Mapping[int, LayerCost]:
-    """What the layer with this index costs, by bytes of an element. `blank` is the whole model on meta.
-
-    `experts` are the routed ones and how many a token goes to. Raises what torch does for code that reads values.
+    In float32 and bfloat16; for sequences that are longer than a window, or chunk, of its attention once more. Raises
+    what torch does for code that reads values which nothing has.
     """
-    longest = max(4, min(_LONGEST, positions))
-    lengths = longest // 4, longest // 2, longest
-    found = {}
-    for width, dtype in _WIDTHS.items():
-        copied = deepcopy(blank).to(dtype)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            stage = ForeignStage(copied, anatomy, [Layer("decoder", index)])
-            if experts is not None:
-                _balance(stage, *experts)
-            measured = [_measured(stage, length, hidden, dtype) for length in lengths]
-        flops, *held = (_fitted(lengths, [each[i] for each in measured]) for i in range(4))
-        # Half of all pairs are masked: a token does not see those behind it.
-        causal = Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
-        found[width] = LayerCost(causal, *held)
-    return found
+    found = []
+    windowed = deepcopy(config)
+    window = lower_windows(windowed)
+    for above, shape in ((0, config), (window, windowed)):
+        whole, shorter = shape is config, 0 < window < positions
+        if (whole and shorter and window < _LEAST) or not (whole or shorter):
+            continue
+        longest = min(_LONGEST, positions, window or positions) if whole else min(_LONGEST, positions)
+        lengths = longest // 4, longest // 2, longest
+        for element, dtype in _WIDTHS.items():
+            blank = make_model(shape, "meta", dtype).train()
+            found.append(_Model(blank, anatomy, kinds, hidden, dtype, lengths).measured(element, above))
+    return tuple(found)
 
 
-def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype) -> _Found:
-    """One forward and backward of one sequence."""
-    for parameter in stage.canonical_parameters().values():
-        parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free
-    (layer,) = stage.decoder_layers().values()
-    counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION_ON_CPU: _attention_flops})
-    live, kept, own = _Live(), dict[int, int](), {_storage(tensor) for tensor in _held(stage)}
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Of one forward and backward, and of one whose backward is split: bytes."""
 
-    def run(state: Tensor, rest: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        outside = own | {_storage(tensor) for tensor in _tensors((rest, dict(named)))}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if _storage(tensor) not in outside:
-                kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor), live, counter:
-            return layer(state, rest, named)
-
-    stage.call_decoder_as([run])
-    given = torch.zeros(1, length, hidden, dtype=dtype, requires_grad=True)
-    (output,) = stage(given)
-    inside = sum(kept.values()) - kept.get(_storage(given), 0)
-    forward = live.peak
-    live.peak = 0
-    live.storages.pop(_storage(output), None)  # a stage's output is a message, or the next layer's input
-    gradient = torch.zeros_like(output)
-    with live:
-        output.backward(gradient)
-    return _Found(counter.get_total_flops(), sum(kept.values()), max(0, forward - inside), max(0, live.peak - inside))
+    flops: float
+    kept: dict[int, float]
+    """Storages that autograd saved -> their bytes."""
+    given: int
+    """The storage of what arrived."""
+    arguments: tuple[int, ...]
+    """The storages of the tensors that the layer was called with."""
+    before: float
+    """What lives when its forward begins, beside tables and what arrived."""
+    forward: list[float]
+    """By operator what lives beside all that."""
+    backward: list[float]
+    inputs: list[float]
+    weights: list[float]
+    waiting: float
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A whole model on meta, and in which sequences its parts are measured."""
 
+    blank: nn.Module
+    anatomy: Anatomy
+    kinds: Sequence[int]
+    hidden: int
+    dtype: torch.dtype
+    lengths: tuple[int, int, int]
 
-def _fitted(lengths: Sequence[int], values: Sequence[float]) -> Growth:
-    """The parabola through three points; what is no growth is none."""
-    matrix = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
-    found = torch.linalg.solve(matrix, torch.tensor(values, dtype=torch.float64)).tolist()
-    return Growth(
-        *(
-            0.0 if abs(each) < 1e-6 * max(1.0, *values) / lengths[-1] ** n else round(each, 6)
-            for n, each in enumerate(found)
+    def measured(self, element: int, above: int) -> Measured:
+        """All of it."""
+        batches = [(rows, self.lengths[place]) for rows, place in BATCHES]
+        with valueless():
+            surveys = [self._tables(*batch) for batch in batches]
+            numbers = surveys[0].numbers
+            tables = [fitted(batches, [survey.sizes[n] for survey in surveys]) for n in range(len(surveys[0].sizes))]
+            runs = [self._runs([Layer("decoder", index)], batches) for index in self.kinds]
+            parts = [
+                self._part(batches, found, numbers[index], causal=True)
+                for index, found in zip(self.kinds, runs, strict=True)
+            ]
+            first, last = (
+                self._part(batches, self._runs([layer], batches), ()) for layer in (Layer("embedding"), Layer("loss"))
+            )
+        before = fitted(batches, [each.before for each in runs[0]])
+        return Measured(element, above, tuple(tables), before, first, last, tuple(parts))
+
+    def _stage(self, layers: Sequence[Layer]) -> ForeignStage:
+        return ForeignStage(deepcopy(self.blank), self.anatomy, layers)
+
+    def _given(self, stage: ForeignStage, rows: int, length: int) -> Tensor:
+        if stage.embeds:
+            return torch.zeros(rows, length, dtype=torch.int64)
+        return torch.zeros(rows, length, self.hidden, dtype=self.dtype, requires_grad=True)
+
+    def _tables(self, rows: int, length: int) -> _Tables:
+        """What a forward makes for its layers, once for all of them: seen from behind the last kind of layer."""
+        stage = self._stage([Layer("decoder", max(self.kinds))])
+        given, found = self._given(stage, rows, length), _Tables({_storage(tensor) for tensor in _held(stage)})
+        found.own.add(_storage(given))
+        with found.watching(stage, self.kinds):
+            stage(given)
+        return found
+
+    def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[_Found]:
+        """Every batch through one part."""
+        stage = self._stage(layers)
+        for parameter in stage.canonical_parameters().values():
+            parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free
+        return [_run(stage, self._given(stage, *batch)) for batch in batches]
+
+    def _part(
+        self,
+        batches: Sequence[tuple[int, int]],
+        found: Sequence[_Found],
+        numbers: Sequence[int],
+        *,
+        causal: bool = False,
+    ) -> LayerCost:
+        """One part; `numbers` are the tables that it is called with, in the order of its arguments."""
+        flops = fitted(batches, [each.flops for each in found])
+        if causal:  # half of all pairs are masked: a token does not see those behind it
+            flops = Growth(0.0, flops.token + flops.constant / self.lengths[-1], flops.pair / 2)
+        one = found[0]
+        keeps = {n for storage, n in zip(one.arguments, numbers, strict=True) if storage in one.kept}
+        kept = [
+            sum(size for storage, size in each.kept.items() if storage not in {each.given, *each.arguments})
+            for each in found
+        ]
+        waiting = [each.waiting for each in found]
+
+        def beside(name: str, there: Sequence[float]) -> Peak:
+            return peak(
+                batches,
+                [[value - own for value in getattr(each, name)] for each, own in zip(found, there, strict=True)],
+            )
+
+        return LayerCost(
+            flops=flops,
+            kept=fitted(batches, kept),
+            keeps_input=one.given in one.kept,
+            in_forward=beside("forward", kept),
+            in_backward=beside("backward", kept),
+            in_inputs=beside("inputs", kept),
+            put_off=fitted(batches, waiting),
+            in_weights=beside("weights", waiting),
+            reads=tuple(sorted(set(numbers))),
+            keeps=tuple(sorted(keeps)),
         )
+
+
+@dataclass(slots=True)
+class _Tables:
+    """The tensors that layers are called with beside their hidden state, as storages: which kind reads which."""
+
+    own: set[int]
+    """Storages of the model itself, and of what arrived."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Storage -> its number."""
+    sizes: list[float] = field(default_factory=list)
+    numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Layer -> the numbers of its arguments, in order."""
+
+    @contextmanager
+    def watching(self, stage: ForeignStage, layers: Sequence[int]) -> Iterator[None]:
+        """See what these layers of the model are called with, wherever they are."""
+        hooks = [
+            stage.model.get_submodule(stage.anatomy.layer(index)).register_forward_pre_hook(
+                self._note(index), with_kwargs=True
+            )
+            for index in layers
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, index: int) -> Callable[..., None]:
+        def note(_: nn.Module, arguments: Any, named: Mapping[str, Any]) -> None:
+            others = {key: value for key, value in named.items() if key != "hidden_states"}
+            given = [each for each in _arguments(arguments[1:], others) if _storage(each) not in self.own]
+            for tensor in given:
+                if _storage(tensor) not in self.storages:
+                    self.storages[_storage(tensor)] = len(self.sizes)
+                    self.sizes.append(float(tensor.untyped_storage().nbytes()))
+            self.numbers[index] = tuple(self.storages[_storage(tensor)] for tensor in given)
+
+        return note
+
+
+def _run(stage: ForeignStage, given: Tensor) -> _Found:
+    """A forward and backward of one microbatch, and a forward with both halves of a split backward."""
+    whole = _Pass(stage, given)
+    backward = whole.backward()
+    split = _Pass(stage, given, PutOff(stage.whole))
+    inputs = split.backward()
+    waiting, weights = split.weights()
+    flops = float(whole.counter.get_total_flops())
+    return _Found(
+        flops,
+        whole.kept,
+        _storage(given),
+        whole.arguments,
+        whole.before,
+        whole.forward,
+        backward,
+        inputs,
+        weights,
+        waiting,
     )
 
 
+class _Pass:
+    """One forward of a stage, up to its W where `put_off` is given."""
+
+    def __init__(self, stage: ForeignStage, given: Tensor, put_off: PutOff | None = None) -> None:
+        self.stage, self.given, self.put_off = stage, given, put_off
+        given.grad = None
+        self.counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+        self.live, self.kept = _Live(), dict[int, float]()
+        self.arguments: tuple[int, ...] = ()
+        self.before = self.waiting = 0.0
+        self.own = {_storage(tensor) for tensor in _held(stage)}
+        layers = list(stage.decoder_layers().values())
+        if layers:
+            (layer,) = layers
+            stage.call_decoder_as([lambda *called: self._watched(lambda: layer(*called), called)])
+        with self.live, self._collecting():
+            (self.output,) = stage(given) if layers else self._watched(lambda: stage(given), ())
+        self.forward = [value - self.before for value in self.live.trace]
+
+    def _watched(self, run: Callable[[], Any], called: Any) -> Any:
+        _, *others = called or (None,)
+        given = [tensor for tensor in _arguments(*others) if _storage(tensor) not in self.own] if called else []
+        self.arguments = tuple(_storage(tensor) for tensor in given if _storage(tensor) != _storage(called[0]))
+        for storage in self.arguments:  # tables live as long as any layer reads them: they are counted by themselves
+            self.live.forget(storage)
+        self.live.look()
+        self.before = self.live.trace[-1]
+        self.live.trace.clear()
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in self.own:
+                self.kept[_storage(tensor)] = float(tensor.untyped_storage().nbytes())
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor), self.counter:
+            return run()
+
+    def backward(self) -> list[float]:
+        """What lives by operator of the backward, or of its I: an output is a message, or the next layer's input."""
+        self.live.trace.clear()
+        self.live.forget(_storage(self.output))
+        gradient = torch.zeros_like(self.output)
+        with self.live, self._collecting(backward=True):
+            self.output.backward(gradient)
+        if self.put_off is not None and self.put_off.keeps([gradient]):  # the products that come last read it in W
+            self.waiting = float(gradient.untyped_storage().nbytes())
+        del gradient, self.output
+        return list(self.live.trace)
+
+    def weights(self) -> tuple[float, list[float]]:
+        """(Bytes that wait for W, what lives by operator of it). What I sends is gone."""
+        assert self.put_off is not None
+        if self.given.grad is not None:
+            self.live.forget(_storage(self.given.grad))
+        self.live.look()
+        waiting, arrived = self.live.trace[-1] + self.waiting, self.waiting
+        self.live.trace.clear()
+        with self.live:
+            self.put_off.deliver()
+        return waiting, [value + arrived for value in self.live.trace]
+
+    def _collecting(self, *, backward: bool = False) -> Any:
+        return nullcontext() if self.put_off is None else intercepting(self.put_off, backward=backward)
+
+
 class _Live(TorchDispatchMode):
-    """The most bytes at once of storages that were made inside."""
+    """The bytes of storages that were made inside and are alive, after every operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
+        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.size = 0
+        self.trace: list[float] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
+        given = {_storage(tensor) for tensor in tensors_of((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             if _storage(tensor) not in given:
-                storage = tensor.untyped_storage()
-                self.storages[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {key: each for key, each in self.storages.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+                self._note(tensor.untyped_storage())
+        self.look()
         return result
 
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.storages:
+            # A storage's Python object lives as long as the storage, whoever else holds it.
+            self.storages[key] = weakref.ref(storage, lambda _: self.forget(key)), size
+            self.size += size
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    def look(self) -> None:
+        """Count what is alive now."""
+        self.trace.append(float(self.size))
+
+    def forget(self, storage: int) -> None:
+        """Count this one no more."""
+        _, size = self.storages.pop(storage, (None, 0))
+        self.size -= size
+
+
+def _arguments(*values: Any) -> list[Tensor]:
+    return tensors_of(values)
 
 
 def _held(stage: nn.Module) -> Iterator[Tensor]:
@@ -145,47 +358,23 @@ def _storage(tensor: Tensor) -> int:
     return address
 
 
-def _balance(stage: nn.Module, number: int, chosen: int) -> None:
-    """Let every module that holds all experts' matrices compute as if each expert got equally many rows."""
-    for module in stage.modules():
-        own = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.shape[0] == number]
-        if len(own) == 2:
-            module.forward = _balanced(own, chosen)
-
-
-def _balanced(matrices: Sequence[Tensor], chosen: int) -> Any:
-    """Two grouped products with what is between them, over `chosen` rows of each token."""
-
-    def forward(states: Tensor, *_: Any, **__: Any) -> Tensor:
-        rows = states.reshape(-1, states.shape[-1])
-        spread = rows.repeat(chosen, 1)
-        for matrix in matrices:
-            one = matrix[0] if matrix.shape[1] == spread.shape[-1] else matrix[0].T
-            if one.shape[0] != spread.shape[-1]:  # gate and up were one product
-                gate, up = spread.chunk(2, dim=-1)
-                spread = nn.functional.silu(gate) * up
-                one = matrix[0] if matrix.shape[1] == spread.shape[-1] else matrix[0].T
-            spread = spread @ one
-        return (spread * spread.new_ones(spread.shape[0], 1)).view(chosen, *states.shape).sum(dim=0)
-
-    return forward
-
-
-def rough_cost(rows: Sequence[Parameter], hidden: int, active: int) -> Mapping[int, LayerCost]:
-    """A layer whose code reads values: by its matrices, of which a token meets `active` elements.
+def rough(
+    kinds: Sequence[Sequence[Parameter]], hidden: int, active: Callable[[Sequence[Parameter]], int]
+) -> tuple[Measured, ...]:
+    """A model whose code reads values: by its matrices, of which a token meets `active` elements.
 
     Every product keeps its input; scores are those of heads as wide as the residual stream together.
     """
-    widths = sum(sum(row.shape[-2:]) for row in rows if row.is_matrix and len(row.shape) == 2)
-    weights = max((row.size for row in rows if row.is_matrix), default=0)
-    nothing = Growth(0.0, 0.0, 0.0)
-    flops = Growth(0.0, 2.0 * active, 2.0 * hidden)
-    return {
-        width: LayerCost(
-            flops,
-            Growth(0.0, float(width * widths), 0.0),
-            nothing,
-            Growth(float(width * weights), 2.0 * width * hidden, 0.0),
-        )
-        for width in _WIDTHS
-    }
+
+    def layer(rows: Sequence[Parameter], element: int) -> LayerCost:
+        widths = sum(sum(row.shape[-2:]) for row in rows if row.is_matrix and len(row.shape) == 2)
+        weights = max((row.size for row in rows if row.is_matrix), default=0)
+        flops = Growth(0.0, 2.0 * active(rows), 2.0 * hidden)
+        kept, running = Growth(0.0, float(element * widths)), Growth(float(element * weights), 2.0 * element * hidden)
+        return LayerCost(flops, kept, True, (), (running,), (running,), kept, (Growth(float(element * weights)),))
+
+    def whole(element: int) -> Measured:
+        beside = layer((), element)
+        return Measured(element, 0, (), Growth(), beside, beside, tuple(layer(rows, element) for rows in kinds))
+
+    return tuple(map(whole, _WIDTHS))

@@ -16,14 +16,14 @@ low ranks of latent attention; and a window shorter than the miniature's sequenc
 
 _INNER = ("intermediate", "ffn", "inner", "hidden_size_per", "laurel")
 """Parts of names of inner widths."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 _OTHERS = {
     "num_experts": _EXPERTS,
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
     "q_lora_rank": _RANK,
     "kv_lora_rank": _RANK,
-    "sliding_window": _WINDOW,
-    "attention_chunk_size": _WINDOW,
+    **dict.fromkeys(_WINDOWS, _WINDOW),
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
 }
@@ -56,6 +56,14 @@ def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
             if name in vars(small):
                 setattr(small, name, None)
         yield small
+
+
+def lower_windows(config: Any) -> int:
+    """Make windows and chunks of attention shorter than all that is measured; the shortest that there was, or 0."""
+    found = [value for name in _WINDOWS if _is_size(value := _own(config, name))]
+    for name in _WINDOWS:
+        _lower(config, name, _WINDOW)
+    return min(found, default=0)
 
 
 def dropout_fields(config: Any) -> dict[str, float]:

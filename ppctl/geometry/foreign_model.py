@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ppctl.config.schema import ModelConfig
+from ppctl.geometry.foreign_costs import Measured, measured_for, measured_from
 from ppctl.geometry.rows import Parameter
 
-VERSION = 1
+VERSION = 2
 """Of the text; another one is described anew."""
 
 
@@ -49,51 +50,13 @@ class Anatomy:
         return names if self.tied else names[:1]
 
 
-class Growth(NamedTuple):
-    """A number for one sequence of s tokens: constant + token * s + pair * s^2."""
-
-    constant: float
-    token: float
-    pair: float
-
-    def of(self, sequences: int, length: int) -> float:
-        """For so many sequences of so many tokens; the constant counts once."""
-        return self.constant + sequences * (self.token * length + self.pair * length**2)
-
-
-class LayerCost(NamedTuple):
-    """What one layer costs, measured on tensors without values."""
-
-    flops: Growth
-    """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""
-    kept: Growth
-    """Bytes from its forward to its backward, its input among them."""
-    in_forward: Growth
-    """Bytes beside these, at most, while its forward runs."""
-    in_backward: Growth
-    """Bytes beside what is still kept, at most, while its backward runs; gradients of weights are the constant."""
-
-
 class LayerKind(NamedTuple):
     """Layers of one structure: names, shapes and costs are equal."""
 
+    name: str
+    """What it has that other kinds of the model have not: `self_attn.sliding_window=4096`; empty where all are one."""
     rows: tuple[Parameter, ...]
     """Names are patterns, with {layer} for the index."""
-    costs: Mapping[int, LayerCost]
-    """By the bytes of an element: 2 and 4."""
-
-    @property
-    def flops(self) -> Growth:
-        """Operations of a forward, which no width of numbers changes."""
-        return next(iter(self.costs.values())).flops
-
-    def cost(self, element: int) -> LayerCost:
-        """In numbers of so many bytes; wider ones than were measured keep in proportion."""
-        if element in self.costs:
-            return self.costs[element]
-        widest = max(self.costs)
-        flops, *held = self.costs[widest]
-        return LayerCost(flops, *(Growth(*(element / widest * value for value in each)) for each in held))
 
 
 class ForeignModel(NamedTuple):
@@ -113,6 +76,8 @@ class ForeignModel(NamedTuple):
     layers: tuple[int, ...]
     """By layer, which of `kinds` it is."""
     kinds: tuple[LayerKind, ...]
+    measured: tuple[Measured, ...]
+    """What the parts cost, by width of numbers and by length."""
     sizes: Mapping[str, Any]
     """The fields of ModelConfig that the model decides over."""
     active: int
@@ -126,16 +91,14 @@ class ForeignModel(NamedTuple):
             return self.kinds[structure].rows
         return {"embedding": self.first, "loss": self.last}.get(kind, ())
 
+    def measured_in(self, element: int, length: int) -> Measured:
+        """What the parts cost in numbers of so many bytes, in sequences of this length."""
+        return measured_for(self.measured, element, length)
+
     def to_text(self) -> str:
         """JSON, equal for equal models."""
-        kinds = [
-            {"rows": kind.rows, "costs": {str(width): cost for width, cost in kind.costs.items()}}
-            for kind in self.kinds
-        ]
-        return json.dumps(
-            {"version": VERSION, **self._asdict(), "anatomy": asdict(self.anatomy), "kinds": kinds},
-            separators=(",", ":"),
-        )
+        data = {"version": VERSION, **self._asdict(), "anatomy": asdict(self.anatomy)}
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> ForeignModel:
@@ -144,18 +107,13 @@ class ForeignModel(NamedTuple):
             data = json.loads(text)
             if data.pop("version") != VERSION:
                 raise ValueError("it is of another version of ppctl")
-            kinds = tuple(
-                LayerKind(
-                    _rows(kind["rows"]),
-                    {int(w): LayerCost(*(Growth(*growth) for growth in cost)) for w, cost in kind["costs"].items()},
-                )
-                for kind in data.pop("kinds")
-            )
+            kinds = tuple(LayerKind(name, _rows(rows)) for name, rows in data.pop("kinds"))
+            measured = measured_from(data.pop("measured"))
             parts = data.pop("anatomy")
             anatomy = Anatomy(**{**parts, "first": tuple(parts["first"]), "last": tuple(parts["last"])})
             first, last = _rows(data.pop("first")), _rows(data.pop("last"))
             lists: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
-            return cls(anatomy=anatomy, first=first, last=last, kinds=kinds, **lists, **data)
+            return cls(anatomy=anatomy, first=first, last=last, kinds=kinds, measured=measured, **lists, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
 

@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple, get_args
 
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, TrainConfig
-from ppctl.geometry.foreign_model import LayerKind, foreign_of
+from ppctl.geometry.foreign_costs import LayerCost
+from ppctl.geometry.foreign_model import foreign_of
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
 """embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""
@@ -104,10 +105,10 @@ def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
     return sum(kind.moe for kind in layer_kinds(model, layers))
 
 
-def foreign_layer(model: ModelConfig, kind: Kind) -> LayerKind | None:
-    """What is known of a decoder layer of transformers; None for ppctl's own, and for all that is no decoder layer."""
+def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> LayerCost | None:
+    """What a layer of transformers costs in numbers of `element` bytes; None for ppctl's own."""
     foreign = foreign_of(model)
-    return None if foreign is None or kind.name != "decoder" else foreign.kinds[kind.structure]
+    return None if foreign is None else foreign.measured_in(element, length).cost(kind.name, kind.structure)
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:

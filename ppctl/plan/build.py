@@ -12,12 +12,12 @@ from functools import cached_property
 from ppctl.config.batch_sizes import BatchSizes, at_size
 from ppctl.config.checks import beyond_limits, check, is_size, within_limits
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
-from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.config.schema import RunConfig
 from ppctl.cost import parameters
 from ppctl.errors import ConfigError, Problem, ScheduleError
-from ppctl.geometry.foreign_model import foreign_of
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
+from ppctl.plan.foreign_code import whose_code
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
 from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off, rank_pricer, stages_held
 from ppctl.plan.memory_limit import device_limit, memory_violations
@@ -292,16 +292,6 @@ def _layer_kinds(values: ConfigValues) -> Iterable[Violation]:
             yield Violation(problem.code, key, problem.message, place, *ways)
 
 
-def _whose_code(model: ModelConfig) -> tuple[Derived, ...]:
-    """Of a model of transformers: what was proved, and what is trained otherwise than there."""
-    foreign = foreign_of(model)
-    if foreign is None:
-        return ()
-    proof = f"a miniature in {len(foreign.stages)} stages had the bits of the whole"
-    equation = f"its own code, of transformers {foreign.transformers}, runs on every stage: {proof}"
-    return (Derived("implementation", "transformers", "; ".join((equation, *foreign.notes))),)
-
-
 def _assemble(derivation: Derivation, name: str) -> Plan:
     values, batch, cut, sizes = derivation.values, derivation.batch, derivation.cut, derivation.sizes
     config, model, stages, costs = values.config, values.config.model, derivation.stages, derivation.costs
@@ -340,7 +330,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
         smaller=smaller,
         derived=(
             *derivation.derived,
-            *_whose_code(model),
+            *whose_code(model),
             *decided,
             *gathered(config, sizes, ranks),
             *offloaded(config, stages, costs, ranks),

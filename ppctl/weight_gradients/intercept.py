@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients import products
-from ppctl.weight_gradients.put_off import PutOff, collecting, parameter_of
+from ppctl.weight_gradients.put_off import PLAIN, PutOff, collecting, parameter_of
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def _each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def _taken(gradients: PutOff, x: Any, weight: Any, dims: Sequence[int]) -> bool:
     """Whether it is a product of floating point matrices with a weight that is put off."""
-    plain = type(x) is Tensor and isinstance(weight, Tensor) and x.is_floating_point()
+    plain = type(x) in PLAIN and isinstance(weight, Tensor) and x.is_floating_point()
     return plain and x.dim() >= 2 and weight.dim() in dims and gradients.takes(weight)
 
 
@@ -124,7 +124,7 @@ def _matmul(gradients: PutOff, x: Any, weight: Any, **other: Any) -> Tensor | No
 
 
 def _addmm(gradients: PutOff, bias: Any, x: Any, weight: Any, **other: Any) -> Tensor | None:
-    if other or not (type(bias) is not Tensor or bias.dim() < 2) or not _taken(gradients, x, weight, (2,)):
+    if other or not (type(bias) not in PLAIN or bias.dim() < 2) or not _taken(gradients, x, weight, (2,)):
         return None
     return products.addmm(gradients, gradients.elsewhere(bias), gradients.elsewhere(x), weight)
 
@@ -153,7 +153,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    if sparse or max_norm is not None or type(numbers) is not Tensor or not gradients.takes(weight):
+    if sparse or max_norm is not None or type(numbers) not in PLAIN or not gradients.takes(weight):
         return None
     padding = -1 if padding_idx is None else padding_idx % len(weight)
     return products.embedding(gradients, numbers, weight, padding, by_frequency=scale_grad_by_freq)

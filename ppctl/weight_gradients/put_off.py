@@ -25,6 +25,9 @@ from torch.autograd.graph import get_gradient_edge
 from ppctl.errors import Problem, TrainingError
 from ppctl.weight_gradients.delivery import AT_ONCE, LEAVE_WHOLE, TOGETHER, Make, Use, deliver, operands, version_of
 
+PLAIN: set[type[Tensor]] = {Tensor}
+"""The types of tensors whose products are put off. Where layers are measured on tensors without values, theirs too."""
+
 
 class PutOff:
     """The weight gradients of one stage and microbatch that wait for W, from the F to the W.
@@ -171,7 +174,9 @@ def parameter_of(weight: Tensor) -> nn.Parameter | None:
     if not weight.requires_grad:
         return None
     base = _base_of(weight)
-    return base if type(base) is nn.Parameter and base.requires_grad else None
+    if not isinstance(base, nn.Parameter) or not (type(base) is nn.Parameter or type(base) in PLAIN):
+        return None
+    return base if base.requires_grad else None
 
 
 def _base_of(weight: Tensor) -> Tensor:

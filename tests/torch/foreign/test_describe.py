@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from foreign_models import FEW, OTHERS, config_of
 
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -17,7 +16,7 @@ from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.errors import ConfigError
 from ppctl.foreign.__main__ import main
 from ppctl.foreign.describe import describe
-from ppctl.foreign.library import make_model
+from ppctl.foreign.library import make_model, read_own_config
 from ppctl.geometry.canonical_names import parameter_of
 from ppctl.geometry.foreign_model import ForeignModel
 from ppctl.geometry.layers import Layer
@@ -37,6 +36,7 @@ def config_with(found: ForeignModel) -> ModelConfig:
 def test_a_description_has_all_parameters_and_comes_back_from_its_text(kind: str, tmp_path: Path) -> None:
     found = described(kind, tmp_path)
     assert ForeignModel.from_text(found.to_text()) == found
+    assert not any("estimated" in note for note in found.notes), "its own code was not measured"
     model, whole = config_with(found), make_model(config_of(kind), "meta")
     assert total_parameters(model) == sum(p.numel() for p in whole.parameters()) + sum(
         buffer.numel() for name, buffer in whole.named_buffers() if name in whole.state_dict()
@@ -56,7 +56,12 @@ def test_products_and_causal_scores_are_counted_as_for_ppctls_own_blocks(tmp_pat
 
 
 def test_layers_are_told_apart_by_structure(tmp_path: Path) -> None:
-    assert described("DeepseekV3", tmp_path).layers == (0, 0, 1, 1)
+    found = described("DeepseekV3", tmp_path)
+    assert found.layers == (0, 0, 1, 1)
+    (said,) = (
+        each for each in build_plan(RunConfig(model=config_with(found))).derived if each.key == "kinds of layers"
+    )
+    assert said.value == 2 and "2 with mlp=DeepseekV3MoE" in said.equation and "(layers 2, 3)" in said.equation
 
 
 def test_dropout_is_refused_with_the_keys_that_set_it_to_0(tmp_path: Path) -> None:
@@ -82,17 +87,17 @@ def test_a_child_writes_a_description_or_its_problems(tmp_path: Path) -> None:
 
 def test_measured_bytes_are_those_of_the_same_blocks_of_ppctls_own(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=176, num_attention_heads=4, vocab_size=320)
-    transformers.LlamaConfig(**theirs, num_key_value_heads=2, max_position_embeddings=1024).save_pretrained(tmp_path)
+    sizes = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=176, num_attention_heads=4, vocab_size=320)
+    transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=1024).save_pretrained(tmp_path)
     found = describe(tmp_path, {})
     ours = ModelConfig(
         num_layers=2, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, num_query_groups=2, vocab_size=320
     )
     setting = Setting(2, 512, 4, allocator=TORCH_ON_CPU)
+    tables = 2 * 512 * 16 * 4  # cosines and sines, which every forward makes anew
     for layers in ([Layer("decoder", 0), Layer("decoder", 1)], [Layer("decoder", 1)]):
-        assert stage_activations(config_with(found), layers, setting) == stage_activations(ours, layers, setting)
-    (kind,) = found.kinds
-    assert torch.tensor(kind.cost(8).kept) / 2 == pytest.approx(torch.tensor(kind.cost(4).kept))
+        theirs, own = (stage_activations(model, layers, setting) for model in (config_with(found), ours))
+        assert (theirs.kept - tables, theirs.in_backward) == (own.kept, own.in_backward)
 
 
 def test_modules_are_named_as_the_model_names_them(tmp_path: Path) -> None:
@@ -105,3 +110,19 @@ def test_modules_are_named_as_the_model_names_them(tmp_path: Path) -> None:
     config.pipeline.module_fqns_per_model_part = [*parts, ["vision"]]
     with pytest.raises(ConfigError, match=r"'vision' in part 2; this model has transformer\.wte"):
         build_plan(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "remedy"),
+    [("Cohere", "gptq", ""), ("DeepseekV3", "fp8", "model.implementation=ppctl")],
+)
+def test_weights_in_few_bits_are_refused_by_name(kind: str, method: str, remedy: str, tmp_path: Path) -> None:
+    config_of(kind).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    quantised = {"quantization_config": {"quant_method": method, "bits": 8}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantised))
+    with pytest.raises(ConfigError, match=rf"quantization_config \({method}\)") as caught:
+        describe(tmp_path, {})
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.remedy) == ("PP-E550", remedy)
+    assert read_own_config(tmp_path, {"quantization_config": "null"}).quantization_config is None

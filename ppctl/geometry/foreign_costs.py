@@ -1,0 +1,159 @@
+"""What the parts of a model of transformers cost, as it was measured on tensors without values.
+
+Knows numbers that grow with sequences and their lengths. Must not know how they were found
+(`ppctl.foreign.measure`), or which layers a stage has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Growth(NamedTuple):
+    """A number for b sequences of s tokens: constant + line * s + square * s^2 + b * (token * s + pair * s^2)."""
+
+    constant: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+    line: float = 0.0
+    """By token of one sequence: what all sequences share, as tables of positions."""
+    square: float = 0.0
+    """By pair of tokens of one sequence: as masks that all share."""
+
+    def of(self, sequences: int, length: int) -> float:
+        """For so many sequences of so many tokens."""
+        each = self.token * length + self.pair * length**2
+        return self.constant + self.line * length + self.square * length**2 + sequences * each
+
+    def scaled(self, factor: float) -> Growth:
+        """Of numbers that are so many times as wide."""
+        return Growth(*(factor * value for value in self))
+
+
+Peak = tuple[Growth, ...]
+"""The moments of which one has the most bytes: which one that is depends on the sequences."""
+
+
+def most(peak: Peak, sequences: int, length: int) -> float:
+    """The largest of the moments; at least 0."""
+    return max((0.0, *(moment.of(sequences, length) for moment in peak)))
+
+
+class LayerCost(NamedTuple):
+    """What one layer, or what stands before or behind all layers, costs. Bytes are those of one microbatch."""
+
+    flops: Growth
+    """Operations of a forward: products with weights by token, scores and weighted values by pair, causal: halved."""
+    kept: Growth
+    """From its forward to its backward, without its input and without tables."""
+    keeps_input: bool
+    in_forward: Peak
+    """Beside these and beside all tables, while its forward runs."""
+    in_backward: Peak
+    """Beside what is still kept, while its backward runs; gradients of weights are constants."""
+    in_inputs: Peak
+    """The same of the I of a split backward."""
+    put_off: Growth
+    """From its I to its W."""
+    in_weights: Peak
+    """Beside that, while its W runs."""
+    reads: tuple[int, ...] = ()
+    """The tables that it is called with: recomputed, it keeps all of them."""
+    keeps: tuple[int, ...] = ()
+    """Of these the ones that it keeps for its backward."""
+
+    def scaled(self, factor: float) -> LayerCost:
+        """In numbers that are so many times as wide as those that were measured."""
+
+        def peak(moments: Peak) -> Peak:
+            return tuple(moment.scaled(factor) for moment in moments)
+
+        return self._replace(
+            kept=self.kept.scaled(factor),
+            in_forward=peak(self.in_forward),
+            in_backward=peak(self.in_backward),
+            in_inputs=peak(self.in_inputs),
+            put_off=self.put_off.scaled(factor),
+            in_weights=peak(self.in_weights),
+        )
+
+
+class Measured(NamedTuple):
+    """All parts of a model in numbers of one width, for sequences of some lengths."""
+
+    element: int
+    """Bytes of a number."""
+    above: int
+    """Sequences are longer: a window that is shorter than a sequence needs a mask."""
+    tables: tuple[Growth, ...]
+    """Bytes of what every forward makes for its layers: masks, cosines and sines, positions."""
+    before: Growth
+    """Bytes beside these while layers run forward: a stand-in for the embedding's result."""
+    first: LayerCost
+    """Of what stands before the layers."""
+    last: LayerCost
+    """Of what stands behind them, up to the logits."""
+    layers: tuple[LayerCost, ...]
+    """By kind."""
+
+    def cost(self, kind: str, structure: int) -> LayerCost | None:
+        """Of the embedding, of a decoder layer of this structure, of the loss without its function."""
+        if kind == "decoder":
+            return self.layers[structure]
+        return {"embedding": self.first, "loss": self.last}.get(kind)
+
+    def tables_of(self, numbers: Iterable[int], sequences: int, length: int) -> float:
+        """Bytes of these tables, each once."""
+        return sum(self.tables[number].of(sequences, length) for number in set(numbers))
+
+    def scaled(self, factor: float) -> Measured:
+        """In numbers that are so many times as wide."""
+        parts = (self.first.scaled(factor), self.last.scaled(factor))
+        tables = tuple(table.scaled(factor) for table in self.tables)
+        layers = tuple(each.scaled(factor) for each in self.layers)
+        return Measured(self.element, self.above, tables, self.before.scaled(factor), *parts, layers)
+
+
+def measured_for(found: Sequence[Measured], element: int, length: int) -> Measured:
+    """The one for numbers of so many bytes in sequences of this length; wider ones cost in proportion to the widest."""
+    width = element if any(each.element == element for each in found) else max(each.element for each in found)
+    fitting = sorted((each for each in found if each.element == width), key=lambda each: each.above)
+    chosen = next((each for each in reversed(fitting) if each.above < length), fitting[0])
+    return chosen if width == element else chosen.scaled(element / width)
+
+
+def measured_from(data: Sequence[Any]) -> tuple[Measured, ...]:
+    """From JSON's lists."""
+    return tuple(
+        Measured(
+            element,
+            above,
+            _peak(tables),
+            Growth(*before),
+            _cost(first),
+            _cost(last),
+            tuple(_cost(each) for each in layers),
+        )
+        for element, above, tables, before, first, last, layers in data
+    )
+
+
+def _cost(data: Sequence[Any]) -> LayerCost:
+    flops, kept, keeps_input, forward, backward, inputs, put_off, weights, reads, keeps = data
+    return LayerCost(
+        flops=Growth(*flops),
+        kept=Growth(*kept),
+        keeps_input=bool(keeps_input),
+        in_forward=_peak(forward),
+        in_backward=_peak(backward),
+        in_inputs=_peak(inputs),
+        put_off=Growth(*put_off),
+        in_weights=_peak(weights),
+        reads=tuple(reads),
+        keeps=tuple(keeps),
+    )
+
+
+def _peak(data: Iterable[Sequence[float]]) -> Peak:
+    return tuple(Growth(*moment) for moment in data)

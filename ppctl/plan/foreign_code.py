@@ -1,0 +1,32 @@
+"""What a plan says of a model whose code is transformers': what was proved, what it trains with, its kinds of layers.
+
+Knows Derived. Must not know how a model was described.
+"""
+
+from __future__ import annotations
+
+from ppctl.config.schema import ModelConfig
+from ppctl.geometry.foreign_model import ForeignModel, foreign_of
+from ppctl.plan.types import Derived
+
+
+def whose_code(model: ModelConfig) -> tuple[Derived, ...]:
+    """Of a model of transformers: what was proved, and what is trained otherwise than there."""
+    foreign = foreign_of(model)
+    if foreign is None:
+        return ()
+    proof = f"a miniature in {len(foreign.stages)} stages had the bits of the whole"
+    equation = f"its own code, of transformers {foreign.transformers}, runs on every stage: {proof}"
+    return (Derived("implementation", "transformers", "; ".join((equation, *foreign.notes))), *_kinds_of(foreign))
+
+
+def _kinds_of(foreign: ForeignModel) -> tuple[Derived, ...]:
+    """The kinds of layers that a model of transformers has, and in what they differ; nothing where there is one."""
+    if len(foreign.kinds) < 2:
+        return ()
+    parts = []
+    for number, kind in enumerate(foreign.kinds):
+        own = [index for index, structure in enumerate(foreign.layers) if structure == number]
+        shown = ", ".join(map(str, own[:4])) + (", …" if len(own) > 4 else "")
+        parts.append(f"{len(own)} with {kind.name or 'parameters of other shapes'} (layers {shown})")
+    return (Derived("kinds of layers", len(foreign.kinds), "layers: " + "; ".join(parts)),)
