@@ -90,7 +90,10 @@ LATER = {
     "steps captured as CUDA graphs": (
         "--cuda-graph-* --enable-cuda-graph --external-cuda-graph --moe-pad-experts-for-cuda-graph-inference"
     ),
-    "markers for NVIDIA's profiler, and a choice of ranks that are profiled": "--profile-ranks --nvtx-ranges",
+    "profiles of single steps by these flags (log.torch_profile=10:12 makes torch's)": (
+        "--profile --profile-step-start --profile-step-end --use-pytorch-profiler --pytorch-profiler-* "
+        "--profile-ranks --record-memory-history --memory-snapshot-path --record-shapes --nvtx-ranges"
+    ),
     "checkpoints that are written or kept by other rules": (
         "--async-strategy --async-ckpt-* --use-persistent-ckpt-worker --save-retain-interval "
         "--persistent-save-interval --non-persistent-* --no-save-optim --replication --replication-jump "
@@ -235,10 +238,6 @@ WRITE = {
     "optim.warmup_steps": "--lr-warmup-fraction --warmup",
     "model.vocab_size": "--padded-vocab-size",
     "model.from": "--finetune --no-load-optim --pretrained-checkpoint",
-    "log.torch_profile": (
-        "--profile --profile-step-start --profile-step-end --use-pytorch-profiler --pytorch-profiler-* "
-        "--record-memory-history --memory-snapshot-path --record-shapes"
-    ),
     "checkpoint.resume": "--exit-on-missing-checkpoint --ckpt-step --override-ckpt-iteration",
 }
 """The key by which something like it is said, in other terms -> the flags."""

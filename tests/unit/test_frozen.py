@@ -194,9 +194,9 @@ def test_megatrons_flags() -> None:
     flags = set(frozen("megatron's flags"))
     if IS_WRITTEN:
         from ppctl.config.flags import FIXED, LISTS, MEGATRON, SWITCHES
-        from ppctl.config.megatron_flags import LATER, MEANINGLESS, WRITE
+        from ppctl.config.megatron_flags import LATER, MEANINGLESS
 
-        named = {flag for table in (LATER, MEANINGLESS, WRITE) for flags in table.values() for flag in flags.split()}
+        named = {flag for table in (LATER, MEANINGLESS) for flags in table.values() for flag in flags.split()}
         flags |= {*MEGATRON, *LISTS, *SWITCHES, *FIXED} | {flag for flag in named if "*" not in flag}
     hold("megatron's flags", {flag: _meaning(flag) for flag in sorted(flags)})
     assert _meaning("--no-such-flag-of-anybody") == {"known": False}
