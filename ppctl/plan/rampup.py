@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
-from ppctl.config.batch_sizes import MOST_SIZES, BatchSizes, Segment, last_steps, read_rampup
+from ppctl.config.batch_rampup import MOST_SIZES, read_rampup
+from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
 from ppctl.config.schema import RunConfig
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
