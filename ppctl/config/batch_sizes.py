@@ -10,39 +10,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from ppctl.config.limits import MOST_SAMPLES, Form
-
-if TYPE_CHECKING:
-    from ppctl.config.schema import RunConfig, TrainConfig
-
-MOST_SIZES = 256
-"""Sizes of a batch that grows: each has a schedule of its own."""
-
-
-class Rampup(NamedTuple):
-    """A batch that grows from `start` by `increment` until `samples` are consumed, each size for as many of these."""
-
-    start: int
-    increment: int
-    samples: int
-
-    def sizes(self, full: int) -> range:
-        """Every size before `full`, which follows."""
-        return range(self.start, full, self.increment)
-
-
-def read_rampup(value: Any) -> Rampup:
-    """[START, INCREMENT, SAMPLES]. Raises ValueError."""
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise ValueError(value)
-    if any(type(number) is not int or number < 1 for number in value) or value[0] > MOST_SAMPLES:
-        raise ValueError(value)
-    return Rampup(*value)
-
-
-RAMPUP = Form("[START, INCREMENT, SAMPLES], whole numbers above 0", read_rampup, "[1, 1, 1000]")
+from ppctl.config.batch_rampup import MOST_SIZES, Rampup, read_rampup
+from ppctl.config.schema import RunConfig, TrainConfig
 
 
 class Segment(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ppctl.config import mtp_weight
+from ppctl.config import mtp_pieces
 from ppctl.config.limits import (
     BELOW_ONE,
     MOST_HEADS,
@@ -170,5 +170,5 @@ class ModelConfig:
     """Multi-token prediction layers after the decoder; none means none."""
     mtp_loss_scaling_factor: float = key(0.1, not_negative(), training=True)
     """Weight of the MTP losses, in the loss that is trained."""
-    mtp_loss_scaling_pieces: list[Any] | None = key(None, mtp_weight.PIECES, training=True)
+    mtp_loss_scaling_pieces: list[Any] | None = key(None, mtp_pieces.PIECES, training=True)
     """Other weights before that: rows such as {until: "10T tokens", weight: 0.3}, in steps or tokens of the run."""

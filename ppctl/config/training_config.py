@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config import lr_pieces
-from ppctl.config.batch_sizes import RAMPUP
+from ppctl.config.batch_rampup import RAMPUP
 from ppctl.config.limits import (
     ABSOLUTE,
     BELOW_ONE,

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
-from ppctl.config.batch_sizes import MOST_SIZES, BatchSizes, Segment, last_steps, read_rampup
+from ppctl.config.batch_rampup import MOST_SIZES, read_rampup
+from ppctl.config.batch_sizes import BatchSizes, Segment, last_steps
 from ppctl.config.schema import RunConfig
 from ppctl.plan.config_values import ConfigValues, Overrides
 from ppctl.plan.schedule_choice import CSV, MOST_ACTIONS, SCHEDULE, Choice
@@ -92,12 +93,10 @@ def check_sizes(
 def _fitting(values: ConfigValues, unit: int, least: int) -> Iterator[Overrides]:
     """Ramps like the one that is asked for, of multiples of `unit`, at least `least` of them."""
     rampup, full = read_rampup(values[RAMPUP]), values["gbs"]
-    for first in (rampup.start // unit, -(-rampup.start // unit)):
-        start = max(first, least) * unit
-        if start >= full:
-            continue
-        for increment in nearest_divisors((full - start) // unit, max(1, rampup.increment // unit)):
-            yield {RAMPUP: [start, increment * unit, rampup.samples]}
+    start = max(-(-rampup.start // unit), least) * unit
+    if start < full:  # one is enough: each candidate is judged with a plan of its own
+        increment = nearest_divisors((full - start) // unit, max(1, rampup.increment // unit))[0]
+        yield {RAMPUP: [start, increment * unit, rampup.samples]}
     yield {RAMPUP: None}
 
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ppctl.config.batch_sizes import BatchSizes, Rampup, run_length
+from ppctl.config.batch_rampup import Rampup
+from ppctl.config.batch_sizes import BatchSizes, run_length
 from ppctl.config.checks import check
 from ppctl.config.compose import RefusedError, compose
 from ppctl.config.schema import RunConfig
