@@ -24,7 +24,7 @@ def traits_of(model: nn.Module, anatomy: Anatomy) -> list[Traits]:
     """By layer, in what it differs from others. What numbers the layers tells nothing: it differs in all of them."""
     found = [_values(model.get_submodule(anatomy.layer(index))) for index in range(anatomy.count)]
     places = dict.fromkeys(place for values in found for place in values)
-    telling = [place for place in places if _tells([values.get(place) for values in found])]
+    telling = [place for place in places if _tells([values[place] for values in found if place in values], len(found))]
     return [tuple((place, str(values[place])) for place in telling if place in values) for values in found]
 
 
@@ -38,10 +38,12 @@ def _values(layer: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _tells(values: Sequence[Any]) -> bool:
-    """Whether layers differ here, and not as layers that are counted do."""
+def _tells(values: Sequence[Any], layers: int) -> bool:
+    """Whether layers differ in this place, which so many of them have, and not as layers that are counted do."""
+    different = len(set(values))
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    return len(set(values)) > 1 and not (numbers and len(set(values)) == len(values))
+    numbered = numbers and different == len(values) > 1
+    return not numbered and (different > 1 or len(values) < layers)
 
 
 def names_of(kinds: Sequence[Traits]) -> list[str]:

@@ -69,16 +69,22 @@ def test_operations_are_those_that_torch_counts_in_a_run(kind: str, tmp_path: Pa
         assert stage_flops(model, layers, ROWS, LENGTH) == pytest.approx(expected, rel=0.005), counted
 
 
+LINEAR = GATED | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=48, head_dim=16,
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+)  # fmt: skip
 KINDS: dict[str, tuple[tuple[int, ...], list[str]]] = {
     "Qwen3Moe": ((0, 1, 1, 0), ["mlp=Qwen3MoeSparseMoeBlock", "mlp=Qwen3MoeMLP"]),
     "Gemma2": ((0, 1, 0, 1), ["self_attn.layer_type=sliding_attention", "self_attn.layer_type=full_attention"]),
+    "Qwen3Next": ((0, 0, 1, 0), ["block_type=linear_attention", "self_attn=Qwen3NextAttention"]),
     "Llama": ((0, 0, 0, 0), [""]),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_layers_are_told_apart_and_named(kind: str) -> None:
-    config = getattr(transformers, f"{kind}Config")(**MODELS[kind])
+    config = getattr(transformers, f"{kind}Config")(**(MODELS | {"Qwen3Next": LINEAR})[kind])
     traits = traits_of(make_model(config, "meta"), survey(make_model(config, "cpu")))
     different = list(dict.fromkeys(traits))
     order, names = KINDS[kind]
