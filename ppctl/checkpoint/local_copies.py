@@ -28,6 +28,8 @@ from ppctl.errors import CheckpointError, Problem
 
 _PIECE = 2**28
 """Bytes of a message."""
+_SHOWN = 4
+"""Hosts that are named."""
 
 
 class Survey(NamedTuple):
@@ -100,13 +102,15 @@ class LocalCopies:
         assert self.survey.chosen is not None
         host_of = {rank: number for number, ranks in enumerate(self.survey.hosts) for rank in ranks}
         moved = dict.fromkeys(
-            (host_of[rank], host_of[source])
+            (host_of[rank], host_of[source], kept)
             for rank, (source, kept) in enumerate(self.survey.chosen.sources)
             if kept or source != rank
         )
         names = self.survey.names
-        each = [f"those of {names[to]} from a copy that {names[of]} kept as its neighbour" for to, of in moved]
-        return "".join(f", {one}" for one in each)
+        how = {True: "that its neighbour {} kept", False: "that were left on {}"}
+        each = [f", those of {names[to]} from copies {how[kept].format(names[of])}" for to, of, kept in moved]
+        more = [f", and {len(each) - _SHOWN} hosts more"] if len(each) > _SHOWN else []
+        return "".join([*each[:_SHOWN], *more])
 
     def load(self, memory: HostMemory) -> LocalRecord | None:
         """Bring the chosen copies into the memory of their ranks; the record, or None on all ranks where one's values

@@ -203,6 +203,6 @@ def test_a_host_may_be_lost_again_before_the_next_copy(kept_mapping, undisturbed
     rest, lines = run_ranks(going_on, 2, kept_mapping, str(directory), None, "cd")[0]
     here = os.uname().nodename
     assert rest == undisturbed[6:] and lines[0] == (
-        f"going on from the copies of step 6 in memory, those of {here} from a copy that {here} kept as its neighbour; "
+        f"going on from the copies of step 6 in memory, those of {here} from copies that its neighbour {here} kept; "
         "there is step-4 on the disk"
     )
