@@ -19,6 +19,7 @@ _AXES = {
     "parallel.expert_tensor_parallel_size": "multiplies with whole weights",
 }
 _OTHERS = {
+    "data.pack": (False, "takes a row for one conversation"),
     "data.reset_position_ids": (False, "counts positions through a row"),
     "data.reset_attention_mask": (False, "attends to whole rows"),
     "train.compile": (False, "is called as a whole, and is not compiled layer by layer"),

@@ -35,6 +35,9 @@ from ppctl.pretrained.companion_files import tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.train.session import Session
 
+_READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
+"""Fields of `data` that decide what files mean, kept in a checkpoint's state behind `data_`."""
+
 
 def session_shards(session: Session) -> list[Shard]:
     """`model.<name>` (master) and `optim.<name>.<key>`: what this rank holds of each, all uses of a shared one.
@@ -110,6 +113,7 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
         "data_path": session.config.data.path,
         "validation_split": session.config.data.validation_split,
         "tokenizer": session.config.data.tokenizer,
+        **{f"data_{name}": getattr(session.config.data, name) for name in _READ_AS},
         "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "layout": session.plan.layout,
@@ -315,7 +319,9 @@ def _restoring(key: str, state: Mapping[str, Any], session: Session) -> str:
         return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
     data = session.config.data
     here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
+    here |= {name: getattr(data, name) for name in _READ_AS}
+    named = {key: f"data_{key}" for key in ("path", *_READ_AS)}
+    saved = {key: state.get(named.get(key, key), value) for key, value in here.items()}
     changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
     if changed:
         return " ".join(changed)
