@@ -25,7 +25,7 @@ _OTHERS = {
     "train.compile": (False, "is called as a whole, and is not compiled layer by layer"),
     "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
 }
-READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.init_method_std"})
+READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.lora", "model.init_method_std"})
 """The keys of `model` that count for such a model."""
 
 

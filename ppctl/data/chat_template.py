@@ -105,8 +105,8 @@ def open_template(tokenizer: str, file: str | None) -> ChatTemplate:
         except OSError as error:
             message = f"data.chat_template={file} cannot be read: {error.strerror or error}"
             raise DataError(Problem("PP-E419", message, "data.chat_template=null", str(path))) from None
-    for source, place in _sources(directory, settings):
-        return ChatTemplate(source, _marks(settings), str(place))
+    for source, found in _sources(directory, settings):
+        return ChatTemplate(source, _marks(settings), str(found))
     message = f"data.tokenizer={tokenizer} has no chat template, and data.format=chat renders messages with one"
     looked = f"looked for chat_template.jinja and {_SETTINGS} in {directory}"
     place = "data.tokenizer" if tokenizer == "byte" else looked

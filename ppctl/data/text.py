@@ -186,7 +186,7 @@ def merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
     """Each kind of problem once, with its first five places; unless `complete`, reading ended before the last."""
     kinds: dict[Problem, list[str]] = {}
     for problem in problems:
-        kinds.setdefault(replace(problem, place=None), []).append(problem.place or "")
+        kinds.setdefault(replace(problem, place=""), []).append(problem.place or "")
     found = []
     for problem, places in kinds.items():
         more = [f"and {len(places) - 5}{'' if complete else ' or'} more"] if len(places) > 5 else []

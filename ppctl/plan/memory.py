@@ -7,7 +7,7 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -140,7 +140,7 @@ def _rank(
 ) -> _Rank:
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
-    biases = sum(untrained_bytes(model, stage.layers, precision_of(config).gradient) for stage in own)
+    biases = sum(_untrained(config, stage.layers) for stage in own)
     state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding)
     state = state._replace(weights=state.weights + biases)
     passes, publishing = sharding == "full" or (sharding == "optimizer_gradients" and backward), 0
@@ -229,7 +229,7 @@ def held_bytes(
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
     state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes))
-    held = state.total + untrained_bytes(config.model, layers, precision_of(config).gradient)
+    held = state.total + _untrained(config, layers)
     kept = stage_activations(config.model, layers, setting, stage).kept
     return held, kept, _put_off(config.model, layers, setting, kept)
 
@@ -241,6 +241,11 @@ class Held(NamedTuple):
     """From its F to its B or I."""
     put_off: int
     """From its I to its W."""
+
+
+def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
+    precision = precision_of(config)
+    return untrained_bytes(config.model, layers, weight=precision.weight, gradient=precision.gradient)
 
 
 def stages_held(

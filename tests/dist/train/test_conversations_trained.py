@@ -21,10 +21,8 @@ from ppctl.model.packing import Packing
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home, words = tokenizer_directory(tmp_path_factory.mktemp("chat"), CHATML), random.Random(5)
-    lines = [
-        chat(("user", "q" * words.randrange(1, 6)), ("assistant", "".join(words.choices("ab ", k=words.randrange(1, 30)))))
-        for _ in range(60)
-    ]
+    answers = ["".join(words.choices("ab ", k=words.randrange(1, 30))) for _ in range(60)]
+    lines = [chat(("user", "q" * words.randrange(1, 6)), ("assistant", answer)) for answer in answers]
     (home / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return home
 
