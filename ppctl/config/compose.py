@@ -68,7 +68,7 @@ _VOCABULARY, _DIVISOR, _TP = (
     "parallel.tensor_model_parallel_size",
 )
 
-ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, str]], Mapping[str, Any]]
+ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, Any]], Mapping[str, Any]]
 """From model.from, model.implementation, model.hf_overrides and model.lora to values by key: of the model, and
 data.tokenizer. Raises PpctlError."""
 

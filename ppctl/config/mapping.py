@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from ppctl.config.keys import Key, keys, members, nearest, sections, set_value, text_keys, type_text, value_text
+from ppctl.config.keys import Key, keys, members, nearest, sections, set_value, text_keys, type_text
 from ppctl.config.model_parallel_config import dtype_name
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
@@ -127,7 +127,8 @@ def _as(kind: Any, value: Any) -> Any:
     elif get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as(get_args(kind)[0], item) for item in value]
     elif get_origin(kind) is dict and isinstance(value, Mapping):
-        return {str(k): value_text(v) if isinstance(v, list | tuple) else _text(v) for k, v in value.items()}
+        convert = _text if get_args(kind)[1] is str else _plain
+        return {str(k): convert(v) for k, v in value.items()}
     elif kind is Any:
         return _plain(value)
     elif kind in _SCALARS:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
+from typing import Any
 
+from ppctl.config.keys import value_text
 from ppctl.geometry.foreign_model import Adapters, ForeignModel
 from ppctl.geometry.rows import Parameter
 
@@ -18,8 +20,9 @@ _WEIGHT = ".weight"
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
-def read_adapters(lora: Mapping[str, str]) -> Adapters:
+def read_adapters(given: Mapping[str, Any]) -> Adapters:
     """What `model.lora` says. Raises ValueError saying what is wrong."""
+    lora = {name: value_text(value) for name, value in given.items()}
     for name, (only, why) in _SETTINGS.items():
         value = lora.get(name, only)
         if value != only and not (only == "0" and _number(name, value) == 0):

@@ -58,7 +58,7 @@ def model_values(
     text: str,
     implementation: str = "auto",
     overrides: Mapping[str, str] = MappingProxyType({}),
-    lora: Mapping[str, str] = MappingProxyType({}),
+    lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
     """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
     adapters.
@@ -86,7 +86,7 @@ def values_of(
     text: str,
     implementation: str = "auto",
     overrides: Mapping[str, str] = MappingProxyType({}),
-    lora: Mapping[str, str] = MappingProxyType({}),
+    lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
     tokenizer = _tokenizer(find_weights(text))
@@ -94,7 +94,7 @@ def values_of(
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
 
-def adapted(foreign: ForeignModel, lora: Mapping[str, str]) -> ForeignModel:
+def adapted(foreign: ForeignModel, lora: Mapping[str, Any]) -> ForeignModel:
     """The model with the adapters of `model.lora`. Raises ConfigError: PP-E540 for what is no adapter of this model,
     PP-E541 where peft is not here."""
     try:
