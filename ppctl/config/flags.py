@@ -42,6 +42,7 @@ FIXED = {
     "--checkpoint-activations": "train.recompute_granularity=full",
     "--moe-layer-recompute": "train.recompute_granularity=selective train.recompute_modules=[moe]",
     "--mock-data": "data.path=null",
+    "--sft": "data.format=chat",
 }
 """Flags of other systems that mean one value of a key -> the override; of several keys, with blanks between."""
 

@@ -49,7 +49,9 @@ class DataConfig:
     conversations, filled up."""
     text_key: str = key("text", NOT_EMPTY, verbatim=True)
     """The field of a line that is its text, in format=text."""
-    chat_template: str | None = key(None, NOT_EMPTY, verbatim=True)
+    chat_template: str | None = key(
+        None, NOT_EMPTY, known_as="--chat-template --sft-tokenizer-prompt-format", verbatim=True
+    )
     """A Jinja file that renders messages; none: the tokenizer's own template."""
     pack: bool = False
     """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
