@@ -25,6 +25,9 @@ from ppctl.errors import CheckpointError, Problem
 Kind = tuple[tuple[int, ...], str]
 """Whole shape, and dtype by torch's name."""
 
+READ_AS = ("format", "text_key", "chat_template", "pack", "too_long")
+"""Fields of `data` that decide what files mean, kept in a checkpoint's state behind `data_`."""
+
 
 class Verified(NamedTuple):
     """What was found."""
@@ -174,7 +177,9 @@ def _restoring(key: str, state: Mapping[str, Any], config: RunConfig) -> str:
         return as_typed({"seq_length": "data.seq_length", "seed": "train.seed"}[key], state[key])
     data = config.data
     here = {"path": data.path, "tokenizer": data.tokenizer, "validation_split": data.validation_split}
-    saved = {key: state.get("data_path" if key == "path" else key, value) for key, value in here.items()}
+    here |= {name: getattr(data, name) for name in READ_AS}
+    named = {key: f"data_{key}" for key in ("path", *READ_AS)}
+    saved = {key: state.get(named.get(key, key), value) for key, value in here.items()}
     changed = [as_typed(f"data.{key}", value) for key, value in saved.items() if value != here[key]]
     if changed:
         return " ".join(changed)

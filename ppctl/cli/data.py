@@ -1,4 +1,4 @@
-"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, or show them.
+"""`ppctl data tokenize | show`: write Megatron's .bin and .idx files from text, show them or conversations.
 
 Knows what is printed. Must not know the format. Imports no torch.
 """
@@ -29,18 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenize.add_argument("--append-eod", action="store_true", help=words)
     tokenize.add_argument("--overwrite", action="store_true", help="replace OUT.bin and OUT.idx")
     tokenize.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
-    show = actions.add_parser("show", help="check PREFIX.bin and PREFIX.idx, count their tokens, show a document")
-    show.add_argument("prefix", metavar="PREFIX", help="the path of both files without .bin and .idx")
+    words = "the field of a .jsonl line that is its text (default: text)"
+    tokenize.add_argument("--text-key", default="text", metavar="KEY", help=words)
+    show = actions.add_parser("show", help="count the tokens of a .bin and .idx, or of conversations, and show one")
+    words = "the path of .bin and .idx without these; with --format, a .jsonl file or a quoted glob"
+    show.add_argument("prefix", metavar="PREFIX", help=words)
     show.add_argument("--document", type=int, default=0, metavar="N", help="the document to show (default: 0)")
     words = f"the number of its tokens to show (default: {_SHOWN})"
     show.add_argument("--tokens", type=int, default=_SHOWN, metavar="N", help=words)
     show.add_argument("--tokenizer", metavar="DIR", help="byte, or a directory: also show the document as text")
+    words = "read conversations (chat), or prompts with completions, and mark with + what is learned of one"
+    show.add_argument("--format", choices=("chat", "completion"), help=words)
+    show.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's own template)")
     show.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Do one action. Exit codes: 0 done, 2 problems with the data, 130 and 143 interrupted."""
-    return tokenize(args) if args.action == "tokenize" else show(args)
+    if args.action == "tokenize":
+        return tokenize(args)
+    return show(args) if args.format is None else show_conversation(args)
 
 
 def tokenize(args: argparse.Namespace) -> int:
@@ -62,7 +70,7 @@ def tokenize(args: argparse.Namespace) -> int:
                 IndexedWriter(prefix, dtype, overwrite=args.overwrite) as writer,
                 byte_progress("tokenizing", _sizes(files)) as progress,
             ):
-                for encoded in encode_files(files, tokenizer, progress):
+                for encoded in encode_files(files, tokenizer, progress, args.text_key):
                     writer.add_document(encoded.tokens, end if len(encoded.tokens) else [], encoded.place)
                 if not writer.tokens:
                     raise DataError(
@@ -111,6 +119,39 @@ def show(args: argparse.Namespace) -> int:
     print(f"{f'document {args.document}':<14} {' '.join(map(str, shown))}{more}")
     if text is not None:
         print(text)
+    return 0
+
+
+def show_conversation(args: argparse.Namespace) -> int:
+    """Print the counts of conversations, and one of them: lines that are learned begin with +."""
+    from ppctl.data.chat_template import open_template
+    from ppctl.data.conversations import encode_conversations
+    from ppctl.data.load import load_tokenizer
+    from ppctl.data.text import matching
+
+    name = args.tokenizer or "byte"
+    template = open_template(name, args.chat_template) if args.format == "chat" else None
+    found = list(encode_conversations(matching(args.prefix, "{}")[0], load_tokenizer(name), template))
+    if not 0 <= args.document < len(found):
+        message = f"{args.prefix} has conversations 0 to {len(found) - 1}, and {args.document} is not one of them"
+        raise DataError(Problem("PP-E415", message, "--document 0", "command line"))
+    one = found[args.document]
+    counts = {
+        "conversations": len(found),
+        "tokens": sum(len(each.tokens) for each in found),
+        "learned": sum(int(each.learned.sum()) for each in found),
+        "longest": max(len(each.tokens) for each in found),
+    }
+    if args.json:
+        shown = {"tokens": one.tokens.tolist(), "learned": one.learned.tolist(), "runs": one.runs()}
+        print(json.dumps(counts | {"document": args.document, "place": one.place, "shown": shown}))
+        return 0
+    for key, value in counts.items():
+        print(f"{key:<14} {value:,}")
+    print(f"{'shown':<14} {one.place}: {len(one.tokens):,} tokens, {int(one.learned.sum()):,} learned (+)")
+    for learned, text in one.runs():
+        for line in text.splitlines(keepends=True):
+            print("+" if learned else " ", line.replace("\n", "\\n"))
     return 0
 
 

@@ -48,7 +48,7 @@ COMMANDS = {
     "recipes": Command("list, show or copy recipes"),
     "resume": Command("continue a run from its last checkpoint", overrides=True),
     "ckpt": Command("show, verify, compare, average, prune, import or export checkpoints"),
-    "data": Command("write Megatron's .bin and .idx files from text, or show them"),
+    "data": Command("write Megatron's .bin and .idx files from text, or show them, or conversations"),
     "runs": Command("list runs, or show one"),
     "submit": Command("submit a run to SLURM", overrides=True),
     "status": Command("show the state of a run"),

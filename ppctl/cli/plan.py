@@ -136,11 +136,11 @@ def _patience_asked() -> Iterator[None]:
         waiting.cancel()
 
 
-def _read_model(source: str, implementation: str, overrides: Mapping[str, str]) -> Any:
+def _read_model(source: str, implementation: str, overrides: Mapping[str, str], lora: Mapping[str, Any]) -> Any:
     """The values that `model.from` sets."""
     from ppctl.launch.weights import values_of  # imports the room of families: a tenth of a plan's time, rarely needed
 
-    return values_of(source, implementation, overrides)
+    return values_of(source, implementation, overrides, lora)
 
 
 def _count_tokens(tokenizer: str) -> int:

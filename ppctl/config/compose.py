@@ -68,9 +68,9 @@ _VOCABULARY, _DIVISOR, _TP = (
     "parallel.tensor_model_parallel_size",
 )
 
-ReadModel = Callable[[str, str, Mapping[str, str]], Mapping[str, Any]]
-"""From model.from, model.implementation and model.hf_overrides to values by key: of the model, and data.tokenizer.
-Raises PpctlError."""
+ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, Any]], Mapping[str, Any]]
+"""From model.from, model.implementation, model.hf_overrides and model.lora to values by key: of the model, and
+data.tokenizer. Raises PpctlError."""
 
 CountTokens = Callable[[str], int]
 """From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
@@ -269,7 +269,8 @@ def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled:
         draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {source}"))
         return
     try:
-        values = read_model(source, draft.get("model.implementation"), draft.get("model.hf_overrides"))
+        asked = (draft.get(f"model.{name}") for name in ("implementation", "hf_overrides", "lora"))
+        values = read_model(source, *asked)
     except PpctlError as error:
         draft.problems += error.problems
         return

@@ -17,7 +17,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ppctl.config.keys import Finding
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import DataConfig, RunConfig
+from ppctl.config.training_config import COMPLETION, REFUSE, TEXT
 
 LONGEST_CYCLE = 65536
 """Largest number of samples after which a blend's pattern repeats: each source has at least one sample in it."""
@@ -37,7 +38,36 @@ def broken_rules(config: RunConfig) -> Iterator[Finding]:
             "evaluation reads one of the two, not both",
             "data.validation_split=0",
         )
+    yield from _conversations(data)
     yield from _evaluation(config)
+
+
+def _conversations(data: DataConfig) -> Iterator[Finding]:
+    """What only text or only conversations have, and what rows of several need."""
+    if data.format == TEXT:
+        for key, usual in (("pack", False), ("chat_template", None), ("too_long", REFUSE)):
+            if getattr(data, key) != usual:
+                message = f"data.{key} is for conversations, and data.format=text has documents"
+                yield (f"data.{key}", "data.format"), message, "data.format=chat"
+        return
+    if data.text_key != TEXT:
+        message = f"data.text_key is for data.format=text, and {data.format} has fields of its own"
+        yield ("data.text_key", "data.format"), message, f"data.text_key={TEXT}"
+    if data.path is None:
+        message = f"data.format={data.format} reads .jsonl files, and the interpreter's library is text"
+        yield ("data.path", "data.format"), message, "data.path='chats/*.jsonl'"
+    if data.format == COMPLETION and data.chat_template is not None:
+        message = "a prompt and its completion are put together as they are, without a template"
+        yield ("data.chat_template", "data.format"), message, "data.chat_template=null"
+    if data.eod_mask_loss:
+        message = f"of data.format={data.format} only answers count, whatever ends them"
+        yield ("data.eod_mask_loss", "data.format"), message, "data.eod_mask_loss=false"
+    apart = data.reset_attention_mask, data.reset_position_ids
+    if apart != (data.pack, data.pack):
+        keys = ("data.pack", "data.reset_attention_mask", "data.reset_position_ids")
+        why = "several conversations in a row are kept apart" if data.pack else "a row is one conversation"
+        message = f"{why}: the three are set together"
+        yield keys, message, " ".join(f"{key}={str(any(apart) or data.pack).lower()}" for key in keys)
 
 
 def _evaluation(config: RunConfig) -> Iterator[Finding]:

@@ -42,6 +42,7 @@ FIXED = {
     "--checkpoint-activations": "train.recompute_granularity=full",
     "--moe-layer-recompute": "train.recompute_granularity=selective train.recompute_modules=[moe]",
     "--mock-data": "data.path=null",
+    "--sft": "data.format=chat",
 }
 """Flags of other systems that mean one value of a key -> the override; of several keys, with blanks between."""
 
@@ -49,9 +50,9 @@ AGREED = {"--lr-warmup-init": "0.0", "--rope-type": "rope"}
 """Flags one value of which is what ppctl does in any case."""
 
 ABSENT = {
-    "lora": "all weights are trained: there is no LoRA",
-    "peft": "all weights are trained: there are no adapters",
-    "adapter": "all weights are trained: there are no adapters",
+    "lora": "adapters are asked for as model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'",
+    "peft": "model.lora trains adapters through peft",
+    "adapter": "model.lora trains adapters through peft",
 }
 """Parts of names by which people look for what ppctl does not have, and what to say."""
 

@@ -19,11 +19,12 @@ _AXES = {
     "parallel.expert_tensor_parallel_size": "multiplies with whole weights",
 }
 _OTHERS = {
+    "data.pack": (False, "takes a row for one conversation"),
     "data.reset_position_ids": (False, "counts positions through a row"),
     "data.reset_attention_mask": (False, "attends to whole rows"),
     "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
 }
-READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.init_method_std"})
+READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.lora", "model.init_method_std"})
 """The keys of `model` that count for such a model."""
 
 

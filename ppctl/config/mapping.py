@@ -127,7 +127,8 @@ def _as(kind: Any, value: Any) -> Any:
     elif get_origin(kind) is list and isinstance(value, list | tuple):
         return [_as(get_args(kind)[0], item) for item in value]
     elif get_origin(kind) is dict and isinstance(value, Mapping):
-        return {str(k): _text(v) for k, v in value.items()}
+        convert = _text if get_args(kind)[1] is str else _plain
+        return {str(k): convert(v) for k, v in value.items()}
     elif kind is Any:
         return _plain(value)
     elif kind in _SCALARS:

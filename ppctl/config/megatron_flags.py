@@ -109,7 +109,6 @@ LATER = {
         "--fim-* --phase-transition-iterations --data-args-path --per-split-data-args-path "
         "--per-dataset-sequences-path --sample-rate"
     ),
-    "training on conversations": "--sft --sft-tokenizer-prompt-format --chat-template",
     "learning from another model's words": "--logits-*",
     "reinforcement learning": "--perform-rl-step --rl-* --grpo-* --langrl-env-config --refit-method",
     "training of a part of the weights": "--freeze-all-layers",

@@ -38,6 +38,9 @@ class ModelConfig:
     of ppctl's (fp8, tp, cp, ep; a dozen families); `auto`, ppctl's where it knows the family, else transformers'."""
     hf_overrides: dict[str, str] = key(dict, training=True)
     """Fields of config.json by other values, where the code is transformers': `model.hf_overrides.attn_pdrop=0`."""
+    lora: dict[str, Any] = key(dict, training=True)
+    """Train low-rank adapters beside frozen weights, where the code is transformers': `rank` and `targets`, names of
+    the modules that get one, as `model.lora.rank=16 model.lora.targets=[q_proj,v_proj]`; `alpha`, by default rank."""
     transformers: str | None = key(None, NOT_EMPTY, verbatim=True, training=True)
     """What was found in a model whose code is transformers', as JSON: model.from sets it, nobody has to type it."""
     num_layers: int = key(8, positive(MOST_STAGES), names="--num-layers", known_as="--encoder-num-layers", layout=True)

@@ -40,6 +40,9 @@ def _implementation(model: ModelConfig) -> Iterator[Finding]:
     elif model.hf_overrides and model.implementation != "transformers":
         message = "hf_overrides are for models whose code is transformers', and this one's is ppctl's"
         yield ("model.hf_overrides", "model.implementation"), message, "model.implementation=transformers"
+    elif model.lora:
+        message = "adapters stand beside the modules of transformers' code, and this model's is ppctl's"
+        yield ("model.lora", "model.implementation", "model.from"), message, "model.implementation=transformers"
 
 
 def turns_heads(model: ModelConfig) -> bool:

@@ -25,6 +25,9 @@ from ppctl.config.limits import (
 )
 from ppctl.config.metadata import key
 
+TEXT, CHAT, COMPLETION = "text", "chat", "completion"
+REFUSE, CUT, LEAVE_OUT = "refuse", "cut", "leave_out"
+
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
@@ -41,6 +44,20 @@ class DataConfig:
     """Share of the samples of data.path that is held out, from the end of each corpus; training never reads it."""
     seq_length: int = key(256, positive(MOST_TOKENS), names="seq --seq-length", known_as="seq_len --encoder-seq-length")
     """Tokens per sample."""
+    format: str = key(TEXT, one_of(TEXT, CHAT, COMPLETION))
+    """What a line of a .jsonl file is: `text`, of which every token is learned; `chat`, messages, of which the
+    assistant's turns are; `completion`, an object of prompt and completion, of which this is. Rows are then whole
+    conversations, filled up."""
+    text_key: str = key("text", NOT_EMPTY, verbatim=True)
+    """The field of a line that is its text, in format=text."""
+    chat_template: str | None = key(
+        None, NOT_EMPTY, known_as="--chat-template --sft-tokenizer-prompt-format", verbatim=True
+    )
+    """A Jinja file that renders messages; none: the tokenizer's own template."""
+    pack: bool = False
+    """Put several conversations into a row, kept apart (reset_attention_mask and reset_position_ids); false: one."""
+    too_long: str = key(REFUSE, one_of(REFUSE, CUT, LEAVE_OUT))
+    """A conversation longer than a row: `refuse` it, `cut` its end off, or `leave_out` all of it."""
     reset_position_ids: bool = key(False, names="--reset-position-ids")
     """Count positions from 0 in every document of a sample; data.tokenizer defines which token ends one."""
     reset_attention_mask: bool = key(False, names="--reset-attention-mask")

@@ -94,7 +94,7 @@ def stage_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
 
 
 def trained_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """The same without what gets no gradient: routers' biases, which `untrained_bytes` counts."""
+    """The same without what gets no gradient: routers' biases and frozen weights, which `untrained_bytes` counts."""
     count: Count = Counter()
     for row, number in stage_rows(model, layers):
         count[row.axes] += number * row.elements * (row.gradient != "none")
@@ -114,9 +114,13 @@ def matrix_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
     return count
 
 
-def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], width: int) -> int:
-    """Bytes of what no optimizer steps, routers' biases: as wide as a gradient, `width` bytes, not as a weight."""
-    return sum(width * number * row.elements for row, number in stage_rows(model, layers) if row.gradient == "none")
+def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int, gradient: int) -> int:
+    """Bytes of what no optimizer steps: frozen weights, of `weight` bytes, and routers' biases, wide as a gradient."""
+    return sum(
+        (weight if row.frozen else gradient) * number * row.elements
+        for row, number in stage_rows(model, layers)
+        if row.gradient == "none"
+    )
 
 
 def largest_matrices(

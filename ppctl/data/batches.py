@@ -34,8 +34,8 @@ class StepBatch:
     labels: torch.Tensor
     """[m, b, s] int64: the token that follows each."""
     loss_mask: torch.Tensor
-    """[m, b, s] float32: 1 where the label counts. Samples are cut from one array and never padded: all ones, unless
-    documents' ends mask it."""
+    """[m, b, s] float32: 1 where the label counts. Samples of text are cut from one array and never padded: all ones,
+    unless documents' ends mask it. Of conversations the answers count."""
     total_tokens: int
     """Unmasked labels of the whole global batch, over all dp ranks: what the loss is averaged over."""
     checksum: int
@@ -99,10 +99,13 @@ class Batches:
         if windows.max() >= self.vocab_size or windows.min() < 0:
             self.corpus.check_samples(mine, self.seq_length, self.vocab_size)
         tokens = windows[..., :-1].contiguous()
+        details = self.corpus.details(mine, self.seq_length)
         counts = torch.ones_like(tokens, dtype=torch.float32)
-        if self.end.masks_loss:
+        if details is not None:
+            counts = torch.from_numpy(details.counts).to(torch.float32)
+        elif self.end.masks_loss:
             counts[tokens == self.end.token] = 0.0
-        places, documents = find_documents(tokens, self.end)
+        places, documents = find_documents(tokens, self.end, None if details is None else details.places)
         return StepBatch(
             tokens=tokens,
             labels=windows[..., 1:].contiguous(),
@@ -114,7 +117,10 @@ class Batches:
         )
 
     def _total_tokens(self, ids: Ids) -> int:
-        """Labels that count in the whole global batch; where marks do not, every rank looks at all of its samples."""
+        """Labels that count in the whole global batch; where not all do, every rank looks at all of its samples."""
+        details = self.corpus.details(ids, self.seq_length)
+        if details is not None:
+            return max(1, int(np.count_nonzero(details.counts)))
         if not self.end.masks_loss:
             return len(ids) * self.seq_length
         inputs = self.corpus.samples(ids, self.seq_length)[:, :-1]
@@ -139,11 +145,16 @@ def lengths(positions: npt.NDArray[np.int64]) -> Lengths:
     return tuple(tuple(after - first for first, after in pairwise(row)) for row in begins)
 
 
-def find_documents(tokens: torch.Tensor, end: DocumentEnd) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
-    """A StepBatch's `positions` and `documents`, from its `tokens`; each None where `end` does not ask for it."""
+def find_documents(
+    tokens: torch.Tensor, end: DocumentEnd, places: npt.NDArray[np.int64] | None = None
+) -> tuple[torch.Tensor | None, tuple[Lengths, ...] | None]:
+    """A StepBatch's `positions` and `documents`, each None where `end` does not ask for it.
+
+    From its `tokens`, unless the data itself says the `places` of tokens in their documents.
+    """
     if not (end.restarts_positions or end.separates):
         return None, None
-    found = positions(tokens.numpy(), end.token)
+    found = positions(tokens.numpy(), end.token) if places is None else places
     documents = tuple(lengths(rows) for rows in found) if end.separates else None
     return torch.from_numpy(found) if end.restarts_positions else None, documents
 

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ppctl.data import sampler
-from ppctl.data.corpus import Corpus
+from ppctl.data.corpus import Corpus, Details
+from ppctl.data.rows import Rows
 from ppctl.data.sampler import Ids
 
 
@@ -29,7 +30,7 @@ class Blend:
     Sample ids count through all corpora in order.
     """
 
-    corpora: tuple[Corpus, ...]
+    corpora: tuple[Corpus | Rows, ...]
     quotas: tuple[int, ...] | None = None
 
     @cached_property
@@ -83,6 +84,18 @@ class Blend:
             windows[here] = corpus.samples(own, seq_length)
         return windows
 
+    def details(self, ids: Ids, seq_length: int) -> Details | None:
+        """Which labels of samples `ids` count, and where their documents begin, both [*ids.shape, seq_length]; None
+        where marks in the tokens say it."""
+        shape = (*ids.shape, seq_length)
+        found = Details(np.ones(shape, dtype=np.bool_), np.zeros(shape, dtype=np.int64))
+        for corpus, here, own in self._sorted(ids, seq_length):
+            details = corpus.details(own, seq_length)
+            if details is None:
+                return None
+            found.counts[here], found.places[here] = details
+        return found
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check each corpus, as `Corpus` does."""
         for corpus in self.corpora:
@@ -98,7 +111,7 @@ class Blend:
         parts = [corpus.split(seq_length, fraction) for corpus in self.corpora]
         return Blend(tuple(p[0] for p in parts), self.quotas), Blend(tuple(p[1] for p in parts), self.quotas)
 
-    def _sorted(self, ids: Ids, seq_length: int) -> Sequence[tuple[Corpus, npt.NDArray[np.bool_], Ids]]:
+    def _sorted(self, ids: Ids, seq_length: int) -> Sequence[tuple[Corpus | Rows, npt.NDArray[np.bool_], Ids]]:
         """Of each corpus: where its samples stand in `ids`, and their ids in the corpus."""
         firsts = self._firsts(seq_length)
         number = np.searchsorted(firsts, ids, side="right") - 1

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,15 @@ WHOLE = 256 * 1024 * 1024
 """Bytes of tokens up to which a mapped file is read through before training, for its digest and its largest token."""
 _PAGES, _PAGE = 256, 4096
 """Of a larger one: as many pages of as many bytes, evenly spread."""
+
+
+class Details(NamedTuple):
+    """What samples say beside their tokens, where a mark does not say it."""
+
+    counts: npt.NDArray[np.bool_]
+    """[..., s]: which labels count."""
+    places: npt.NDArray[np.int64]
+    """[..., s]: how far each token is from the first of its document."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +66,10 @@ class Corpus:
         windows: npt.NDArray[np.int64] = self.tokens[ids[..., None] * seq_length + window].astype(np.int64)
         return windows
 
+    def details(self, ids: Ids, seq_length: int) -> Details | None:
+        """None: of text the marks in it say all."""
+        return None
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise DataError naming the document of the first token that a model of this vocabulary has no row for.
 
@@ -70,8 +84,11 @@ class Corpus:
     def check_samples(self, ids: Ids, seq_length: int, vocab_size: int) -> None:
         """The same for samples that hold such a token."""
         for sample in ids.flatten():
-            begin = int(sample) * seq_length
-            _refuse_beyond(self, self.tokens[begin : begin + seq_length + 1], begin, vocab_size)
+            self.check_tokens(int(sample) * seq_length, (int(sample) + 1) * seq_length + 1, vocab_size)
+
+    def check_tokens(self, begin: int, end: int, vocab_size: int) -> None:
+        """The same for the tokens from `begin` to before `end`."""
+        _refuse_beyond(self, self.tokens[begin:end], begin, vocab_size)
 
     def split(self, seq_length: int, fraction: float) -> tuple[Corpus, Corpus]:
         """The samples to train on and, from the end, the share that is held out: at least one, never all.
@@ -79,11 +96,7 @@ class Corpus:
         Raises DataError where that leaves nothing to train on.
         """
         number = self.num_samples(seq_length)
-        held_out = max(1, round(number * fraction))
-        if held_out >= number:
-            message = f"data.validation_split={fraction:g} holds out {held_out} of {number} samples: none is left"
-            raise DataError(Problem("PP-E414", message, "data.validation_split=0", place=self.description))
-        first = (number - held_out) * seq_length
+        first = (number - held_out_samples(number, fraction, self.description)) * seq_length
         return self._part(0, first + 1, "trained on"), self._part(first, number * seq_length + 1, "held out")
 
     def _part(self, begin: int, end: int, what: str) -> Corpus:
@@ -98,24 +111,33 @@ class Corpus:
         )
 
 
-def load_corpus(path: str | None, tokenizer: Tokenizer) -> Corpus:
+def held_out_samples(number: int, fraction: float, description: str) -> int:
+    """How many of `number` samples a share holds out: at least one. Raises DataError where none is left to train on."""
+    held_out = max(1, round(number * fraction))
+    if held_out >= number:
+        message = f"data.validation_split={fraction:g} holds out {held_out} of {number} samples: none is left"
+        raise DataError(Problem("PP-E414", message, "data.validation_split=0", place=description))
+    return held_out
+
+
+def load_corpus(path: str | None, tokenizer: Tokenizer, text_key: str = "text") -> Corpus:
     """Read what one path of `data.path` names, or the interpreter's own library where it is None.
 
     `path` is the prefix of a .bin and an .idx, or else a glob (`**` recurses) of .txt files, each a document, and
-    .jsonl files, each line an object whose "text" is a document. Files are read in the order of their names. Raises
+    .jsonl files, each line an object whose `text_key` is a document. Files are read in the order of their names. Raises
     DataError naming each file that is at fault.
     """
     prefix = None if path is None else as_prefix(path)
     if prefix is not None:
         return _mapped(prefix)
     files, description = standard_library() if path is None else matching(path)
-    return _encoded(files, tokenizer, description)
+    return _encoded(files, tokenizer, description, text_key)
 
 
-def _encoded(files: list[Path], tokenizer: Tokenizer, description: str) -> Corpus:
+def _encoded(files: list[Path], tokenizer: Tokenizer, description: str, text_key: str) -> Corpus:
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([end_mark(tokenizer, "text")], dtype=dtype)
-    found = [encoded for encoded in encode_files(files, tokenizer) if len(encoded.tokens)]
+    found = [encoded for encoded in encode_files(files, tokenizer, text_key=text_key) if len(encoded.tokens)]
     if not found:
         raise DataError(
             Problem("PP-E404", f"there is no text in {description}", remedy=READ_LIBRARY, place=names(files))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ppctl.config.schema import RunConfig
 from ppctl.data.blend import Blend
+from ppctl.data.corpus import Corpus
 from ppctl.data.load import NO_END, Data, load_data, of_document_ends
 from ppctl.errors import PpctlError, Problem
 
@@ -32,7 +33,7 @@ def examine(config: RunConfig) -> tuple[dict[str, Any], list[Problem]]:
 def _unmarked(data: Data, config: RunConfig) -> Iterator[Problem]:
     """A problem for each corpus without a document's end, although something is to follow from it."""
     for corpus in data.training.corpora:
-        if data.end != NO_END and not corpus.holds(data.end.token):
+        if isinstance(corpus, Corpus) and data.end != NO_END and not corpus.holds(data.end.token):
             asked = of_document_ends(config.data)
             message = (
                 f"no document ends in the data: it holds no token {data.end.token}, and {' and '.join(asked)} would do "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ppctl.data.tokenizer import Document, Tokens, token_dtype
+from ppctl.data.tokenizer import Document, Pieces, Tokens, token_dtype
 from ppctl.errors import ConfigError, DataError, Problem
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 
@@ -79,6 +79,15 @@ class HuggingFaceTokenizer:
         if problems:
             raise DataError(problems)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in self._library.encode_batch(texts)]
+
+    def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
+        """The ids of each text, with their characters as the library says them."""
+        encoded = self._library.encode_batch(list(texts), add_special_tokens=around)
+        found = []
+        for one in encoded:
+            begins, ends = np.array(one.offsets, dtype=np.int64).reshape(-1, 2).T
+            found.append(Pieces(np.array(one.ids, dtype=self._dtype), begins, ends))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens; ids beyond the vocabulary have none."""

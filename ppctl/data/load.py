@@ -11,9 +11,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from ppctl.config.data_paths import quotas, read_sources
 from ppctl.config.schema import DataConfig
+from ppctl.config.training_config import CHAT, TEXT
 from ppctl.data.blend import Blend
-from ppctl.data.corpus import load_corpus
+from ppctl.data.chat_template import ChatTemplate, open_template
+from ppctl.data.conversations import encode_conversations
+from ppctl.data.corpus import Corpus, load_corpus
 from ppctl.data.huggingface import HuggingFaceTokenizer
+from ppctl.data.indexed import as_prefix, bin_path
+from ppctl.data.rows import Rows, make_rows
+from ppctl.data.text import matching
 from ppctl.data.tokenizer import ByteTokenizer, Tokenizer, end_mark
 from ppctl.errors import DataError, Problem
 
@@ -51,10 +57,11 @@ def load_data(data: DataConfig) -> Data:
     """Read (or map) everything that `data` names. Raises DataError naming each file that is at fault."""
     tokenizer = load_tokenizer(data.tokenizer)
     end = document_end(data, tokenizer)
+    load = loader_of(data, tokenizer)
     if data.validation_path is not None:
-        training, held_out = load_all((data.path, data.validation_path), lambda path: load_samples(path, tokenizer))
+        training, held_out = load_all((data.path, data.validation_path), lambda path: load_samples(path, load))
         return Data(training, held_out, end)
-    training = load_samples(data.path, tokenizer)
+    training = load_samples(data.path, load)
     if data.validation_split:
         kept, held_out = training.split(data.seq_length, data.validation_split)
         return Data(kept, held_out, end)
@@ -79,6 +86,8 @@ def document_end(data: DataConfig, tokenizer: Tokenizer) -> DocumentEnd:
     asked = of_document_ends(data)
     if not asked:
         return NO_END
+    if data.format != TEXT:  # rows know where their conversations end
+        return NO_END._replace(restarts_positions=data.reset_position_ids, separates=data.reset_attention_mask)
     mark = end_mark(tokenizer, " and ".join(asked))
     return DocumentEnd(mark, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 
@@ -89,12 +98,38 @@ def of_document_ends(data: DataConfig) -> list[str]:
     return [f"data.{key}" for key in keys if getattr(data, key)]
 
 
-def load_samples(path: str | list[Any] | None, tokenizer: Tokenizer) -> Blend:
+def loader_of(data: DataConfig, tokenizer: Tokenizer) -> Callable[[str | None], Corpus | Rows]:
+    """What reads one path of `data.path`, as `data.format` says."""
+    if data.format == TEXT:
+        return lambda path: load_corpus(path, tokenizer, data.text_key)
+    template = open_template(data.tokenizer, data.chat_template) if data.format == CHAT else None
+    return lambda path: load_conversations(path, data, tokenizer, template)
+
+
+def load_conversations(path: str | None, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> Rows:
+    """The rows of the .jsonl files that one path names. Raises DataError as `encode_conversations` and `make_rows`."""
+    prefix = None if path is None else as_prefix(path)
+    if path is None or prefix is not None:
+        message = f"data.format={data.format} reads .jsonl files, and data.path={path} names none"
+        raise DataError(Problem("PP-E418", message, "data.path='chats/*.jsonl'", place=str(bin_path(prefix or ""))))
+    files, description = matching(path)
+    return make_rows(
+        list(encode_conversations(files, tokenizer, template)),
+        description,
+        vocab_size=tokenizer.vocab_size,
+        seq_length=data.seq_length,
+        too_long=data.too_long,
+        pack=data.pack,
+        filling=tokenizer.eos or 0,
+    )
+
+
+def load_samples(path: str | list[Any] | None, load: Callable[[str | None], Corpus | Rows]) -> Blend:
     """The corpora that a value of `data.path` names, with their proportions."""
     sources = read_sources(path)
     if not sources:
-        return Blend((load_corpus(None, tokenizer),))
-    corpora = load_all(sources, lambda source: load_corpus(source.path, tokenizer))
+        return Blend((load(None),))
+    corpora = load_all(sources, lambda source: load(source.path))
     weights = [source.weight for source in sources if source.weight is not None]
     return Blend(corpora, quotas(weights) if weights and len(corpora) > 1 else None)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shlex
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ppctl.data.tokenizer import Document, Tokenizer, Tokens
 from ppctl.errors import DataError, Problem
@@ -92,12 +94,41 @@ def names(files: list[Path]) -> str:
     return "\n".join([*map(str, files[:5]), *more])
 
 
-def documents(files: list[Path], progress: Callable[[int], None] = lambda size: None) -> Iterator[Document | Problem]:
+def documents(
+    files: list[Path], progress: Callable[[int], None] = lambda size: None, text_key: str = "text"
+) -> Iterator[Document | Problem]:
     """All documents in order, empty ones too, and what is wrong where one cannot be read.
 
-    A .txt file is a document; of a .jsonl file every line that is not blank, an object whose "text" it is. `progress`
-    is called with the number of bytes read since its last call.
+    A .txt file is a document; of a .jsonl file every line that is not blank, an object whose `text_key` it is.
+    `progress` is called with the number of bytes read since its last call.
     """
+    for item in _read_all(files, progress):
+        yield _document(item, text_key) if isinstance(item, Line) else item
+
+
+class Line(NamedTuple):
+    """An object in a .jsonl file."""
+
+    value: Mapping[str, Any]
+    place: str
+
+    @property
+    def described(self) -> str:
+        """What it is, for messages."""
+        return f"an object of {', '.join(map(str, self.value)) or 'nothing'}"
+
+
+def lines(files: list[Path]) -> Iterator[Line | Problem]:
+    """The objects in .jsonl files in order, and what is wrong where a line or a file is none."""
+    for item in _read_all(files, lambda size: None):
+        if isinstance(item, Document):
+            message = f"{item.place} is text, and conversations are read from .jsonl files"
+            yield Problem("PP-E418", message, "data.format=text", item.place)
+        else:
+            yield item
+
+
+def _read_all(files: list[Path], progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     for file in files:
         try:
             yield from _read(file, progress)
@@ -105,7 +136,7 @@ def documents(files: list[Path], progress: Callable[[int], None] = lambda size: 
             yield Problem("PP-E402", f"cannot read {file}: {error.strerror or error}", remedy=f"ls -l '{file}'")
 
 
-def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Problem]:
+def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Line | Problem]:
     if not stat.S_ISREG(file.stat().st_mode):
         yield Problem("PP-E402", f"cannot read {file}: it is no file of data", remedy=f"ls -l '{file}'")
         return
@@ -118,19 +149,49 @@ def _read(file: Path, progress: Callable[[int], None]) -> Iterator[Document | Pr
         for number, line in enumerate(stream, start=1):
             progress(len(line))
             if line.strip():
-                yield _text_of(line, f"{file}:{number}")
+                yield _object(line, f"{file}:{number}")
 
 
-def _text_of(line: bytes, place: str) -> Document | Problem:
+def _object(line: bytes, place: str) -> Line | Problem:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         return Problem("PP-E403", f"not a JSON object: {error}", place=place, remedy='{"text": "one document"}')
-    if isinstance(value, dict) and isinstance(value.get("text"), str):
-        return Document(str(value["text"]).encode("utf-8", "surrogatepass"), place)
-    got = f"an object of {', '.join(map(str, value)) or 'nothing'}" if isinstance(value, dict) else type(value).__name__
-    message = f'the line is not an object with a string under "text" but {got}'
+    if isinstance(value, dict):
+        return Line(value, place)
+    message = f"the line is not an object but {type(value).__name__}"
     return Problem("PP-E403", message, place=place, remedy='{"text": "one document"}')
+
+
+def _document(line: Line, text_key: str) -> Document | Problem:
+    text = line.value.get(text_key)
+    if isinstance(text, str):
+        return Document(text.encode("utf-8", "surrogatepass"), line.place)
+    message = f'the line is not an object with a string under "{text_key}" but {line.described}'
+    return Problem("PP-E403", message, place=line.place, remedy=_meant(line.value, text_key))
+
+
+def _meant(value: Mapping[str, Any], text_key: str) -> str:
+    """What reads such a line, by its keys; else how a line looks that is read."""
+    if "messages" in value or "conversations" in value:
+        return "data.format=chat"
+    if isinstance(value.get("prompt"), str) and isinstance(value.get("completion"), str):
+        return "data.format=completion"
+    texts = {key: len(text) for key, text in value.items() if isinstance(text, str)}
+    longest = max(texts, key=lambda key: texts[key], default=None)
+    return json.dumps({text_key: "one document"}) if longest is None else shlex.quote(f"data.text_key={longest}")
+
+
+def merged(problems: Sequence[Problem], *, complete: bool) -> list[Problem]:
+    """Each kind of problem once, with its first five places; unless `complete`, reading ended before the last."""
+    kinds: dict[Problem, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(replace(problem, place=""), []).append(problem.place or "")
+    found = []
+    for problem, places in kinds.items():
+        more = [f"and {len(places) - 5}{'' if complete else ' or'} more"] if len(places) > 5 else []
+        found.append(replace(problem, place="\n".join(dict.fromkeys([*places[:5], *more]))))
+    return found
 
 
 class Encoded(NamedTuple):
@@ -141,14 +202,17 @@ class Encoded(NamedTuple):
 
 
 def encode_files(
-    files: list[Path], tokenizer: Tokenizer, progress: Callable[[int], None] = lambda size: None
+    files: list[Path],
+    tokenizer: Tokenizer,
+    progress: Callable[[int], None] = lambda size: None,
+    text_key: str = "text",
 ) -> Iterator[Encoded]:
     """Every document of `files` in order, those without a token too.
 
     Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
     """
     problems: list[Problem] = []
-    for batch in _batches(files, problems, progress):
+    for batch in _batches(documents(files, progress, text_key), problems):
         if not problems:
             try:
                 tokens = tokenizer.encode_documents(batch)
@@ -157,16 +221,14 @@ def encode_files(
                 continue
             yield from (Encoded(ids, document.place) for ids, document in zip(tokens, batch, strict=True))
     if problems:
-        raise DataError(problems[:MOST_PROBLEMS])
+        raise DataError(merged(problems[:MOST_PROBLEMS], complete=len(problems) < MOST_PROBLEMS))
 
 
-def _batches(
-    files: list[Path], problems: list[Problem], progress: Callable[[int], None]
-) -> Iterator[Sequence[Document]]:
+def _batches(found: Iterable[Document | Problem], problems: list[Problem]) -> Iterator[Sequence[Document]]:
     """The documents in batches; problems go into `problems`, and twenty of them end it."""
     batch: list[Document] = []
     size = 0
-    for document in documents(files, progress):
+    for document in found:
         if isinstance(document, Problem):
             problems.append(document)
         else:

@@ -26,6 +26,16 @@ class Document(NamedTuple):
     place: str
 
 
+class Pieces(NamedTuple):
+    """A text's tokens, and where they stand in it."""
+
+    ids: Tokens
+    begins: npt.NDArray[np.int64]
+    """Of each token its first character."""
+    ends: npt.NDArray[np.int64]
+    """The character behind its last; a mark that the text does not hold ends where it begins."""
+
+
 class Tokenizer(Protocol):
     """Text to ids and back."""
 
@@ -39,6 +49,9 @@ class Tokenizer(Protocol):
 
     def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
         """The ids of each document. Raises DataError naming those that it cannot read."""
+
+    def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
+        """The ids of each text with their places in it; `around`: with the marks that it puts around every text."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, as far as they have one; marks vanish."""
@@ -80,6 +93,16 @@ class ByteTokenizer:
     def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
         """The ids of each document's bytes."""
         return [self.encode_bytes(document.text) for document in documents]
+
+    def encode_pieces(self, texts: Sequence[str], *, around: bool) -> list[Pieces]:
+        """The ids of each text's UTF-8 bytes; a character of several bytes is the place of each. No mark is put
+        around a text."""
+        found = []
+        for text in texts:
+            ids = self.encode_bytes(text.encode("utf-8", "surrogatepass"))
+            begins = np.cumsum((ids & 0xC0) != 0x80, dtype=np.int64) - 1  # bytes that go on with a character: 10xxxxxx
+            found.append(Pieces(ids, begins, begins + 1))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Marks (bos, eos, pad) vanish; invalid UTF-8 and ids without a meaning become U+FFFD."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
+from ppctl.foreign.adapters import add_adapters, canonical
 from ppctl.foreign.library import config_from, make_model, rows_are_whole
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
@@ -51,7 +52,13 @@ class ForeignStage(nn.Module, StageModel):
     """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, layers: Sequence[Layer], device: torch.device | str = "cpu"
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        layers: Sequence[Layer],
+        device: torch.device | str = "cpu",
+        *,
+        adapted: bool = False,
     ) -> None:
         super().__init__()
         self.anatomy = anatomy
@@ -64,7 +71,10 @@ class ForeignStage(nn.Module, StageModel):
         for name, module in model.named_modules():
             _give_memory(module, torch.device(device), owned=self._holds(name))
         _make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
-        self._names = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
+        held = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
+        self._names = {canonical(name): name for name in held} if adapted else {name: name for name in held}
+        """Canonical name -> the module's own, which differs beside adapters."""
+        self.adapted = adapted
         self._own_layers = {index: _own_layer(self._layer(index), anatomy.layer(index)) for index in self.own}
         self._connect()
 
@@ -92,14 +102,23 @@ class ForeignStage(nn.Module, StageModel):
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
         """The head's weight: the gradient of its result is [b, s, words]."""
-        return (self.model.get_parameter(f"{self.anatomy.head}.weight"),) if self.ends else ()
+        trained = self.ends and not self.adapted
+        return (self.model.get_parameter(f"{self.anatomy.head}.weight"),) if trained else ()
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """By the names that the whole model gives them."""
-        return {name: self.model.get_parameter(name) for name in self._names}
+        return {name: found for name, found in self._all().items() if not self.adapted or found.requires_grad}
+
+    @property
+    def frozen(self) -> Mapping[str, nn.Parameter]:
+        """The weights beside which adapters are trained, by canonical name."""
+        return {name: found for name, found in self._all().items() if self.adapted and not found.requires_grad}
+
+    def _all(self) -> dict[str, nn.Parameter]:
+        return {name: self.model.get_parameter(own) for name, own in self._names.items()}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """The buffers of this stage that a state dict has."""
+        """The buffers of this stage that a state dict has, and weights that stay as they are."""
         saved = {
             f"{path}.{key}": buffer
             for path, module in self.model.named_modules()
@@ -107,14 +126,15 @@ class ForeignStage(nn.Module, StageModel):
             for key, buffer in module._buffers.items()
             if buffer is not None and key not in module._non_persistent_buffers_set
         }
-        return saved
+        return {**self.frozen, **saved}
 
     def parameter_rows(self) -> Mapping[str, Parameter]:
         """Names, shapes and roles, told by the kind of module and the number of dims; buffers included."""
-        return {
-            name: row_of(self.model, self.anatomy, name)
+        rows = {
+            name: row_of(self.model, self.anatomy, self._names.get(name, name))._replace(name=name)
             for name in (*self.canonical_parameters(), *self.canonical_buffers())
         }
+        return rows | {name: rows[name]._replace(gradient="none") for name in self.frozen}
 
     def decoder_layers(self) -> Mapping[Layer, nn.Module]:
         """The layers of this stage; each is called as (hidden state, positional arguments, arguments by name)."""
@@ -208,9 +228,10 @@ def build_foreign_stage(
 
     Raises LookupError where the installed transformers builds other parameters than the description says.
     """
-    stage = ForeignStage(
-        make_model(config_from(foreign.config), "meta", dtype).train(), foreign.anatomy, spec.layers, device
-    )
+    whole = make_model(config_from(foreign.config), "meta", dtype).train()
+    if foreign.adapters is not None:
+        whole = add_adapters(whole, foreign.adapters, dtype)
+    stage = ForeignStage(whole, foreign.anatomy, spec.layers, device, adapted=foreign.adapters is not None)
     rows = {row.name: row for row in stage.parameter_rows().values()}
     expected = stage_parameters(model, spec.layers)
     built, described = ({name: row.shape for name, row in each.items()} for each in (rows, expected))
@@ -218,9 +239,11 @@ def build_foreign_stage(
     if wrong:
         message = f"this transformers builds other parameters than {foreign.transformers}, which described the model"
         raise LookupError(f"{message}: {', '.join(wrong[:5])}")
-    initialize(stage.canonical_parameters(), model, seed, parts)
+    initialize({**stage.frozen, **stage.canonical_parameters()}, model, seed, parts)
     with torch.no_grad():
         for name, buffer in stage.canonical_buffers().items():
+            if name in stage.frozen:
+                continue
             buffer.copy_(initial_value(name, model, seed))
     return stage
 
@@ -284,7 +307,7 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
     """Give a tied head a parameter of its own, with the same values."""
     if anatomy.tied:
         weight = model.get_parameter(f"{anatomy.embedding}.weight")
-        model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone())
+        model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:

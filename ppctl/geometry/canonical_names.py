@@ -21,7 +21,9 @@ from ppctl.geometry.rows import EMBEDDING, MTP_EMBEDDING, OUTPUT, Parameter, sta
 def uses_of_embedding(model: ModelConfig) -> tuple[str, ...]:
     """The names under which the token embedding may be used, in canonical order; the first owns it."""
     foreign = foreign_of(model)
-    return (EMBEDDING, OUTPUT, MTP_EMBEDDING) if foreign is None else foreign.anatomy.uses
+    if foreign is None:
+        return EMBEDDING, OUTPUT, MTP_EMBEDDING
+    return foreign.anatomy.uses if foreign.adapters is None else foreign.anatomy.uses[:1]  # frozen uses stay equal
 
 
 def stage_rows(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[Parameter, int]]:

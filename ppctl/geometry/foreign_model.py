@@ -59,6 +59,15 @@ class LayerKind(NamedTuple):
     """Names are patterns, with {layer} for the index."""
 
 
+class Adapters(NamedTuple):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685): to a product with W they add alpha / rank * B A, and W stays."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """The last parts of the names of the modules that have one."""
+
+
 class ForeignModel(NamedTuple):
     """A model of transformers that was proved to run in stages."""
 
@@ -84,6 +93,8 @@ class ForeignModel(NamedTuple):
     """Parameters that one token meets: of routed experts only the chosen ones."""
     notes: tuple[str, ...] = ()
     """What differs from transformers' own training, for the plan."""
+    adapters: Adapters | None = None
+    """What is trained in place of the weights, which are frozen then."""
 
     def rows(self, kind: str, structure: int) -> tuple[Parameter, ...]:
         """Those of one layer: of the embedding, of a decoder layer of this structure, of the loss."""
@@ -112,8 +123,11 @@ class ForeignModel(NamedTuple):
             parts = data.pop("anatomy")
             anatomy = Anatomy(**{**parts, "first": tuple(parts["first"]), "last": tuple(parts["last"])})
             first, last = _rows(data.pop("first")), _rows(data.pop("last"))
+            given = data.pop("adapters", None)
+            adapters = None if given is None else Adapters(given[0], given[1], tuple(given[2]))
             lists: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
-            return cls(anatomy=anatomy, first=first, last=last, kinds=kinds, measured=measured, **lists, **data)
+            known = {"anatomy": anatomy, "first": first, "last": last, "kinds": kinds}
+            return cls(measured=measured, adapters=adapters, **known, **lists, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
 

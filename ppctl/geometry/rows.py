@@ -17,9 +17,10 @@ Gradient = Literal["complete", "tokens", "heads", "none"]
 its own tokens under sequence parallelism, to be summed over tp then. heads: that of its own heads, to be summed over tp
 always. none: it is trained without one. What tp cannot split after all (`units`) has that of its own heads."""
 
-Start = Literal["ones", "zeros", "normal", "residual"]
+Start = Literal["ones", "zeros", "normal", "residual", "adapter"]
 """normal: drawn with init_method_std; residual: with init_method_std / sqrt(2 x num_layers), since every layer adds two
-such projections to the residual stream (Radford et al. 2019, GPT-2)."""
+such projections to the residual stream (Radford et al. 2019, GPT-2); adapter: with 1 / rank, the number of its rows
+(peft's init_lora_weights="gaussian")."""
 
 Splits = tuple[tuple[str, int], ...]
 """(axis, dim) of every parallel axis that splits a parameter; on all others it is whole."""
@@ -75,6 +76,11 @@ class Parameter(NamedTuple):
     def hidden_matrix(self) -> bool:
         """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's."""
         return self.is_matrix and self.name != OUTPUT
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is a weight that training leaves as it was: beside adapters."""
+        return self.gradient == "none" and self.role != "correction"
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,7 @@ from ppctl.families.config_json import TRAINING, known_families, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
 from ppctl.families.safetensors import read_directory
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
+from ppctl.geometry.adapters import read_adapters, with_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.launch.described import describe
@@ -53,11 +55,15 @@ def find_weights(text: str, root: Path = Path("runs")) -> Path:
 
 
 def model_values(
-    text: str, implementation: str = "auto", overrides: Mapping[str, str] = MappingProxyType({})
+    text: str,
+    implementation: str = "auto",
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
-    """The fields of ModelConfig that the source sets; of a directory by `model.implementation` and its overrides.
+    """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
+    adapters.
 
-    Raises ConfigError as `read_config` and `describe`.
+    Raises ConfigError as `read_config`, `describe` and `adapted`.
     """
     path = find_weights(text)
     if not (path / CONFIG).is_file():
@@ -68,20 +74,38 @@ def model_values(
     if implementation == "transformers" or (
         implementation == "auto" and config.get("model_type") not in known_families()
     ):
-        described = describe(path, overrides)
-        return {**ForeignModel.from_text(described).sizes, "transformers": described}
+        found = ForeignModel.from_text(describe(path, overrides))
+        found = adapted(found, lora) if lora else found
+        return {**found.sizes, "transformers": found.to_text()}
     family, model = read_config(config, str(path / CONFIG))
     not_set = TRAINING - {field.ours for field in family.fields}
     return {name: value for name, value in asdict(model).items() if name not in not_set}
 
 
 def values_of(
-    text: str, implementation: str = "auto", overrides: Mapping[str, str] = MappingProxyType({})
+    text: str,
+    implementation: str = "auto",
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    lora: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The values that the source sets, by dotted key: its model and, if it has one, its tokenizer. Raises as above."""
     tokenizer = _tokenizer(find_weights(text))
-    values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides).items()}
+    values = {f"model.{name}": value for name, value in model_values(text, implementation, overrides, lora).items()}
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
+
+
+def adapted(foreign: ForeignModel, lora: Mapping[str, Any]) -> ForeignModel:
+    """The model with the adapters of `model.lora`. Raises ConfigError: PP-E540 for what is no adapter of this model,
+    PP-E541 where peft is not here."""
+    try:
+        found = with_adapters(foreign, read_adapters(lora))
+    except ValueError as error:
+        remedy = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
+        raise ConfigError(Problem("PP-E540", f"model.lora: {error}", remedy, "model.lora")) from None
+    if find_spec("peft") is None:
+        message = "peft cannot be found: adapters are its code"
+        raise ConfigError(Problem("PP-E541", message, "pip install 'ppctl[lora]'", "model.lora"))
+    return found
 
 
 def check_weights(path: Path, model: ModelConfig) -> None:
@@ -121,7 +145,8 @@ def checkpoint_tensors(config: RunConfig, *, optimizer: bool = True) -> dict[str
     model, wide = config.model, "float64" if weight_dtype(config.parallel) == "float64" else "float32"
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, shape in model_tensors(model).items():
-        found[f"model.{name}"] = (shape, wide)
+        frozen = parameter_of(name, model).frozen
+        found[f"model.{name}"] = (shape, weight_dtype(config.parallel) if frozen else wide)
         if optimizer and parameter_of(name, model).gradient != "none":
             matrix = config.optim.name == "muon" and parameter_of(name, model).hidden_matrix
             moments = ("momentum_buffer",) if matrix else ("exp_avg", "exp_avg_sq")

@@ -45,6 +45,8 @@ def initial_value(name: str, model: ModelConfig, seed: int) -> Tensor:
     std = model.init_method_std
     if row.start == "residual":
         std /= math.sqrt(2 * model.num_layers)
+    if row.start == "adapter":
+        std = 1 / row.shape[0]
     return normal(seed, row.copy_of or name, row.shape, std)
 
 

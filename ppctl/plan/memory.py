@@ -7,7 +7,7 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -140,7 +140,7 @@ def _rank(
 ) -> _Rank:
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
-    biases = sum(untrained_bytes(model, stage.layers, precision_of(config).gradient) for stage in own)
+    biases = sum(_untrained(config, stage.layers) for stage in own)
     matrices = sum((one_moment(config, stage.layers) for stage in own), Counter())
     state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, matrices)
     state = state._replace(weights=state.weights + biases)
@@ -239,9 +239,8 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
-    matrices = one_moment(config, layers)
-    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes), matrices)
-    held = state.total + untrained_bytes(config.model, layers, precision_of(config).gradient)
+    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes), one_moment(config, layers))
+    held = state.total + _untrained(config, layers)
     kept = stage_activations(config.model, layers, setting, stage).kept
     return held, kept, _put_off(config.model, layers, setting, kept)
 
@@ -253,6 +252,11 @@ class Held(NamedTuple):
     """From its F to its B or I."""
     put_off: int
     """From its I to its W."""
+
+
+def _untrained(config: RunConfig, layers: Iterable[Layer]) -> int:
+    precision = precision_of(config)
+    return untrained_bytes(config.model, layers, weight=precision.weight, gradient=precision.gradient)
 
 
 def stages_held(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ppctl.checkpoint.manifest import Manifest, ranges, read_manifest, read_state
@@ -26,8 +27,9 @@ from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
 from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
 from ppctl.families.safetensors import read_directory
+from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import parameter_of
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import Adapters, foreign_of
 from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards
@@ -98,6 +100,8 @@ def export_checkpoint(
     model = saved_model(state)
     model = model if mtp else replace(model, mtp_num_layers=None)
     shapes, foreign = model_tensors(model), foreign_of(model)
+    if foreign is not None and foreign.adapters is not None:
+        return _export_adapters(checkpoint, out, foreign.adapters, shapes, state, progress, dtype)
     if foreign is None:
         family, config = write_config(model)
         model_type, stored = family.model_type, stored_names(family, model)
@@ -123,6 +127,43 @@ def export_checkpoint(
         _verify(temporary, specs, model)
     parameters = sum(spec.bytes // spec.dtype.itemsize for spec in specs)
     return Done(out, model_type, parameters, len(specs), total, tokenizer, kept.line)
+
+
+def _export_adapters(
+    checkpoint: Path,
+    out: Path,
+    adapters: Adapters,
+    shapes: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, Any],
+    progress: Progress,
+    dtype: torch.dtype | None,
+) -> Done:
+    """Write the adapters alone, as a directory that `peft.PeftModel.from_pretrained` loads beside the base."""
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    names, tensors = [name for name in shapes if is_adapter(name)], {}
+    for done, name in enumerate(names, 1):
+        progress(name, done, len(names))
+        found = reader.tensor(f"model.{name}")
+        tensors[f"base_model.model.{name}"] = found if dtype is None else found.to(dtype)
+    base = state["model"].get("from_")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": list(adapters.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "base_model_name_or_path": None if base is None else str(Path(base).expanduser().absolute()),
+    }
+    with new_directory(out) as temporary:
+        tokenizer = copy_tokenizer(state, temporary)
+        save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return Done(out, "adapters (peft)", parameters, len(tensors), total, tokenizer)
 
 
 def saved_model(state: Mapping[str, Any]) -> ModelConfig:

@@ -20,11 +20,12 @@ from ppctl.checkpoint.boxes import Box, boxes_of_run
 from ppctl.checkpoint.manifest import read_manifest, read_state
 from ppctl.checkpoint.reading import CheckpointReader, fill
 from ppctl.checkpoint.shards import Shard, whole_shards
-from ppctl.checkpoint.verification import misplaced, with_sizes
+from ppctl.checkpoint.verification import READ_AS, misplaced, with_sizes
 from ppctl.checkpoint_folder import AUTO, Found
 from ppctl.data.sampler import SAMPLE_ORDER
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.directory import CONFIG, has_weights, model_tensors, open_directory
+from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import expert_name
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.pretrained.companion_files import tokenizer_path
@@ -49,7 +50,8 @@ def session_shards(session: Session) -> list[Shard]:
                 owner = session.rows[name].copy_of or name
                 shards.append(Shard(f"{prefix}.{owner}{suffix}", (), (), tensor))
     for stage in session.stages.values():
-        shards += whole_shards({f"model.{name}": buffer for name, buffer in stage.canonical_buffers().items()})
+        buffers = stage.canonical_buffers()
+        shards += whole_shards({f"model.{session.rows[name].copy_of or name}": buffers[name] for name in buffers})
     return shards
 
 
@@ -120,6 +122,7 @@ def state_of(session: Session, step: int, consumed_samples: int, sample_order: i
         "data_path": session.config.data.path,
         "validation_split": session.config.data.validation_split,
         "tokenizer": session.config.data.tokenizer,
+        **{f"data_{name}": getattr(session.config.data, name) for name in READ_AS},
         "tokenizer_path": tokenizer_path(session.config.data.tokenizer),
         "data_digest": None if session.corpus is None else session.corpus.digest,
         "optimizer": session.config.optim.name,
@@ -160,7 +163,9 @@ def start_from(session: Session, path: Path) -> None:
     elif has_weights(path):
         from ppctl.foreign.stored import StoredWeights  # transformers, which few runs need
 
-        _fill_from_directory(StoredWeights(path, foreign, model_tensors(session.config.model)).tensor, shards)
+        shapes = {name: shape for name, shape in model_tensors(session.config.model).items() if not is_adapter(name)}
+        given = [shard for shard in shards if not is_adapter(shard.name)]
+        _fill_from_directory(StoredWeights(path, foreign, shapes).tensor, given)
     session.weights.publish()
 
 

@@ -72,8 +72,8 @@ def test_the_digest_names_the_tokens(tmp_path):
         (b"{", "not a JSON object: Expecting property name"),
         (b'{"text": "caf\xe9"}', "not a JSON object: 'utf-8' codec can't decode"),
         (b"[" * 200_000, "not a JSON object: maximum recursion depth"),
-        (b'["text"]', 'not an object with a string under "text" but list'),
-        (b'{"txt": "a", "id": 1}', 'not an object with a string under "text" but an object of txt, id'),
+        (b'["text"]', "the line is not an object but list"),
+        (b'{"txt": 0, "id": 1}', 'not an object with a string under "text" but an object of txt, id'),
         (b'{"text": null}', "but an object of text"),
         (b"{}", "but an object of nothing"),
     ],
@@ -87,12 +87,31 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, said):
     assert json.loads(problem.remedy) == {"text": "one document"}
 
 
-def test_bad_lines_are_reported_together_up_to_twenty(tmp_path):
-    write(tmp_path, a__jsonl=b"{\n" * 3, b__jsonl=b"{\n" * 30)
-    places = [problem.place for problem in refused(tmp_path / "*.jsonl")]
-    assert len(places) == 20 and places[:4] == [f"{tmp_path}/a.jsonl:{n}" for n in (1, 2, 3)] + [
-        f"{tmp_path}/b.jsonl:1"
-    ]
+def test_bad_lines_of_one_kind_are_one_problem_and_reading_ends_at_twenty(tmp_path):
+    write(tmp_path, a__jsonl=b"{\n" * 3 + b"[]\n", b__jsonl=b"{\n" * 30)
+    syntax, kind = refused(tmp_path / "*.jsonl")
+    lines = [f"{tmp_path}/a.jsonl:{n}" for n in (1, 2, 3)] + [f"{tmp_path}/b.jsonl:{n}" for n in (1, 2)]
+    assert syntax.place == "\n".join([*lines, "and 14 or more"])
+    assert kind.place == f"{tmp_path}/a.jsonl:4" and "not an object but list" in kind.message
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ({"id": "1", "content": "a text"}, "data.text_key=content"),
+        ({"messages": []}, "data.format=chat"),
+        ({"prompt": "a", "completion": "b"}, "data.format=completion"),
+    ],
+)
+def test_a_line_of_another_form_is_told_what_reads_it(tmp_path, line, remedy):
+    write(tmp_path, a__jsonl=json.dumps(line).encode())
+    (problem,) = refused(tmp_path / "a.jsonl")
+    assert problem.remedy == remedy
+
+
+def test_the_text_of_a_line_may_have_another_key(tmp_path):
+    write(tmp_path, a__jsonl=b'{"content": "one", "text": "two"}')
+    assert texts(load_corpus(str(tmp_path / "a.jsonl"), ByteTokenizer(), "content")) == ["one"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Conversations and prompts with completions: from a line of a .jsonl file to tokens, and which of them are learned.
+
+Knows the forms of a line, chat templates and where the assistant's turns stand in a rendered conversation. Must not
+know rows, samples or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ppctl.config.training_config import CHAT, COMPLETION
+from ppctl.data.chat_template import ChatTemplate, Message, RenderingFailed
+from ppctl.data.text import MOST_PROBLEMS, Line, lines, merged
+from ppctl.data.tokenizer import Tokenizer, Tokens
+from ppctl.errors import DataError, Problem
+
+_LIKE = {
+    CHAT: '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
+    COMPLETION: '{"prompt": "2 + 2 =", "completion": " 4"}',
+}
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""ShareGPT's names of roles that are not those of templates."""
+_ASSISTANT = "assistant"
+_MANY = 1024
+"""Conversations that are encoded together: a library may spread them over the processor's cores."""
+
+Spans = Sequence[tuple[int, int]]
+"""Begins and ends in characters."""
+
+
+class Learned(NamedTuple):
+    """A conversation, or a prompt with its completion, in tokens."""
+
+    tokens: Tokens
+    learned: npt.NDArray[np.bool_]
+    """Of each token: whether the model is trained to write it. Never the first, which nothing precedes."""
+    place: str
+    text: str
+    begins: npt.NDArray[np.int64]
+    """Of each token: its first character in `text`. Behind the text for an end that was added."""
+
+    def runs(self) -> list[tuple[bool, str]]:
+        """The text in pieces, and whether each is learned; an end that was added is `<end>`."""
+        changes = [0, *(np.flatnonzero(np.diff(self.learned)) + 1).tolist(), len(self.tokens)]
+        found = []
+        for first, after in pairwise(changes):
+            begin = 0 if first == 0 else int(self.begins[first])
+            end = len(self.text) if after == len(self.tokens) else int(self.begins[after])
+            added = after == len(self.tokens) and self.begins[-1] == len(self.text)
+            found.append((bool(self.learned[first]), self.text[begin:end] + ("<end>" if added else "")))
+        return found
+
+
+class _Text(NamedTuple):
+    """A rendered line."""
+
+    text: str
+    learned: Spans
+    place: str
+
+
+def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Learned]:
+    """Every line of the .jsonl `files` in order: messages, rendered by the template, or without one a prompt and its
+    completion.
+
+    Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
+    """
+    problems: list[Problem] = []
+    found = (line if isinstance(line, Problem) else _text_of(line, template) for line in lines(files))
+    for batch in _batches(found, problems):
+        if not problems:
+            yield from _encoded(batch, tokenizer, around=template is None)
+    if problems:
+        raise DataError(merged(problems, complete=len(problems) < MOST_PROBLEMS))
+
+
+def _batches(found: Iterable[_Text | Problem], problems: list[Problem]) -> Iterator[list[_Text]]:
+    """The texts in batches; problems go into `problems`, and twenty of them end it."""
+    batch: list[_Text] = []
+    for item in found:
+        if isinstance(item, Problem):
+            problems.append(item)
+            if len(problems) >= MOST_PROBLEMS:
+                return
+            continue
+        batch.append(item)
+        if len(batch) == _MANY:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _encoded(batch: list[_Text], tokenizer: Tokenizer, *, around: bool) -> Iterator[Learned]:
+    """`around`: with the marks that the tokenizer puts around every text, and an end; a template writes its own."""
+    pieces = tokenizer.encode_pieces([item.text for item in batch], around=around)
+    for item, (ids, begins, ends) in zip(batch, pieces, strict=True):
+        learned = np.zeros(len(ids), dtype=np.bool_)
+        for begin, end in item.learned:
+            # A token that begins before the span is read by the model, too: it is no token of an answer.
+            learned |= (begins >= begin) & (begins < end) & (ends > begins)
+        if around and tokenizer.eos is not None and not (len(ids) and ids[-1] == tokenizer.eos):
+            ids = np.append(ids, np.array([tokenizer.eos], dtype=ids.dtype))
+            learned, begins = np.append(learned, True), np.append(begins, len(item.text))
+        learned[:1] = False
+        yield Learned(ids, learned, item.place, item.text, begins)
+
+
+def _text_of(line: Line, template: ChatTemplate | None) -> _Text | Problem:
+    return _completion(line) if template is None else _chat(line, template)
+
+
+def _completion(line: Line) -> _Text | Problem:
+    prompt, completion = line.value.get("prompt"), line.value.get("completion")
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        return _wrong_form(line, COMPLETION, 'strings under "prompt" and "completion"')
+    return _Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], line.place)
+
+
+def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
+    messages = line.value.get("messages", line.value.get("conversations"))
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        return _wrong_form(line, CHAT, 'a list of messages under "messages"')
+    messages = [_message(each) for each in messages]
+    if not all(isinstance(each.get("role"), str) for each in messages):
+        return _wrong_form(line, CHAT, 'messages with a "role" (or "from")')
+    if not any(each["role"] == _ASSISTANT for each in messages):
+        message = "nothing is learned from a conversation without a turn of the assistant"
+        return Problem("PP-E422", message, "leave the line out", line.place)
+    tools = line.value.get("tools")
+    try:
+        rendered = template.render(messages, tools)
+        learned = rendered.generated if template.says_what_is_generated else _turns(template, messages, tools)
+    except RenderingFailed as error:
+        message = f"the chat template at {template.place} refuses the conversation: {error}"
+        return Problem("PP-E420", message, "data.chat_template=FILE.jinja", line.place)
+    if learned is None:
+        message = (
+            f"the chat template at {template.place} writes earlier turns otherwise when others follow, so that nobody "
+            "can tell which of its words are the assistant's"
+        )
+        remedy = "data.chat_template=FILE.jinja, a copy with {% generation %} … {% endgeneration %} around the answers"
+        return Problem("PP-E420", message, remedy, line.place)
+    return _Text(rendered.text, learned, line.place)
+
+
+def _turns(template: ChatTemplate, messages: list[Message], tools: Any) -> Spans | None:
+    """Where the assistant's turns stand, by what each adds to the conversation before it; None where that is no text
+    at the end of a beginning of the whole."""
+    whole = template.render(messages, tools).text
+    found = []
+    for number, message in enumerate(messages):
+        if message["role"] != _ASSISTANT:
+            continue
+        prompt = template.render(messages[:number], tools, prompt=True).text
+        after = template.render(messages[: number + 1], tools).text
+        if not (after.startswith(prompt) and whole.startswith(after)):
+            return None
+        found.append((len(prompt), len(after)))
+    return found
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A message in the form of templates, of one in ShareGPT's."""
+    if "role" in given or "from" not in given:
+        return dict(given)
+    rest = {key: value for key, value in given.items() if key not in ("from", "value")}
+    role = given["from"]
+    return {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else None, "content": given.get("value"), **rest}
+
+
+def _wrong_form(line: Line, form: str, wanted: str) -> Problem:
+    message = f"the line is not an object with {wanted} (data.format={form}) but {line.described}"
+    return Problem("PP-E418", message, _LIKE[form], line.place)

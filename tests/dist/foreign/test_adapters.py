@@ -1,0 +1,231 @@
+"""Adapters in a pipeline have the bits of a plain loop with peft; weights stay as they were; peft loads the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense_runs import config_of as run_of
+from foreign_models import model_of
+from oracle.data import microbatches
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from ppctl.config.learning_rate import lr_at
+from ppctl.config.mapping import from_mapping, to_mapping
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.foreign.adapters import canonical
+from ppctl.foreign.describe import describe
+from ppctl.launch import weights
+from ppctl.launch.weights import model_values
+from ppctl.model.initialize import initial_value
+from ppctl.model.loss import microbatch_loss
+from ppctl.plan.build import build_plan
+from ppctl.pretrained.convert import export_checkpoint
+from ppctl.train.session import build_session
+from ppctl.train.snapshot import load_checkpoint, save_checkpoint, start_from
+from ppctl.train.step import Trainer
+
+CPU = torch.device("cpu")
+STEPS = 3
+LORA = {"rank": "3", "targets": "[q_proj,down_proj]", "alpha": "5"}
+TIED = "Granite"
+CUTS: dict[str, dict[str, Any]] = {
+    "pp=2": dict(pp=2, vpp=1),
+    "pp=2, vpp=2, recomputed, embedding and head alone": dict(
+        pp=2, vpp=3, layout="E|t|t|t|t|L", recompute_granularity="full", recompute_method="uniform"
+    ),
+    "pp=2, split backwards": dict(pp=2, vpp=1, pp_schedule="zb_h1"),
+}
+
+
+def run_config(text: Path, cut: str, kind: str = "Llama") -> RunConfig:
+    config = run_of(text, m=3, **CUTS[cut])
+    directory = text.parent / kind
+    model = asdict(config.model) | dict(_values(directory)) | {"from_": str(directory), "lora": LORA}
+    config.model = ModelConfig(**model)
+    config.train.steps = STEPS
+    return config
+
+
+@cache
+def _values(directory: Path) -> Any:
+    return model_values(str(directory), "transformers", {}, LORA)
+
+
+def train(mapping: dict, directory: str, resumed: str | None = None) -> tuple[list, list, dict, dict, set]:
+    """In a rank: losses, norms, adapters, frozen weights, and what the optimizer holds."""
+    config = from_mapping(mapping)
+    plan = build_plan(config, {})
+    assert not plan.problems, plan.problems
+    session = build_session(config, plan, dist.get_rank(), CPU)
+    if resumed is None:
+        start_from(session, Path(str(config.model.from_)))
+    else:
+        load_checkpoint(session, Path(resumed))
+    first = 0 if resumed is None else 2
+    trainer = Trainer(session, session.batches(first, first * config.train.global_batch_size), lambda: 0)
+    records = []
+    for step in range(first, STEPS):
+        records.append(trainer.step(step).record)
+        if step == 1:
+            save_checkpoint(session, Path(directory), 2, 2 * config.train.global_batch_size)
+    frozen = {n: t.detach().clone() for s in session.stages.values() for n, t in s.canonical_buffers().items()}
+    weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
+    gradients = {n for s in session.stages.values() for n, p in s.model.named_parameters() if p.grad is not None}
+    return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights, frozen, gradients
+
+
+@cache
+def by_a_plain_loop(text: Path, kind: str) -> tuple[list, list, dict[str, Tensor], dict[str, Tensor]]:
+    """The whole model with peft in one process, its adapters filled with the run's first values."""
+    import peft
+
+    config = run_config(text, "pp=2", kind)
+    optim = config.optim
+    base = model_of(kind)
+    before = {name: p.detach().clone() for name, p in base.named_parameters()}
+    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    model = peft.inject_adapter_in_model(lora, base)
+    adapters = {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.copy_(initial_value(name, config.model, config.train.seed))
+    adamw = torch.optim.AdamW(
+        adapters.values(), betas=(optim.beta1, optim.beta2), eps=optim.eps, weight_decay=optim.weight_decay
+    )
+    losses, norms = [], []
+    for step, batch in enumerate(microbatches(config, STEPS)):
+        total, loss_of_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0
+        for tokens, labels, mask in batch:
+            loss = microbatch_loss(model(input_ids=tokens, use_cache=False).logits, labels, mask, total)
+            loss_of_step += loss.item()
+            loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in adapters.values()])
+        nn.utils.clip_grads_with_norm_(adapters.values(), optim.clip_grad, norm)
+        losses.append(loss_of_step)
+        norms.append(norm.item())
+        for group in adamw.param_groups:
+            group["lr"] = lr_at(step, optim, STEPS)
+        adamw.step()
+        adamw.zero_grad()
+    return losses, norms, {name: p.detach() for name, p in adapters.items()}, before
+
+
+def hold(found: list, text: Path, kind: str, first: int = 0) -> None:
+    losses, norms, adapters, before = by_a_plain_loop(text, kind)
+    assert len(set(losses)) == STEPS
+    seen: set[str] = set()
+    for own_losses, own_norms, own, frozen, gradients in found:
+        assert own_losses == losses[first:] and own_norms == norms[first:]
+        assert [name for name, value in own.items() if not torch.equal(value, adapters[name])] == []
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        assert [n for n, t in frozen.items() if not torch.equal(t, before[n if n in before else tied[n]])] == []
+        assert all("lora_" in name for name in gradients)
+        seen |= own.keys() | (frozen.keys() & before.keys())
+    assert seen == adapters.keys() | before.keys()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapters") / "corpus.txt"
+    path.write_text("adapters learn, and weights stay as they were " * 60)
+    for kind in ("Llama", TIED):
+        model_of(kind).save_pretrained(path.parent / kind)
+    return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "describe", lambda directory, overrides: describe(directory, overrides).to_text())
+        yield
+
+
+@pytest.mark.parametrize(
+    ("cut", "kind"),
+    [
+        ("pp=2, vpp=2, recomputed, embedding and head alone", TIED),
+        pytest.param("pp=2, split backwards", "Llama", marks=pytest.mark.whole),
+    ],
+)
+def test_adapters_in_any_cut_have_the_bits_of_peft_in_one_process(text: Path, tmp_path: Path, cut: str, kind: str):
+    hold(run_ranks(train, 2, to_mapping(run_config(text, cut, kind)), str(tmp_path), timeout=300.0), text, kind)
+
+
+def test_a_checkpoint_goes_on_in_another_cut_and_peft_loads_its_adapters(text: Path, tmp_path: Path) -> None:
+    import peft
+
+    config = run_config(text, "pp=2")
+    hold(run_ranks(train, 2, to_mapping(config), str(tmp_path), timeout=300.0), text, "Llama")
+    other = run_config(text, "pp=2, vpp=2, recomputed, embedding and head alone")
+    saved = tmp_path / "step-00000002"
+    saved = saved if saved.exists() else next(tmp_path.glob("step-*"))
+    again = run_ranks(train, 2, to_mapping(other), str(tmp_path / "other"), str(saved), timeout=300.0)
+    hold(again, text, "Llama", first=2)
+    done = export_checkpoint(saved, tmp_path / "exported", lambda *_: None)
+    assert done.parameters == sum(each.numel() for each in by_a_plain_loop(text, "Llama")[2].values())
+    loaded = peft.PeftModel.from_pretrained(model_of("Llama").eval(), tmp_path / "exported")
+    (tokens, *_), *_ = microbatches(config, 1)[0]
+    with torch.no_grad():
+        theirs = loaded(input_ids=tokens).logits
+        plain = model_of("Llama").eval()(input_ids=tokens).logits
+        assert not torch.equal(theirs, plain)
+        ours = logits_of(config, saved, tokens)
+    assert torch.equal(theirs, ours)
+
+
+def logits_of(config: RunConfig, checkpoint: Path, tokens: Tensor) -> Tensor:
+    """What the whole model with the checkpoint's adapters makes of tokens, as one stage."""
+    from ppctl.checkpoint.manifest import read_manifest
+    from ppctl.checkpoint.reading import CheckpointReader
+    from ppctl.foreign.foreign_stage import build_foreign_stage
+    from ppctl.geometry.foreign_model import foreign_of
+    from ppctl.geometry.layers import parse_layers
+    from ppctl.plan import StageSpec
+
+    layers = parse_layers(["embedding", *(f"decoder.{n}" for n in range(config.model.num_layers)), "loss"])
+    spec = StageSpec(0, 0, 0, layers, (), (), 0, 0, 0)
+    foreign = foreign_of(config.model)
+    assert foreign is not None
+    stage = build_foreign_stage(spec, config.model, foreign, seed=1, dtype=torch.float32, device="cpu")
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    for name, parameter in {**stage.canonical_parameters(), **stage.frozen}.items():
+        parameter.copy_(reader.tensor(f"model.{name}"))
+    (found,) = stage.eval()(tokens, tokens=tokens)
+    return found
+
+
+def test_replicas_train_the_adapters_of_one_process(text: Path, tmp_path: Path) -> None:
+    config = run_config(text, "pp=2")
+    config.parallel.data_parallel_size, config.launch.gpus_per_node = 2, 4
+    config.train.global_batch_size, config.train.micro_batch_size = 4, 1
+    config.parallel.data_parallel_sharding = "optimizer_gradients"
+    found = run_ranks(train, 4, to_mapping(config), str(tmp_path), timeout=300.0)
+    one = run_config(text, "pp=2")
+    one.train.global_batch_size, one.train.micro_batch_size = 4, 1
+    alone = run_ranks(train, 2, to_mapping(one), str(tmp_path / "one"), timeout=300.0)
+    for losses, norms, *_ in found:
+        assert losses == pytest.approx(alone[0][0], rel=1e-6) and norms == pytest.approx(alone[0][1], rel=1e-5)
+
+
+def test_the_plan_counts_optimizer_and_gradients_of_what_is_trained(text: Path) -> None:
+    from ppctl.cost.parameters import on_device, stage_count, trained_count, untrained_bytes
+
+    config = run_config(text, "pp=2")
+    plan = build_plan(config, {})
+    adapters = sum(each.numel() for each in by_a_plain_loop(text, "Llama")[2].values())
+    base = sum(each.numel() for each in by_a_plain_loop(text, "Llama")[3].values())
+    trained = sum(sum(on_device(trained_count(config.model, s.layers), plan.sizes)) for s in plan.stages)
+    assert trained == adapters
+    assert sum(sum(on_device(stage_count(config.model, s.layers), plan.sizes)) for s in plan.stages) == adapters + base
+    frozen = sum(untrained_bytes(config.model, s.layers, weight=2, gradient=4) for s in plan.stages)
+    assert frozen == 2 * base
+    (said,) = [each.equation for each in plan.derived if each.key == "implementation"]
+    assert f"{adapters:,} parameters of adapters of rank 3 on q_proj, down_proj are trained" in said

@@ -1,0 +1,185 @@
+"""Which tokens of a conversation are learned, token by token, for templates with and without the keyword."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYSTEM, chat, tokenizer_directory
+
+from ppctl.config.schema import DataConfig
+from ppctl.data.chat_template import open_template
+from ppctl.data.conversations import encode_conversations
+from ppctl.data.load import load_data, load_tokenizer
+from ppctl.data.rows import packed
+from ppctl.errors import DataError
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return partial(tokenizer_directory, tmp_path)
+
+
+def lines(path, *values):
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def encoded(directory, *values, form="chat", tokenizer=None):
+    name = tokenizer or str(directory)
+    template = open_template(name, None) if form == "chat" else None
+    return list(encode_conversations([lines(directory / "data.jsonl", *values)], load_tokenizer(name), template))
+
+
+def refused(directory, *values, **named):
+    with pytest.raises(DataError) as caught:
+        encoded(directory, *values, **named)
+    return caught.value.problems
+
+
+def by_hand(text):
+    tokens, learned, now = [], [], False
+    for word in text.split(" "):
+        if word in ("+", "-"):
+            now = word == "+"
+        else:
+            tokens.append(" " if word == "_" else word)
+            learned.append(now)
+    return tokens, learned
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_tokens_that_are_learned_one_by_one(directory, name):
+    template, turns, expected = EXPECTED[name]
+    home = directory(template)
+    (one,) = encoded(home, chat(*turns))
+    pieces = [one.text[b:e] for b, e in zip(one.begins, [*one.begins[1:], len(one.text)], strict=True)]
+    assert (pieces, one.learned.tolist()) == by_hand(expected)
+
+
+def test_sharegpt_and_templates_in_settings_mean_the_same(directory):
+    ours = encoded(directory(CHATML), chat(*WITH_SYSTEM))[0]
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    theirs = {"conversations": [{"from": names[role], "value": content} for role, content in WITH_SYSTEM]}
+    home = directory(
+        None, chat_template=[{"name": "tool_use", "template": ""}, {"name": "default", "template": CHATML}]
+    )
+    (home / "chat_template.jinja").unlink()
+    again = encoded(home, theirs)[0]
+    assert ours.tokens.tolist() == again.tokens.tolist() and ours.learned.tolist() == again.learned.tolist()
+
+
+@pytest.mark.parametrize(("tokenizer", "begin"), [("byte", []), (None, ["<s>"])])
+def test_of_a_prompt_with_its_completion_the_completion_and_an_end_are_learned(directory, tokenizer, begin):
+    home = directory(None)
+    (one,) = encoded(home, {"prompt": "é =", "completion": " a"}, form="completion", tokenizer=tokenizer)
+    prompt = len(begin) + 4  # é is two bytes
+    assert one.learned.tolist() == [False] * prompt + [True] * 3
+    assert one.tokens[-1] == load_tokenizer(tokenizer or str(home)).eos
+    assert one.runs() == [(False, "é ="), (True, " a<end>")]
+
+
+BAD = {
+    "no messages": ({"text": "a"}, CHATML, "PP-E418", "but an object of text"),
+    "no role": ({"messages": [{"content": "a"}]}, CHATML, "PP-E418", 'messages with a "role"'),
+    "nothing learned": (chat(("user", "a")), CHATML, "PP-E422", "without a turn of the assistant"),
+    "no prefix": (chat(*TALK), THINKS, "PP-E420", "writes earlier turns otherwise when others follow"),
+    "refused": (chat(*WITH_SYSTEM), MISTRAL, "PP-E420", "there is no system role"),
+    "a clock": (chat(*TALK), "{{ strftime_now('%d') }}", "PP-E420", "data must not depend on the day"),
+    "no template": (chat(*TALK), None, "PP-E419", "has no chat template"),
+    "no Jinja": (chat(*TALK), "{% for %}", "PP-E419", "not one that Jinja reads"),
+    "marks": (chat(("user", "\ufdd0"), ("assistant", "a")), CHATML, "PP-E420", "which are no characters"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
+    value, template, code, said = BAD[kind]
+    (problem,) = refused(directory(template), value)
+    assert problem.code == code and said in problem.message
+
+
+def test_one_wrong_form_is_one_message(directory):
+    (problem,) = refused(directory(CHATML), *[{"text": "a"}] * 30)
+    assert problem.code == "PP-E418" and problem.place.endswith("data.jsonl:5\nand 15 or more")
+
+
+def config(home, *values, **changes):
+    path = lines(home / "data.jsonl", *values)
+    return DataConfig(path=str(path), tokenizer=str(home), format="chat", **changes)
+
+
+def test_a_row_is_one_conversation_and_what_fills_it_does_not_count(directory):
+    home = directory(MISTRAL)
+    rows = load_data(config(home, chat(*TALK), chat(*TALK[:2]), seq_length=30)).training
+    ids = np.array([[1], [0]])
+    windows, details = rows.samples(ids, 30), rows.details(ids, 30)
+    short = encoded(home, chat(*TALK[:2]))[0]
+    n = len(short.tokens)
+    eos = load_tokenizer(str(home)).eos
+    assert windows[0, 0].tolist() == [*short.tokens.tolist(), *[eos] * (31 - n)]
+    assert details.counts[0, 0].tolist() == [*short.learned[1:].tolist(), *[False] * (31 - n)]
+    assert details.places[0, 0].tolist() == [*range(n), *range(30 - n)]
+    assert details.counts[1, 0].sum() == encoded(home, chat(*TALK))[0].learned.sum()
+
+
+def test_packed_rows_hold_whole_conversations_each_once_and_none_foretells_the_next(directory):
+    home = directory(MISTRAL)
+    many = [chat(("user", "q" * (n % 5)), ("assistant", "a" * (1 + n % 7))) for n in range(40)]
+    packing = dict(pack=True, reset_position_ids=True, reset_attention_mask=True)
+    rows = load_data(config(home, *many, seq_length=40, **packing)).training.corpora[0]
+    assert sorted(n for row in rows.rows for n in row) == list(range(40)) and len(rows.rows) < 20
+    learned = 0
+    for number, row in enumerate(rows.rows):
+        details = rows.details(np.array(number), 40)
+        window = rows.samples(np.array(number), 40)
+        bounds = [*np.flatnonzero(details.places == 0), 40]
+        assert len(bounds) >= len(row) + 1
+        for one, begin in zip(row, bounds, strict=False):
+            expected = encoded(home, many[one])[0]
+            end = min(begin + len(expected.tokens), 41)
+            assert window[begin:end].tolist() == expected.tokens[: end - begin].tolist()
+            assert details.counts[begin : end - 1].tolist() == expected.learned[1 : end - begin].tolist()
+            assert end == 41 or not details.counts[end - 1]
+        learned += details.counts.sum()
+    assert learned == sum(one.learned.sum() for one in encoded(home, *many))
+
+
+def test_packing_is_best_fit_the_longest_first():
+    assert packed([3, 9, 4, 6, 1], 10) == [[0], [1, 4], [2, 3]]
+    assert packed([10, 10], 10) == [[0], [1]]
+
+
+@pytest.mark.parametrize(("too_long", "left"), [("cut", [0, 1]), ("leave_out", [1]), ("refuse", None)])
+def test_a_conversation_longer_than_a_row_is_refused_cut_or_left_out(directory, too_long, left):
+    home = directory(MISTRAL)
+    data = config(home, chat(("user", "a"), ("assistant", "b" * 50)), chat(*TALK[:2]), seq_length=20, too_long=too_long)
+    if left is None:
+        with pytest.raises(DataError) as caught:
+            load_data(data)
+        (problem,) = caught.value.problems
+        assert problem.code == "PP-E421" and problem.remedy == "data.seq_length=57"
+        data.seq_length = 57
+        assert len(load_data(data).training.corpora[0].rows) == 2
+        return
+    rows = load_data(data).training.corpora[0]
+    assert len(rows.rows) == len(left)
+    assert rows.samples(np.array(0), 20)[-2] == (ord("b") - ord("!") if too_long == "cut" else rows.filling)
+
+
+def test_the_digest_names_tokens_what_is_learned_and_rows(directory):
+    home = directory(CHATML)
+    digests = {load_data(config(home, chat(*TALK), chat(*TALK), seq_length=n)).training.digest for n in (99, 100, 100)}
+    (home / "chat_template.jinja").write_text(CHATML_SAYS)
+    digests.add(load_data(config(home, chat(*TALK), chat(*TALK), seq_length=100)).training.digest)
+    assert len(digests) == 3
+
+
+def test_a_split_holds_out_the_last_rows(directory):
+    home = directory(CHATML)
+    data = config(home, *[chat(("user", str(n)), ("assistant", "a")) for n in range(10)], seq_length=99)
+    data.validation_split = 0.2
+    found = load_data(data)
+    assert found.training.num_samples(99) == 8 and found.held_out.num_samples(99) == 2
+    assert found.training.digest != found.held_out.digest
+    assert "rows 8 to 10" in found.held_out.description
