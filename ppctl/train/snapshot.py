@@ -147,9 +147,11 @@ def start_from(session: Session, path: Path) -> None:
         reader.check_copies()
         _fill_from_directory(reader.tensor, shards)
     elif has_weights(path):
-        from ppctl.foreign.stored import StoredWeights  # transformers, which few runs need
+        from ppctl.foreign.library import config_from  # transformers, which few runs need
+        from ppctl.foreign.stored import StoredWeights
 
-        _fill_from_directory(StoredWeights(path, foreign, model_tensors(session.config.model)).tensor, shards)
+        stored = StoredWeights(path, config_from(foreign.config), model_tensors(session.config.model))
+        _fill_from_directory(stored.tensor, shards)
     session.weights.publish()
 
 
