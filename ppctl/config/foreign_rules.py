@@ -21,6 +21,8 @@ _AXES = {
 _OTHERS = {
     "data.reset_position_ids": (False, "counts positions through a row"),
     "data.reset_attention_mask": (False, "attends to whole rows"),
+    "pipeline.patch_inner_model": (True, "does not take hidden states"),
+    "pipeline.patch_causal_lm_model": (True, "does not take hidden states"),
     "train.compile": (False, "is called as a whole, and is not compiled layer by layer"),
     "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
 }

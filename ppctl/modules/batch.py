@@ -64,7 +64,9 @@ def divide(given: Any, config: PipelineConfig, device: torch.device) -> Batch:
     first = tensors[0]
     rows, size, call = first.shape[0], config.pp_microbatch_size, config.pp_batch_size
     if rows % size or not rows:
-        raise _refused(f"{rows} sequences make no whole microbatches of {size}", f"{max(1, rows // size) * size} sequences")
+        raise _refused(
+            f"{rows} sequences make no whole microbatches of {size}", f"{max(1, rows // size) * size} sequences"
+        )
     if call > 1 and (call % size or rows % call):  # 1, the default, is no wish: all of the batch is one call
         message = f"{rows} sequences make no whole schedule calls of pp_batch_size={call} in microbatches of {size}"
         raise _refused(message, f"pp_batch_size={rows}")

@@ -33,9 +33,14 @@ class Cut:
         """The part that holds a module, at or below a named one; None for what is on every stage."""
         return next((k for k, names in enumerate(self.parts) if any(is_below(path, name) for name in names)), None)
 
-    def is_inside(self, path: str) -> bool:
-        """Whether a module is in the inner model; without one the model itself is meant."""
-        return not self.inner or is_below(path, self.inner)
+    def forward_around(self, path: str) -> str:
+        """Whose forward calls a module: that of the inner model, or "" for the model's own."""
+        return self.inner if self.inner and is_below(path, self.inner) else ""
+
+    @property
+    def inner_parts(self) -> list[int]:
+        """The parts that hold something of the inner model, in order."""
+        return [k for k, names in enumerate(self.parts) if any(map(self.forward_around, names))]
 
 
 def is_below(path: str, name: str) -> bool:
@@ -58,7 +63,9 @@ def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: in
         message = "a module that is not from transformers is cut by the names of its modules, and none are given"
         raise ConfigError(Problem(CODE, message, _proposal(model, pp)))
     if isinstance(parts, str) or any(isinstance(part, str) for part in parts):
-        raise ConfigError(Problem(CODE, f"{FIELD} is {parts!r}: one list of names for every part", _proposal(model, pp)))
+        raise ConfigError(
+            Problem(CODE, f"{FIELD} is {parts!r}: one list of names for every part", _proposal(model, pp))
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     named = [[str(name) for name in part] for part in parts]
     problems = [_unknown(name, k, modules) for k, part in enumerate(named) for name in part if name not in modules]

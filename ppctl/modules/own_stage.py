@@ -109,22 +109,19 @@ class OwnStage(nn.Module):
         modules, inner = dict(self.model.named_modules()), self.cut.inner
         for part, names in enumerate(self.cut.parts):
             for name in names:
-                forward_around = inner if self.cut.is_inside(name) else ""
-                if forward_around not in self.aware:
+                if self.cut.forward_around(name) not in self.aware:
                     self._replace(modules[name], name, part)
                 elif part != self.number:
                     _remove(self.model, name)
         if inner and ("" in self.aware) != (inner in self.aware):
             if inner in self.aware:  # to the forward around it, the inner model is one module of several stages
-                self._replace(modules[inner], inner, min(self._inner_parts, key=lambda part: abs(part - self.number)))
+                self._replace(modules[inner], inner, min(self.cut.inner_parts, key=self._distance))
             else:
                 target: Any = modules[inner]
                 target.forward = partial(self._inside, target.forward)
 
-    @property
-    def _inner_parts(self) -> list[int]:
-        """The stages that hold something of the inner model."""
-        return [k for k, names in enumerate(self.cut.parts) if any(map(self.cut.is_inside, names))]
+    def _distance(self, part: int) -> int:
+        return abs(part - self.number)
 
     def _replace(self, module: nn.Module, name: str, part: int) -> None:
         target: Any = module
@@ -148,7 +145,9 @@ class OwnStage(nn.Module):
         if name not in self.forms:
             return self._arrived
         device = None if self._arrived is None else self._arrived.device
-        return tree_map(lambda each: torch.zeros_like(each, device=device) if is_tensor(each) else each, self.forms[name])
+        return tree_map(
+            lambda each: torch.zeros_like(each, device=device) if is_tensor(each) else each, self.forms[name]
+        )
 
     def _behind(self, _: str, *positional: Any, **named: Any) -> Any:
         """A module of a later stage: what it would read is this stage's result."""
@@ -156,7 +155,7 @@ class OwnStage(nn.Module):
 
     def _inside(self, forward: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         """The inner model's forward, given hidden states by the model's own."""
-        first = self.number == min(self._inner_parts)
+        first = self.number == self.cut.inner_parts[0]
         self._arrived, self._entered = (None, True) if first else (first_tensor((positional, named)), False)
         try:
             return forward(*positional, **named)
@@ -204,7 +203,9 @@ def _remove(model: nn.Module, name: str) -> None:
 def _copied(model: nn.Module, cut: Cut, number: int, device: torch.device, uses: frozenset[str]) -> nn.Module:
     """The model's tree of modules with memory for what this stage has. `uses` get parameters of their own."""
     modules = dict(model.named_modules())
-    tensors = {id(t): t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    tensors = {
+        id(t): t for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+    }
     twin = copy.deepcopy(model, {key: _Kept() for key in tensors})
     for path, module in twin.named_modules():
         part = cut.part_of(path)
@@ -224,7 +225,6 @@ def _copied(model: nn.Module, cut: Cut, number: int, device: torch.device, uses:
 
 class _Kept:
     """Stands for a tensor while modules are copied, so that no values are."""
-
 
 
 def _moved(tensor: Tensor, device: torch.device, *, copied: bool) -> Tensor:

@@ -110,7 +110,9 @@ class Pipeline:
         self._source, self._ranks = source, ranks
         self.placement = _agree(ranks, "place the stages", lambda: _placement(config, ranks.size, source.num_stages))
         self._numbers = self.placement.stages_of(ranks.rank)
-        made = _agree(ranks, "make the stages", lambda: {n: source.make_stage(n, device) for n in self._numbers}, own=True)
+        made = _agree(
+            ranks, "make the stages", lambda: {n: source.make_stage(n, device) for n in self._numbers}, own=True
+        )
         self._stages: dict[int, Any] = made
         self._modules: dict[int, Any] = {n: (parallelize(m) or m) if parallelize else m for n, m in made.items()}
         self._sync = {n: GradientSync(module) for n, module in self._modules.items()}
@@ -375,9 +377,7 @@ def _source(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
     return source
 
 
-def _agree(
-    ranks: AgreeingRanks, what: str, work: Callable[[], Any], *, own: bool = False, same: bool = False
-) -> Any:
+def _agree(ranks: AgreeingRanks, what: str, work: Callable[[], Any], *, own: bool = False, same: bool = False) -> Any:
     """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
 
     With `same` the ranks' batches have to be alike.
@@ -391,7 +391,9 @@ def _agree(
     def conclude(found: list[Any]) -> Any:
         if same and len(set(found)) > 1:
             told = ", ".join(f"rank {rank} {shapes}" for rank, shapes in enumerate(found))
-            raise ConfigError(Problem(CODE, f"ranks were given different batches: {told}", "the same batch on every rank"))
+            raise ConfigError(
+                Problem(CODE, f"ranks were given different batches: {told}", "the same batch on every rank")
+            )
         return found[0]
 
     try:
@@ -425,12 +427,12 @@ def _schedule(config: PipelineConfig, place: Placement, num_microbatches: int) -
     """The schedule of a call, with its messages. Raises ScheduleError, and ConfigError (PP-E130) for a file's."""
     if config.pp_schedule_csv is None:
         vpp = place.num_stages // place.pp
-        return lower(
-            make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches)
-        )
+        return lower(make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches))
     found = _schedule_in(config.pp_schedule_csv)
     if found.num_microbatches != num_microbatches:
-        message = f"{config.pp_schedule_csv} runs {found.num_microbatches} microbatches, and the batch has {num_microbatches}"
+        message = (
+            f"{config.pp_schedule_csv} runs {found.num_microbatches} microbatches, and the batch has {num_microbatches}"
+        )
         raise ConfigError(Problem(CODE, message, f"pp_batch_size={found.num_microbatches * config.pp_microbatch_size}"))
     if problems := verify(found):
         raise ScheduleError(problems)

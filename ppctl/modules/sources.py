@@ -61,7 +61,9 @@ class OwnModel:
         for field in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
             if getattr(config, field) is not None and config.module_fqns_per_model_part is None:
                 message = f"{field} counts layers of a model of transformers; {type(model).__name__} is cut by names"
-                raise ConfigError(Problem("PP-E130", message, f"{field}=None module_fqns_per_model_part=[[...], [...]]"))
+                raise ConfigError(
+                    Problem("PP-E130", message, f"{field}=None module_fqns_per_model_part=[[...], [...]]")
+                )
         self.model, self.cut = model, cut_by_names(model, config.module_fqns_per_model_part, pp)
         self.num_stages = len(self.cut.parts)
         asked = ((config.patch_causal_lm_model, ""), (config.patch_inner_model, self.cut.inner))
@@ -154,7 +156,9 @@ def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ..
         policy = POLICIES[wanted_policy(wanted)]
         how = wanted.round_virtual_stages_to_pp_multiple
         if how is not None and wanted.layers_per_stage is None:
-            message = f"round_virtual_stages_to_pp_multiple={how} rounds the stages of layers_per_stage, which is not set"
+            message = (
+                f"round_virtual_stages_to_pp_multiple={how} rounds the stages of layers_per_stage, which is not set"
+            )
             raise ConfigError(Problem("PP-E130", message, "round_virtual_stages_to_pp_multiple=None"))
         single = policy.chunks == 1
         stages, _ = calculate_virtual_stages(anatomy.count, wanted.layers_per_stage, pp, single, how)
@@ -250,4 +254,6 @@ def _refuse_lost_buffers(model: nn.Module) -> None:
     ]
     if lost:
         message = f"{', '.join(lost[:5])} has no values on meta, and no state dict has them"
-        raise ConfigError(Problem("PP-E132", message, "build the model on the CPU, or register the buffer as persistent"))
+        raise ConfigError(
+            Problem("PP-E132", message, "build the model on the CPU, or register the buffer as persistent")
+        )

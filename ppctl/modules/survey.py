@@ -41,7 +41,9 @@ class Survey:
 
 def blank_of(model: nn.Module) -> nn.Module:
     """A copy of a module on meta: no values, no memory."""
-    tensors = {id(t): t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    tensors = {
+        id(t): t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+    }
     return copy.deepcopy(model, {key: _on_meta(tensor) for key, tensor in tensors.items()})
 
 
@@ -53,13 +55,14 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[str] = ()) -> Survey:
     """What travels between the parts of a model on meta, called with arguments of these shapes.
 
-    `aware` as in `OwnStage`: such forwards are not followed, each part is called as it is. Raises ConfigError (PP-E132)
+    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. Raises ConfigError (PP-E132)
     naming the module that reads what another part has, is called out of order or not at all, or needs values.
     """
     positional, named = tree_map(lambda each: each.to(_META) if is_tensor(each) else each, arguments)
     try:
         with torch.no_grad(), _META:
-            return _chain(blank, cut, (positional, named), aware) if aware else _follow(blank, cut, (positional, named))
+            followed = _follow(blank, cut, (positional, named), frozenset(aware))
+            return _chain(blank, cut, (positional, named), aware) if aware else followed
     except ConfigError:
         raise
     except Exception as error:
@@ -84,8 +87,8 @@ def _chain(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[s
     return Survey(tuple(edges))
 
 
-def _follow(blank: nn.Module, cut: Cut, arguments: Arguments) -> Survey:
-    watch = _Watch(blank, cut)
+def _follow(blank: nn.Module, cut: Cut, arguments: Arguments, aware: frozenset[str]) -> Survey:
+    watch = _Watch(blank, cut, aware)
     try:
         with watch:
             blank(*arguments[0], **arguments[1])
@@ -98,12 +101,15 @@ def _follow(blank: nn.Module, cut: Cut, arguments: Arguments) -> Survey:
 class _Watch(TorchDispatchMode):
     """Marks tensors with the part that made them while a model runs, and notes what crosses a cut.
 
-    What depends on the model's arguments alone has no mark: every stage makes it for itself. `model` must be on meta.
+    What depends on the model's arguments alone has no mark: every stage makes it for itself. `model` must be on meta. Of
+    modules that an `aware` forward calls there is nothing to follow; an inner model that is aware counts as one module,
+    which begins in its first part and ends in its last.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, aware: frozenset[str]) -> None:
         super().__init__()
-        self.cut, self.part = cut, 0
+        self.part = 0
+        self.watched = [[name for name in names if cut.forward_around(name) not in aware] for names in cut.parts]
         self.edges: list[Tensor] = []
         self.forms: dict[str, Any] = {}
         self.problems: list[Problem] = []
@@ -114,16 +120,18 @@ class _Watch(TorchDispatchMode):
         self._hooks = []
         modules = dict(model.named_modules())
         for path, module in modules.items():
-            if (part := cut.part_of(path)) is not None:
+            part = cut.part_of(path)
+            if part is not None and cut.forward_around(path) not in aware:
                 for key, tensor in saved(module):
                     self._marks.setdefault(tensor, part)
                     self._names.setdefault(tensor, f"{path}.{key}")
-        for part, names in enumerate(cut.parts):
-            for name in names:
-                module = modules[name]
-                before, behind = partial(self._enter, part, name), partial(self._leave, part, name)
-                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(behind))
+        spans = [(name, part, part) for part, names in enumerate(self.watched) for name in names]
+        if cut.inner and cut.inner in aware and "" not in aware:
+            spans.append((cut.inner, cut.inner_parts[0], cut.inner_parts[-1]))
+        for name, first, last in spans:
+            before, behind = partial(self._enter, first, name), partial(self._leave, last, name)
+            self._hooks.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(modules[name].register_forward_hook(behind))
 
     def remove_hooks(self) -> None:
         """Leave the model as it was."""
@@ -133,9 +141,9 @@ class _Watch(TorchDispatchMode):
     def conclude(self) -> None:
         """Raise ConfigError with what was found."""
         called = self.forms.keys()
-        for part, names in enumerate(self.cut.parts):
+        for part, names in enumerate(self.watched):
             lost = [name for name in names if name not in called]
-            if len(lost) == len(names) and not self.problems:
+            if lost and len(lost) == len(names) and not self.problems:
                 message = f"the model's forward calls no module of part {part}: {', '.join(lost[:3])}"
                 self.problems.append(Problem(CODE, message, _AS_IT_IS))
         if self.problems:
@@ -162,7 +170,9 @@ class _Watch(TorchDispatchMode):
         where = self._running[-1] if self._running else "the model's own forward"
         what, made = self._names.get(tensor, "a tensor"), self._marks[tensor]
         message = f"{where}, in part {self.part}, reads {what} of part {made}: only the hidden state travels"
-        self.problems.append(Problem(CODE, message, "parts that keep both on one stage, or a residual inside one module"))
+        self.problems.append(
+            Problem(CODE, message, "parts that keep both on one stage, or a residual inside one module")
+        )
 
     def _enter(self, part: int, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._running.append(name)
@@ -186,6 +196,7 @@ class _Watch(TorchDispatchMode):
 
     def _leave(self, part: int, name: str, _: nn.Module, args: Any, output: Any) -> Any:
         self._running.pop()
+        self.part = max(self.part, part)
 
         def result(each: Any) -> Any:
             """A new tensor: what a module hands through is on other stages there under its first name alone."""

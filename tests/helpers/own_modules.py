@@ -76,18 +76,29 @@ class AwareInside(nn.Module):
         return x if self.head is None else self.head(x)
 
 
+class Step(nn.Module):
+    """A residual inside one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.map(x))
+
+
 class Plain(nn.Module):
     """The inner model of a causal language model, in no way prepared."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Step() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x) * 3.0
         for layer in self.layers:
-            x = x + torch.tanh(layer(x))
+            x = layer(x) * 0.9
         return x
 
 

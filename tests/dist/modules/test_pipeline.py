@@ -132,7 +132,11 @@ def test_gradients_of_several_steps_add_up() -> None:
     model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
     shared = []
     for tokens, labels in batches(2, ROWS):
-        held = {name: parameter.grad for name, parameter in model.named_parameters() if name.endswith(("embed.weight", "head.weight"))}
+        held = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if name.endswith(("embed.weight", "head.weight"))
+        }
         model.embed.weight.grad = model.head.weight.grad = None
         for part in zip(tokens.split(SIZE), labels.split(SIZE), strict=True):
             loss_of(model, *part, (labels != -100).sum()).backward()
