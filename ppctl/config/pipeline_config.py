@@ -44,7 +44,7 @@ class PipelineConfig:
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
     """Round the number of stages to a multiple of pp, `up` or `down`; none refuses a number that is not one."""
     module_fqns_per_model_part: list[list[str]] | None = key(None, layout=True)
-    """Module names of every stage, instead of a split by layers: Hugging Face's, in `ppctl.pipeline` the module's own."""
+    """Module names of every stage, in place of a split by layers: Hugging Face's, or a module's own."""
     patch_inner_model: bool = True
     """Let ppctl stand in for what an inner model's forward calls on other stages. False: that forward takes hidden
     states itself and is called as it is, with None for other stages' modules, as that of ppctl's own blocks does."""
@@ -61,7 +61,7 @@ class PipelineConfig:
     loss_fn: Callable[..., Any] | None = key(None, support=Support(PYTHON))
     """`loss_fn(logits, labels)` in place of cross entropy: the sum over a microbatch's tokens, or with
     scale_grads_in_schedule their mean. Labels that do not count are -100. Python only; in `ppctl.pipeline` any function
-    of the model's output and labels, whose sum over the microbatches (mean, with scale_grads_in_schedule) is the loss."""
+    of output and labels, whose sum over the microbatches (mean, with scale_grads_in_schedule) is the loss."""
     pp_seq_len: int | None = key(None, positive(MOST_TOKENS))
     """Sequence length for which message shapes are computed in advance; none takes the data's."""
 

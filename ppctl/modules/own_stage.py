@@ -34,11 +34,11 @@ class OwnStage(nn.Module):
     """One stage of a module, which is called as a whole.
 
     `model` stays as it is; this stage has a copy of its tree of modules, in which its own parameters are the same
-    objects (moved to `device`; of those that several modules share, each further use is a parameter of its own), and all
-    others are one number each, spread over their shape. The first own module gets what arrived in place of its first
-    tensor; a module of a later stage ends the forward with its first tensor. `aware` names the forwards that take hidden
-    states themselves and are called as they are, "" for the model and the name of the inner one: modules of other
-    stages are None there, or missing in their container.
+    objects (moved to `device`; `uses` names further uses of shared ones, each of which becomes a parameter of its own),
+    and all others are one number each, spread over their shape. The first own module gets what arrived in place of its
+    first tensor; a module of a later stage ends the forward with its first tensor. `aware` names the forwards that take
+    hidden states themselves and are called as they are, "" for the model and the name of the inner one: modules of
+    other stages are None there, or missing in their container.
     """
 
     def __init__(

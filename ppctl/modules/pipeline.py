@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.comm.communicator import Communicator
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.devices import group_backends
+from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.errors import CheckpointError, ConfigError, Problem, ScheduleError
@@ -136,14 +138,14 @@ class Pipeline:
 
     def eval(self, batch: Any) -> Tensor | None:
         """The loss of a batch in evaluation mode, without gradients, on the rank of the last stage; else as `step`."""
-        modes = {number: module.training for number, module in self._modules.items()}
+        modes = {each: each.training for module in self._modules.values() for each in module.modules()}
         for module in self._modules.values():
             module.eval()
         try:
             return self._run(batch, training=False)
         finally:
-            for number, training in modes.items():
-                self._modules[number].train(training)
+            for each, training in modes.items():
+                each.training = training
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -219,9 +221,6 @@ class Pipeline:
         batch = self._begin(given)
         survey, schedule, forwards = self._known[batch.shapes]
         loss = StepLoss(self.config, batch.microbatches)
-        if survey.forms:
-            for stage in self._stages.values():
-                stage.forms = survey.forms
         held = self._hold_tied() if training else {}
         losses: list[Tensor] = []
         calls = range(0, len(batch.microbatches), batch.per_call)
@@ -242,13 +241,11 @@ class Pipeline:
 
     def _begin(self, given: Any) -> Batch:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
-        try:
-            batch = divide(given, self.config, self.device)
-            known = batch.shapes in self._known
-        except ConfigError:
-            known = False
-        if known:
-            return batch
+        with suppress(ConfigError):  # all ranks raise it, below
+            known = divide(given, self.config, self.device)
+            if known.shapes in self._known:
+                return known
+        batch: Batch
         batch, survey = _agree(self._ranks, "look at the batch", partial(self._look_at, given), same=True, own=True)
         place, number = self.placement, batch.per_call
         schedule = _agree(self._ranks, "make the schedule", lambda: _schedule(self.config, place, number))
@@ -258,7 +255,34 @@ class Pipeline:
             assert group is not None  # there is more than one rank
             self._communicator = Communicator(group, channels=schedule.capacities, device=self.device)
         self._known[batch.shapes] = survey, schedule, forwards
+        if self.device.type == "cuda":
+            self._dry_pass(batch)
         return batch
+
+    def _dry_pass(self, batch: Batch) -> None:
+        """Run all kernels of a step once, before the first message (see `engine.dry_pass`).
+
+        Nothing that a step reads is different afterwards: gradients, buffers, draws of random numbers.
+        """
+        survey, schedule, _ = self._known[batch.shapes]
+        self._schedule = schedule
+        held = [(parameter, parameter.grad) for parameter in self.parameters()]
+        buffers = [(b, b.clone()) for m in self._modules.values() for b in m.buffers() if 0 not in b.stride()]
+        self.zero_grad()
+        on_gpu = self.device.type == "cuda"
+        loss = StepLoss(self.config, batch.microbatches)
+        with torch.random.fork_rng([self.device] if on_gpu else []):
+            for number in self._numbers * 2:  # the second time gradients are added to those of the first
+                program = self._program(number, batch, 0, survey, loss, [], last_call=True)
+                is_last, split = number == self.placement.num_stages - 1, (number, 0) in schedule.split
+                dry_pass(program, self._ranks.rank, 0, self.device, is_last=is_last, split=split)
+        for parameter, gradient in held:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
 
     def _look_at(self, given: Any) -> tuple[Batch, Survey]:
         batch = divide(given, self.config, self.device)
@@ -283,6 +307,8 @@ class Pipeline:
         last_call: bool,
     ) -> StageProgram:
         module, is_last = self._modules[number], number == self.placement.num_stages - 1
+        if survey.forms:
+            self._stages[number].forms = survey.forms
 
         def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             microbatch = batch.microbatches[first + mb]
@@ -346,7 +372,8 @@ def _source(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
     directory = None if isinstance(model, nn.Module) else Path(model)
     patched = config.patch_inner_model and config.patch_causal_lm_model
     if directory is None and not (patched and is_transformers(model)):
-        return _agree(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
+        own: Source = _agree(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
+        return own
     if not patched:
         message = "a directory is run by transformers' code, whose forward does not take hidden states"
         raise ConfigError(Problem(CODE, message, "patch_inner_model=True patch_causal_lm_model=True"))
@@ -371,7 +398,9 @@ def _source(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
         return proved(its_config, place).anatomy
 
     anatomy = _agree(ranks, "prove that the model can be cut", proof)
-    source = _agree(ranks, "cut the model", lambda: TransformersModel(its_config, anatomy, dtype, config, pp), own=True)
+    source: TransformersModel = _agree(
+        ranks, "cut the model", lambda: TransformersModel(its_config, anatomy, dtype, config, pp), own=True
+    )
     weights = (lambda: weights_of(model)) if directory is None else (lambda: weights_in(directory, its_config))
     source.weights = _agree(ranks, "find the weights", weights, own=True)
     return source

@@ -55,8 +55,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[str] = ()) -> Survey:
     """What travels between the parts of a model on meta, called with arguments of these shapes.
 
-    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. Raises ConfigError (PP-E132)
-    naming the module that reads what another part has, is called out of order or not at all, or needs values.
+    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. Raises ConfigError
+    (PP-E132) naming the module that reads what another part has, is called out of order or not at all, or needs values.
     """
     positional, named = tree_map(lambda each: each.to(_META) if is_tensor(each) else each, arguments)
     try:
@@ -101,13 +101,13 @@ def _follow(blank: nn.Module, cut: Cut, arguments: Arguments, aware: frozenset[s
 class _Watch(TorchDispatchMode):
     """Marks tensors with the part that made them while a model runs, and notes what crosses a cut.
 
-    What depends on the model's arguments alone has no mark: every stage makes it for itself. `model` must be on meta. Of
-    modules that an `aware` forward calls there is nothing to follow; an inner model that is aware counts as one module,
-    which begins in its first part and ends in its last.
+    What depends on the model's arguments alone has no mark: every stage makes it for itself. `model` must be on meta.
+    Of modules that an `aware` forward calls there is nothing to follow; an inner model that is aware counts as one
+    module, which begins in its first part and ends in its last.
     """
 
     def __init__(self, model: nn.Module, cut: Cut, aware: frozenset[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.part = 0
         self.watched = [[name for name in names if cut.forward_around(name) not in aware] for names in cut.parts]
         self.edges: list[Tensor] = []

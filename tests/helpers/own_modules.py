@@ -39,7 +39,7 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        batch, length = tokens.shape
+        length = tokens.shape[1]
         x = self.embed(tokens) * 4.0 + self.position(torch.arange(length, device=tokens.device))
         mask = (tokens != 0)[..., None].to(x.dtype)
         for layer in self.layers:

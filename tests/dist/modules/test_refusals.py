@@ -17,6 +17,8 @@ import ppctl
 from ppctl.errors import PpctlError
 
 GOOD = PARTS[2]
+ALL = [*GOOD[0], *GOOD[1]]
+INNER = [["model.embed", "model.layers.0"], ["model.layers.1", "model.layers.2", "model.layers.3", "head"]]
 
 
 class Skips(nn.Module):
@@ -94,40 +96,59 @@ def state() -> tuple[Tensor, Tensor]:
     return torch.ones(4, WIDTH), torch.zeros(4, 3, dtype=torch.int64)
 
 
+def parts(*names: list[str]) -> dict[str, Any]:
+    return dict(module_fqns_per_model_part=list(names))
+
+
 CASES = {
     "no names": Case("PP-E131", "none are given", {}),
-    "unknown": Case("PP-E131", "part 1 names 'norms'", dict(module_fqns_per_model_part=[GOOD[0], [*GOOD[1], "norms"]])),
-    "uncovered": Case("PP-E131", "no part holds head.weight", dict(module_fqns_per_model_part=[GOOD[0], GOOD[1][:-1]])),
-    "uncovered parameter": Case(
-        "PP-E131", "no part holds scale", dict(module_fqns_per_model_part=[["a"], ["b"]]), Loses
+    "unknown": Case("PP-E131", "part 1 names 'norms'", parts(GOOD[0], [*GOOD[1], "norms"])),
+    "uncovered": Case("PP-E131", "no part holds head.weight", parts(GOOD[0], GOOD[1][:-1])),
+    "uncovered parameter": Case("PP-E131", "no part holds scale", parts(["a"], ["b"]), Loses),
+    "twice": Case(
+        "PP-E131",
+        "embed is named in parts 0 and 1",
+        parts(GOOD[0], ["embed", *GOOD[1]]),
     ),
-    "twice": Case("PP-E131", "embed is named in parts 0 and 1", dict(module_fqns_per_model_part=[GOOD[0], ["embed", *GOOD[1]]])),
-    "within": Case("PP-E131", "layers, which holds it", dict(module_fqns_per_model_part=[GOOD[0], ["layers", "norm", "head"]])),
-    "empty": Case("PP-E131", "part 1 names no module", dict(module_fqns_per_model_part=[sum(GOOD, []), []])),
-    "three parts": Case("PP-E131", "3 parts, which 2", dict(module_fqns_per_model_part=[GOOD[0][:2], [GOOD[0][2]], GOOD[1]])),
+    "within": Case(
+        "PP-E131",
+        "layers, which holds it",
+        parts(GOOD[0], ["layers", "norm", "head"]),
+    ),
+    "empty": Case("PP-E131", "part 1 names no module", parts(ALL, [])),
+    "three parts": Case(
+        "PP-E131",
+        "3 parts, which 2",
+        parts(GOOD[0][:2], [GOOD[0][2]], GOOD[1]),
+    ),
     "no lists": Case("PP-E131", "one list of names", dict(module_fqns_per_model_part=["embed", "head"])),
     "layers counted": Case("PP-E130", "layers_per_stage counts", dict(layers_per_stage=2)),
-    "rows": Case("PP-E130", "no whole microbatches of 3", dict(module_fqns_per_model_part=GOOD, pp_microbatch_size=3)),
-    "calls": Case("PP-E130", "pp_batch_size=6", dict(module_fqns_per_model_part=GOOD, pp_batch_size=6)),
-    "length": Case("PP-E130", "pp_seq_len is 9", dict(module_fqns_per_model_part=GOOD, pp_seq_len=9)),
-    "dtype": Case("PP-E130", "dtype is torch.bfloat16", dict(module_fqns_per_model_part=GOOD, dtype=torch.bfloat16)),
-    "form": Case("PP-E130", "a mapping, not a Tensor", dict(module_fqns_per_model_part=GOOD), batch=torch.ones(2)),
-    "schedule": Case("PP-E130", "is no schedule", dict(module_fqns_per_model_part=GOOD, pp_schedule="2f2b")),
-    "auto": Case("PP-E130", "searched for by a plan", dict(module_fqns_per_model_part=GOOD, pp_schedule="auto")),
-    "chunks": Case("PP-E130", "1f1b runs one chunk", dict(module_fqns_per_model_part=PARTS[4])),
-    "too few": Case("PP-E304", "at least 4 microbatches", dict(module_fqns_per_model_part=PARTS[4], pp_schedule="dualpipev", pp_microbatch_size=4)),
-    "file": Case("PP-E130", "cannot be read", dict(module_fqns_per_model_part=GOOD, pp_schedule_csv="nowhere.csv")),
-    "skips": Case("PP-E132", "reads the result of first", dict(module_fqns_per_model_part=[["first"], ["second"]]), Skips, batch=state()),
-    "weight": Case("PP-E132", "reads table.weight of part 0", dict(module_fqns_per_model_part=[["table"], ["map"]]), ReadsWeight),
-    "order": Case("PP-E132", "c of part 0 is called when part 1", dict(module_fqns_per_model_part=[["a", "c"], ["b"]]), Backwards, batch=state()),
-    "values": Case("PP-E132", "cannot be followed", dict(module_fqns_per_model_part=[["a"], ["b"]]), ReadsValues, batch=state()),
-    "no values": Case("PP-E132", "0.table has no values", dict(module_fqns_per_model_part=[["0"], ["1"]]), on_meta),
+    "rows": Case("PP-E130", "no whole microbatches of 3", dict(parts(*GOOD), pp_microbatch_size=3)),
+    "calls": Case("PP-E130", "pp_batch_size=6", dict(parts(*GOOD), pp_batch_size=6)),
+    "length": Case("PP-E130", "pp_seq_len is 9", dict(parts(*GOOD), pp_seq_len=9)),
+    "dtype": Case("PP-E130", "dtype is torch.bfloat16", dict(parts(*GOOD), dtype=torch.bfloat16)),
+    "form": Case("PP-E130", "a mapping, not a Tensor", parts(*GOOD), batch=torch.ones(2)),
+    "schedule": Case("PP-E130", "is no schedule", dict(parts(*GOOD), pp_schedule="2f2b")),
+    "auto": Case("PP-E130", "searched for by a plan", dict(parts(*GOOD), pp_schedule="auto")),
+    "chunks": Case("PP-E130", "1f1b runs one chunk", parts(*PARTS[4])),
+    "too few": Case(
+        "PP-E304",
+        "at least 4 microbatches",
+        dict(parts(*PARTS[4]), pp_schedule="dualpipev", pp_microbatch_size=4),
+    ),
+    "file": Case("PP-E130", "cannot be read", dict(parts(*GOOD), pp_schedule_csv="nowhere.csv")),
+    "skips": Case("PP-E132", "reads the result of first", parts(["first"], ["second"]), Skips, batch=state()),
+    "weight": Case("PP-E132", "reads table.weight of part 0", parts(["table"], ["map"]), ReadsWeight),
+    "order": Case("PP-E132", "c of part 0 is called when part 1", parts(["a", "c"], ["b"]), Backwards, batch=state()),
+    "values": Case("PP-E132", "cannot be followed", parts(["a"], ["b"]), ReadsValues, batch=state()),
+    "no values": Case("PP-E132", "0.table has no values", parts(["0"], ["1"]), on_meta),
     "residual in a forward that is patched": Case(
-        "PP-E132", "reads the result of model.layers.0",
-        dict(module_fqns_per_model_part=[["model.embed", "model.layers.0"], ["model.layers.1", "model.layers.2", "model.layers.3", "head"]], patch_causal_lm_model=False),
+        "PP-E132",
+        "the model's own forward, in part 1, reads a tensor of part 0",
+        dict(parts(*INNER), patch_causal_lm_model=False),
         lambda: AwareInside(unprepared()),
     ),
-}  # fmt: skip
+}
 
 
 def unprepared() -> nn.Module:
@@ -206,7 +227,7 @@ def test_names_that_are_missing_come_with_a_cut_that_can_be_pasted() -> None:
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    parts = [sum(GOOD, [])]
+    parts = [ALL]
     pipeline = ppctl.pipeline(made("tied"), ppctl.PipelineConfig(module_fqns_per_model_part=parts))
     before = {name: value.clone() for name, value in pipeline.state_dict().items()}
     state = {name: torch.zeros_like(value) for name, value in before.items() if name != "head.weight"}

@@ -18,6 +18,8 @@ MODEL = Anatomy(
 )  # fmt: skip
 FIRST, LAST = ["transformer.wte", "wpe"], ["ln_f", "lm_head"]
 
+PAIRS = dict(layers_per_stage=2, pp_schedule="interleaved_1f1b")
+
 
 def layers(first: int, end: int) -> list[str]:
     return [f"h.{index}" for index in range(first, end)]
@@ -33,8 +35,8 @@ def cut(pp: int, **fields: Any) -> TransformersModel:
         (2, dict(), [5, 5]),
         (2, dict(pp_schedule="interleaved_1f1b"), [3, 3, 2, 2]),
         (2, dict(layers_per_stage=5), [5, 5]),
-        (2, dict(layers_per_stage=2, pp_schedule="interleaved_1f1b", round_virtual_stages_to_pp_multiple="up"), [2, 2, 2, 2, 1, 1]),
-        (2, dict(layers_per_stage=2, pp_schedule="interleaved_1f1b", round_virtual_stages_to_pp_multiple="down"), [3, 3, 2, 2]),
+        (2, dict(PAIRS, round_virtual_stages_to_pp_multiple="up"), [2, 2, 2, 2, 1, 1]),
+        (2, dict(PAIRS, round_virtual_stages_to_pp_multiple="down"), [3, 3, 2, 2]),
         (2, dict(module_fqns_per_model_part=[[*FIRST, *layers(0, 7)], [*layers(7, 10), *LAST]]), [7, 3]),
         (2, dict(module_fqns_per_model_part=[FIRST, [*layers(0, 10), "rotary_emb", *LAST]]), [0, 10]),
     ],
@@ -44,7 +46,7 @@ def test_the_layers_of_each_stage(pp: int, fields: dict[str, Any], decoders: lis
     assert [sum(layer.kind == "decoder" for layer in stage) for stage in model.layers] == decoders
     indices = [layer.index for stage in model.layers for layer in stage if layer.kind == "decoder"]
     assert indices == list(range(10))
-    assert [str(stage[0]) for stage in model.layers][0] == "embedding"
+    assert str(model.layers[0][0]) == "embedding"
     assert str(model.layers[-1][-1]) == "loss"
     last = model.num_stages - 1
     assert model.ties == ((Use(0, "transformer.wte.weight"), Use(last, "lm_head.weight")),)
@@ -53,7 +55,7 @@ def test_the_layers_of_each_stage(pp: int, fields: dict[str, Any], decoders: lis
 @pytest.mark.parametrize(
     ("fields", "code", "words"),
     [
-        (dict(layers_per_stage=2, pp_schedule="interleaved_1f1b"), "PP-E119", "multiple of the pipeline ranks"),
+        (PAIRS, "PP-E119", "multiple of the pipeline ranks"),
         (dict(layers_per_stage=2, round_virtual_stages_to_pp_multiple="up"), "PP-E119", "single-stage schedule"),
         (dict(round_virtual_stages_to_pp_multiple="up"), "PP-E130", "layers_per_stage, which is not set"),
         (dict(module_fqns_per_model_part=[[*FIRST, *layers(0, 9)], LAST]), "PP-E131", "must name the 10 layers"),
