@@ -110,7 +110,7 @@ class TransformersModel:
             ends = [Layer("embedding")] * ("E" in stage), [Layer("loss")] * ("L" in stage)
             self.layers.append([*ends[0], *decoders, *ends[1]])
         first, last = Use(0, anatomy.uses[0]), Use(self.num_stages - 1, anatomy.uses[-1])
-        self.ties = ((first, last),) if anatomy.tied else ()
+        self.ties: tuple[tuple[Use, ...], ...] = ((first, last),) if anatomy.tied else ()
 
     def make_stage(self, number: int, device: torch.device) -> Any:
         """As `Source`."""
