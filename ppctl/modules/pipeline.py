@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,32 +21,31 @@ from torch.distributed import ProcessGroup
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.comm.communicator import Communicator
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.devices import group_backends
 from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
-from ppctl.errors import CheckpointError, ConfigError, Problem, ScheduleError
+from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.modules.batch import Batch, divide
+from ppctl.modules.build import (
+    CODE,
+    agreed,
+    device_of,
+    placement_of,
+    schedule_of,
+    source_of,
+    start_process_group,
+)
 from ppctl.modules.loss import StepLoss
 from ppctl.modules.sources import (
-    OwnModel,
     Source,
-    TransformersModel,
-    is_transformers,
     wanted_policy,
-    weights_in,
-    weights_of,
-    whole_config,
 )
 from ppctl.modules.survey import Survey
 from ppctl.modules.sync import GradientSync
 from ppctl.parallel.ties import TiedGradients, TiedUse
-from ppctl.schedule.action import BACKWARDS, Placement, Schedule
+from ppctl.schedule.action import BACKWARDS, Schedule
 from ppctl.schedule.passes import lower
-from ppctl.schedule.policies import POLICIES, forwards_alone, make_schedule
-from ppctl.schedule.verify import verify
-
-CODE = "PP-E130"
+from ppctl.schedule.policies import POLICIES, forwards_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +88,10 @@ def pipeline(
     wanted = config or PipelineConfig()
     if loss_fn is not None:
         wanted = replace(wanted, loss_fn=loss_fn)
-    place = _device(device)
-    _start(place)
+    place = device_of(device)
+    start_process_group(place)
     ranks = AgreeingRanks(group)
-    source = _source(model, wanted, ranks)
+    source = source_of(model, wanted, ranks)
     return Pipeline(source, wanted, place, ranks, parallelize)
 
 
@@ -110,15 +108,15 @@ class Pipeline:
     ) -> None:
         self.config, self.device = config, device
         self._source, self._ranks = source, ranks
-        self.placement = _agree(ranks, "place the stages", lambda: _placement(config, ranks.size, source.num_stages))
+        self.placement = agreed(ranks, "place the stages", lambda: placement_of(config, ranks.size, source.num_stages))
         self._numbers = self.placement.stages_of(ranks.rank)
-        made = _agree(
+        made = agreed(
             ranks, "make the stages", lambda: {n: source.make_stage(n, device) for n in self._numbers}, own=True
         )
         self._stages: dict[int, Any] = made
         self._modules: dict[int, Any] = {n: (parallelize(m) or m) if parallelize else m for n, m in made.items()}
         self._sync = {n: GradientSync(module) for n, module in self._modules.items()}
-        _agree(ranks, "look at how stages are sharded", partial(self._check_sync, parallelize is not None))
+        agreed(ranks, "look at how stages are sharded", partial(self._check_sync, parallelize is not None))
         self._ties = self._tie()
         self._known: dict[str, tuple[Survey, Schedule, Schedule]] = {}
         self._communicator: Communicator | None = None
@@ -246,9 +244,9 @@ class Pipeline:
             if known.shapes in self._known:
                 return known
         batch: Batch
-        batch, survey = _agree(self._ranks, "look at the batch", partial(self._look_at, given), same=True, own=True)
+        batch, survey = agreed(self._ranks, "look at the batch", partial(self._look_at, given), same=True, own=True)
         place, number = self.placement, batch.per_call
-        schedule = _agree(self._ranks, "make the schedule", lambda: _schedule(self.config, place, number))
+        schedule = agreed(self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number))
         forwards = lower(forwards_alone(place, number))
         if self._communicator is None and self._ranks.size > 1:
             group = self._ranks.group or dist.group.WORLD
@@ -362,135 +360,3 @@ class Pipeline:
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
             raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
-
-
-def _source(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
-    """What is cut, agreed on by all ranks; a model of transformers is proved by the first one."""
-    if config.pp_schedule_csv is None:
-        _agree(ranks, "read the config", lambda: wanted_policy(config))
-    pp = ranks.size
-    directory = None if isinstance(model, nn.Module) else Path(model)
-    patched = config.patch_inner_model and config.patch_causal_lm_model
-    if directory is None and not (patched and is_transformers(model)):
-        own: Source = _agree(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
-        return own
-    if not patched:
-        message = "a directory is run by transformers' code, whose forward does not take hidden states"
-        raise ConfigError(Problem(CODE, message, "patch_inner_model=True patch_causal_lm_model=True"))
-
-    def known() -> tuple[Any, torch.dtype]:
-        from ppctl.foreign.library import read_own_config
-
-        if directory is None:
-            return whole_config(model)
-        found = read_own_config(directory)
-        return found, found.dtype if isinstance(found.dtype, torch.dtype) else torch.float32
-
-    its_config, dtype = _agree(ranks, "read the model's config", known, own=True)
-
-    def proof() -> Any:
-        from ppctl.foreign.describe import proved, refuse_dropout
-
-        if ranks.rank > 0:
-            return None
-        place = directory or Path(type(model).__name__)
-        refuse_dropout(its_config, place)
-        return proved(its_config, place).anatomy
-
-    anatomy = _agree(ranks, "prove that the model can be cut", proof)
-    source: TransformersModel = _agree(
-        ranks, "cut the model", lambda: TransformersModel(its_config, anatomy, dtype, config, pp), own=True
-    )
-    weights = (lambda: weights_of(model)) if directory is None else (lambda: weights_in(directory, its_config))
-    source.weights = _agree(ranks, "find the weights", weights, own=True)
-    return source
-
-
-def _agree(ranks: AgreeingRanks, what: str, work: Callable[[], Any], *, own: bool = False, same: bool = False) -> Any:
-    """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
-
-    With `same` the ranks' batches have to be alike.
-    """
-    mine: list[Any] = []
-
-    def attempt() -> Any:
-        mine.append(work())
-        return mine[0][0].shapes if same else None if own else mine[0]
-
-    def conclude(found: list[Any]) -> Any:
-        if same and len(set(found)) > 1:
-            told = ", ".join(f"rank {rank} {shapes}" for rank, shapes in enumerate(found))
-            raise ConfigError(
-                Problem(CODE, f"ranks were given different batches: {told}", "the same batch on every rank")
-            )
-        return found[0]
-
-    try:
-        verdict = ranks.agree(what, attempt, conclude)
-    except CheckpointError as error:
-        if all(problem.code.startswith("PP-E5") for problem in error.problems):
-            raise
-        raise ConfigError(error.problems) from error.__cause__
-    return mine[0] if own else verdict
-
-
-def _placement(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
-    """Where the stages go. Raises ConfigError (PP-E130) where the schedule runs another number of them on a rank."""
-    if config.pp_schedule_csv is not None:
-        place = _schedule_in(config.pp_schedule_csv).placement
-        if (place.pp, place.num_stages) != (pp, num_stages):
-            message = f"{config.pp_schedule_csv} runs {place.num_stages} stages on {place.pp} ranks, "
-            raise ConfigError(Problem(CODE, message + f"and there are {num_stages} on {pp}", "pp_schedule_csv=None"))
-        return place
-    policy = POLICIES[wanted_policy(config)]
-    vpp = num_stages // pp
-    if not policy.runs(vpp):
-        message = f"{policy.name} runs {policy.chunks_in_words}, and {num_stages} parts on {pp} ranks are {vpp} each"
-        other = policy.for_more_chunks if vpp > 1 else ""
-        remedy = f"pp_schedule={other!r}" if other else f"{pp * policy.chunks} parts"
-        raise ConfigError(Problem(CODE, message, remedy))
-    return Placement("v" if policy.placement == "v" else "loop", pp, num_stages)
-
-
-def _schedule(config: PipelineConfig, place: Placement, num_microbatches: int) -> Schedule:
-    """The schedule of a call, with its messages. Raises ScheduleError, and ConfigError (PP-E130) for a file's."""
-    if config.pp_schedule_csv is None:
-        vpp = place.num_stages // place.pp
-        return lower(make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches))
-    found = _schedule_in(config.pp_schedule_csv)
-    if found.num_microbatches != num_microbatches:
-        message = (
-            f"{config.pp_schedule_csv} runs {found.num_microbatches} microbatches, and the batch has {num_microbatches}"
-        )
-        raise ConfigError(Problem(CODE, message, f"pp_batch_size={found.num_microbatches * config.pp_microbatch_size}"))
-    if problems := verify(found):
-        raise ScheduleError(problems)
-    return lower(found)
-
-
-def _schedule_in(path: str) -> Schedule:
-    from ppctl.plan.schedule_file import schedule_in
-
-    try:
-        return schedule_in(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(Problem(CODE, f"the schedule file {path} cannot be read: {reason}", "", path)) from error
-
-
-def _device(asked: torch.device | str | None) -> torch.device:
-    if asked is not None:
-        found = torch.device(asked)
-        return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device("cpu")
-
-
-def _start(device: torch.device) -> None:
-    """Set the GPU, and make the default group where torchrun has started this process and nobody has made it."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if dist.is_initialized() or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        return
-    dist.init_process_group(group_backends(device.type, None, os.environ, share=False))
