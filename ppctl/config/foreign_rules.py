@@ -22,6 +22,8 @@ _OTHERS = {
     "data.pack": (False, "takes a row for one conversation"),
     "data.reset_position_ids": (False, "counts positions through a row"),
     "data.reset_attention_mask": (False, "attends to whole rows"),
+    "pipeline.patch_inner_model": (True, "does not take hidden states"),
+    "pipeline.patch_causal_lm_model": (True, "does not take hidden states"),
     "parallel.cpu_offloading": (False, "keeps what masks and positions are made of beside its layers"),
 }
 READ = frozenset({"model.from", "model.implementation", "model.hf_overrides", "model.lora", "model.init_method_std"})

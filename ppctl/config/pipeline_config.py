@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ppctl.config.limits import MOST_IN_A_MICROBATCH, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS, positive
-from ppctl.config.metadata import LATER, PYTHON, Support, key
+from ppctl.config.metadata import PYTHON, Support, key
 from ppctl.errors import ConfigError, Problem
 
 CODE = "PP-E119"
@@ -44,15 +44,15 @@ class PipelineConfig:
     round_virtual_stages_to_pp_multiple: Literal["up", "down"] | None = None
     """Round the number of stages to a multiple of pp, `up` or `down`; none refuses a number that is not one."""
     module_fqns_per_model_part: list[list[str]] | None = key(None, layout=True)
-    """Module names of every stage, instead of a split by layers."""
-    patch_inner_model: bool = key(True, support=Support(LATER, "it belongs to Hugging Face models"))
-    """Make a Hugging Face inner model's forward stage-aware."""
-    patch_causal_lm_model: bool = key(True, support=Support(LATER, "it belongs to Hugging Face models"))
-    """Make a Hugging Face causal-LM wrapper's forward stage-aware."""
-    patch_stage_backward_maybe_with_nosync: bool = key(
-        False, support=Support(LATER, "it belongs to Hugging Face models under FSDP")
-    )
-    """Hold FSDP's gradient synchronisation back until a stage's last backward."""
+    """Module names of every stage, in place of a split by layers: Hugging Face's, or a module's own."""
+    patch_inner_model: bool = True
+    """Let ppctl stand in for what an inner model's forward calls on other stages. False: that forward takes hidden
+    states itself and is called as it is, with None for other stages' modules, as that of ppctl's own blocks does."""
+    patch_causal_lm_model: bool = True
+    """The same of the forward of the model itself, around an inner one or without one."""
+    patch_stage_backward_maybe_with_nosync: bool = False
+    """Stages under fully_shard sum their gradients once, behind a stage's last backward, and not after each one. The
+    data parallelism of a run always does."""
     dtype: Any = key(None, mathematics=True)
     """dtype of the messages whose shapes are computed in advance; none takes that of the parameters."""
     scale_grads_in_schedule: bool = key(False, mathematics=True)
@@ -60,7 +60,8 @@ class PipelineConfig:
     gradients by the number of microbatches (torch's scale_grads). Else every token of the batch weighs alike."""
     loss_fn: Callable[..., Any] | None = key(None, support=Support(PYTHON))
     """`loss_fn(logits, labels)` in place of cross entropy: the sum over a microbatch's tokens, or with
-    scale_grads_in_schedule their mean. Labels that do not count are -100. Python only."""
+    scale_grads_in_schedule their mean. Labels that do not count are -100. Python only; in `ppctl.pipeline` any function
+    of output and labels, whose sum over the microbatches (mean, with scale_grads_in_schedule) is the loss."""
     pp_seq_len: int | None = key(None, positive(MOST_TOKENS))
     """Sequence length for which message shapes are computed in advance; none takes the data's."""
 

@@ -89,6 +89,16 @@ _SHOWN_BY = {
             "parallel.pipeline_dtype pipeline.pp_seq_len pipeline.dtype"
         ),
     },
+    "tests/dist/modules/test_pipeline.py": {
+        "test_a_forward_that_takes_hidden_states_is_called_as_it_is": (
+            "pipeline.patch_inner_model pipeline.patch_causal_lm_model"
+        ),
+    },
+    "tests/dist/modules/test_fully_shard.py": {
+        "test_sharded_stages_sum_behind_the_last_backward_or_behind_each": (
+            "pipeline.patch_stage_backward_maybe_with_nosync"
+        ),
+    },
     "tests/dist/megatron/test_p2p.py": {"test_activations_go_down_and_gradients_come_back": "parallel.batch_p2p_sync"},
     "tests/dist/parallel/test_sharded.py": {
         "test_every_way_of_sharding_agrees_with_replicas": "parallel.data_parallel_sharding"

@@ -41,15 +41,20 @@ def proved(config: Any, directory: Path) -> Proof:
         raise ConfigError(Problem("PP-E528", message, remedy, str(directory))) from error
 
 
-def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
-    """Read, prove and measure. Raises ConfigError: as `read_own_config`, PP-E528, and PP-E529 for dropout."""
-    config = read_own_config(directory, overrides)
+def refuse_dropout(config: Any, directory: Path) -> None:
+    """Raise ConfigError (PP-E529) for a model that drops something in training."""
     drops = drops_of(config)
     if drops:
         listed = ", ".join(f"{name}={value}" for name, value in drops.items())
         message = f"{config.model_type} at {directory} has {listed}: its draws would depend on the cut"
         remedy = " ".join(f"model.hf_overrides.{name}=0" for name in drops)
         raise ConfigError(Problem("PP-E529", message, remedy, str(directory)))
+
+
+def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
+    """Read, prove and measure. Raises ConfigError: as `read_own_config`, PP-E528, and PP-E529 for dropout."""
+    config = read_own_config(directory, overrides)
+    refuse_dropout(config, directory)
     proof = proved(config, directory)
     anatomy = proof.anatomy
     blank = make_model(config, "meta").train()

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ppctl.errors import CheckpointError, Problem
 from ppctl.families.safetensors import Stored, read_directory
-from ppctl.foreign.library import Conversions, config_from, make_model
-from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.foreign.library import Conversions, make_model
 
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _UNREAD = ("rotary_emb.inv_freq",)
@@ -27,13 +26,13 @@ _UNREAD = ("rotary_emb.inv_freq",)
 class StoredWeights:
     """Reads a model's tensors; files are mapped, not loaded.
 
-    `shapes` are those of all tensors of the model, by canonical name. Raises CheckpointError: PP-E523 for damaged
-    files, PP-E524 naming every tensor that is missing or unknown.
+    `config` is that of the library; `shapes` are those of all tensors of the model, by canonical name. Raises
+    CheckpointError: PP-E523 for damaged files, PP-E524 naming every tensor that is missing or unknown.
     """
 
-    def __init__(self, directory: Path, foreign: ForeignModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, directory: Path, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.directory, self.shapes = directory, shapes
-        model: Any = make_model(config_from(foreign.config), "meta")
+        model: Any = make_model(config, "meta")
         self._headers = read_directory(directory)
         self._files: dict[Path, Any] = {}
         known = set(model.state_dict()) | {name for name, _ in model.named_buffers()}

@@ -126,8 +126,16 @@ class ForeignModel(NamedTuple):
             given = data.pop("adapters", None)
             adapters = None if given is None else Adapters(given[0], given[1], tuple(given[2]))
             lists: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
-            known = {"anatomy": anatomy, "first": first, "last": last, "kinds": kinds}
-            return cls(measured=measured, adapters=adapters, **known, **lists, **data)
+            return cls(
+                anatomy=anatomy,
+                first=first,
+                last=last,
+                kinds=kinds,
+                measured=measured,
+                adapters=adapters,
+                **lists,
+                **data,
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
 

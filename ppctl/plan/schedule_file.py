@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ppctl.errors import ScheduleError
+from ppctl.errors import Problem, ScheduleError
 from ppctl.files import read_text
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.layout_choice import Cut
@@ -32,22 +32,24 @@ def read_schedule_file(values: ConfigValues, violations: Violations) -> Schedule
     if values[CSV] is None:
         return None
     try:
-        text = read_text(values[CSV], _MOST_READ)
-        schedule = Schedule.from_csv(text, name=FROM_FILE)
+        return schedule_in(values[CSV])
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = f"the schedule file {values[CSV]} cannot be read: {reason}"
         violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
-        return None
     except ScheduleError as error:
         for problem in error.problems:
             place = f"{values[CSV]}, {problem.place}" if problem.place else values.cite(CSV)
             violations.append(Violation(problem.code, f"{CSV} {problem.place}", problem.message, place, _WITHOUT))
-        return None
+    return None
+
+
+def schedule_in(path: str) -> Schedule:
+    """The compute-only schedule in a file. Raises ScheduleError for what is none, OSError and UnicodeDecodeError."""
+    schedule = Schedule.from_csv(read_text(path, _MOST_READ), name=FROM_FILE)
     if any(action.op in MESSAGES for row in schedule.actions for action in row):
-        message = f"{values[CSV]} holds messages; ppctl places its own: give the forwards and backwards alone"
-        violations.append(Violation(CODE, CSV, message, values.cite(CSV), _WITHOUT))
-        return None
+        message = f"{path} holds messages; ppctl places its own: give the forwards and backwards alone"
+        raise ScheduleError(Problem(CODE, message))
     rows = tuple(tuple(action for action in row if action.op is not Op.REDUCE_GRAD) for row in schedule.actions)
     return replace(schedule, actions=rows)
 

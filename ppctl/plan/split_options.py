@@ -7,13 +7,13 @@ is stricter where they lose layers. Must not know what is done with a layout. On
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ppctl.config.pipeline_config import StageCountError, calculate_virtual_stages
 from ppctl.errors import LayoutError
-from ppctl.geometry.foreign_model import Anatomy, ForeignModel, foreign_of
+from ppctl.geometry.foreign_model import Anatomy, foreign_of
 from ppctl.layout import even_layout
 from ppctl.layout.letters import MAX_ITEMS, canonical_text
 from ppctl.plan.config_values import ConfigValues, Overrides, value_text
@@ -50,7 +50,7 @@ class Split:
     derived: Derived
 
 
-class _Unfit(Exception):
+class Unfit(Exception):
     """The options cannot be followed: why, and what to type instead."""
 
     def __init__(self, message: str, *candidates: Overrides, code: str = "PP-E222") -> None:
@@ -71,10 +71,10 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
         return None
     try:
         layout, why = _compiled(values, used)
-    except (_Unfit, StageCountError, LayoutError) as error:
-        code = error.code if isinstance(error, _Unfit) else "PP-E222"
-        message = str(error) if isinstance(error, _Unfit) else error.problems[0].message
-        candidates = error.candidates if isinstance(error, _Unfit) else ()
+    except (Unfit, StageCountError, LayoutError) as error:
+        code = error.code if isinstance(error, Unfit) else "PP-E222"
+        message = str(error) if isinstance(error, Unfit) else error.problems[0].message
+        candidates = error.candidates if isinstance(error, Unfit) else ()
         place = values.cite(*used, "layout", "pp", "vpp", "model.num_layers")
         off = {key: False if key in (EMBEDDING, LOSS) else None for key in used}
         both = {**off, "layout": None, "vpp": None}
@@ -86,10 +86,10 @@ def compile_split(values: ConfigValues, violations: Violations) -> Split | None:
 def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
     if values["layout"] is not None:
         names = ", ".join(f"{key}={value_text(values[key])}" for key in used)
-        raise _Unfit(f"a layout says all that {names} could say; only one of them can be meant", {"layout": None})
+        raise Unfit(f"a layout says all that {names} could say; only one of them can be meant", {"layout": None})
     if not any(set(used) <= compatible for compatible in _COMPATIBLE):
         names = " and ".join(f"{key}={value_text(values[key])}" for key in used)
-        raise _Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
+        raise Unfit(f"{names} divide the layers in different ways; only one of them can be meant")
     if NAMES in used:
         return _by_names(values), f"{NAMES} names the modules of every stage"
     if PER_STAGE in used or ROUND in used:
@@ -100,7 +100,7 @@ def _compiled(values: ConfigValues, used: list[str]) -> tuple[str, str]:
 
 def _layout(counts: list[int], values: ConfigValues) -> str:
     if sum(counts) + len(counts) > MAX_ITEMS:
-        raise _Unfit(f"{values['model.num_layers']:,} layers in {len(counts):,} stages are more than a layout holds")
+        raise Unfit(f"{values['model.num_layers']:,} layers in {len(counts):,} stages are more than a layout holds")
     stages = ["t" * count for count in counts]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * (values["model.mtp_num_layers"] or 0) + "L"
@@ -113,14 +113,14 @@ def _ends(values: ConfigValues) -> tuple[list[int], str]:
     ends = {key: values[key] for key in (FIRST, LAST) if values[key] is not None}
     for key, count in ends.items():
         if count % vpp:
-            raise _Unfit(f"{key}={count} is no multiple of vpp {vpp}", {key: max(1, count // vpp) * vpp})
+            raise Unfit(f"{key}={count} is no multiple of vpp {vpp}", {key: max(1, count // vpp) * vpp})
     ranks, rest = pp - len(ends), layers - sum(ends.values())
     if ranks < 0 or rest < 0 or (ranks == 0) != (rest == 0) or (ranks and rest % (ranks * vpp)):
         unit = f"{ranks} ranks x vpp {vpp}"
         chosen = " and ".join(f"{key}={count}" for key, count in ends.items())
         message = f"{chosen} leave {rest} of {layers} layers for the other {unit} of pp {pp}, which is not even"
         fitted = layers - rest + max(1, round(rest / max(1, ranks * vpp))) * ranks * vpp
-        raise _Unfit(message, *({"model.num_layers": fitted},) if ranks > 0 else ())
+        raise Unfit(message, *({"model.num_layers": fitted},) if ranks > 0 else ())
     middle = rest // ranks if ranks else 0
     per_rank = [middle] * pp
     if FIRST in ends:
@@ -143,21 +143,21 @@ def _accounted(values: ConfigValues) -> tuple[list[int], str]:
         unit = pp * (per_chunk or values["vpp"] or 1)
         each = f" in pieces of {per_chunk}" if per_chunk else ""
         fitted = {"model.num_layers": max(1, round(total / unit)) * unit - len(extra)}
-        raise _Unfit(f"{what} cannot be shared evenly by {pp} pp_ranks{each}", fitted)
+        raise Unfit(f"{what} cannot be shared evenly by {pp} pp_ranks{each}", fitted)
     vpp = total // pp // per_chunk if per_chunk else values["vpp"] or 1
     if values["vpp"] is not None and values["vpp"] != vpp:
         message = (
             f"{PER_CHUNK}={per_chunk} makes {vpp} chunks of {total // pp} layers per pp_rank, not vpp {values['vpp']}"
         )
-        raise _Unfit(message, {"vpp": vpp}, {"vpp": None})
+        raise Unfit(message, {"vpp": vpp}, {"vpp": None})
     if total // pp % vpp:
         fitted = {"model.num_layers": max(1, round(total / pp / vpp)) * pp * vpp - len(extra)}
-        raise _Unfit(f"{what} make {total // pp} on each pp_rank, which vpp {vpp} chunks cannot share evenly", fitted)
+        raise Unfit(f"{what} make {total // pp} on each pp_rank, which vpp {vpp} chunks cannot share evenly", fitted)
     counts = [total // (pp * vpp)] * (pp * vpp)
     counts[0] -= bool(values[EMBEDDING])
     counts[-1] -= bool(values[LOSS])
     if min(counts) < 0:
-        raise _Unfit(f"{what} are one stage, which cannot give up a layer for each", {EMBEDDING: False, LOSS: False})
+        raise Unfit(f"{what} are one stage, which cannot give up a layer for each", {EMBEDDING: False, LOSS: False})
     return counts, f"even split of {what} over {pp * vpp} stages (pp {pp} x vpp {vpp})"
 
 
@@ -165,53 +165,59 @@ def _by_layers_per_stage(values: ConfigValues) -> tuple[str, str]:
     """NeMo's rule: ceil(layers / layers_per_stage) stages, rounded where asked, then split evenly."""
     layers, pp, size, how = values["model.num_layers"], values["pp"], values[PER_STAGE], values[ROUND]
     if size is None:
-        raise _Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
+        raise Unfit(f"{ROUND}={how} rounds the stages that {PER_STAGE} makes, and that is not given", {ROUND: None})
     policy = schedule_policy(values["pipeline.pp_schedule"]) if values.is_set("pipeline.pp_schedule") else None
     single = POLICIES[policy].chunks == 1 if policy and policy != AUTO else -(-layers // max(size, 1)) <= pp
     stages, vpp = calculate_virtual_stages(layers, size, pp, single, how)
     if stages > layers:
-        raise _Unfit(f"{stages} stages are more than the {layers} layers", {PER_STAGE: None, ROUND: None})
+        raise Unfit(f"{stages} stages are more than the {layers} layers", {PER_STAGE: None, ROUND: None})
     if values["vpp"] not in (None, vpp):
         message = f"{PER_STAGE}={size} makes {vpp} stages per pp_rank, not vpp {values['vpp']}"
-        raise _Unfit(message, {"vpp": vpp}, {"vpp": None})
+        raise Unfit(message, {"vpp": vpp}, {"vpp": None})
     text = even_layout(layers, stages, values["model.mtp_num_layers"] or 0)
     rounded = f", rounded {how}" if how and stages != -(-layers // size) else ""
     return text, f"{layers} layers in stages of {size} make {stages} stages{rounded}, split evenly"
 
 
 def _by_names(values: ConfigValues) -> str:
-    """The modules of each stage by name, as a Hugging Face decoder names them; the final norm goes with the head."""
     parts: Any = values[NAMES]
     foreign = foreign_of(values.config.model)
+    stages = stages_by_names(parts, values["model.num_layers"], None if foreign is None else foreign.anatomy)
+    if len(stages) % values["pp"] or (values["vpp"] is not None and len(stages) != values["pp"] * values["vpp"]):
+        vpp = "" if values["vpp"] is None else f" x vpp {values['vpp']}"
+        raise Unfit(f"{NAMES} has {len(stages)} parts, which pp {values['pp']}{vpp} cannot share", {"vpp": None})
+    return canonical_text(stages)
+
+
+def stages_by_names(parts: Sequence[Sequence[str]], num_layers: int, anatomy: Anatomy | None) -> tuple[str, ...]:
+    """The letters of each stage (`Ett`) from the names of its modules: those of ppctl's decoder, or of `anatomy`.
+
+    The final norm goes with the head. Raises Unfit for unknown names, and for layers that are not all there in order.
+    """
     stages, order = [], []
     for number, part in enumerate(parts):
-        found = list(_modules(number, part, foreign))
+        found = list(_modules(number, part, anatomy))
         order += [layer for layer in found if isinstance(layer, int)]
         head = {"norm", "head"} & set(map(str, found))
         if len(head) == 1:
             alone = "norm" if "norm" in head else "lm_head"
-            raise _Unfit(f"stage {number} names {alone} alone: the final norm and the output are one unit, L")
+            raise Unfit(f"stage {number} names {alone} alone: the final norm and the output are one unit, L")
         stages.append("E" * ("embedding" in found) + "t" * sum(isinstance(m, int) for m in found) + "L" * bool(head))
-    if order != list(range(values["model.num_layers"])):
-        message = (
-            f"{NAMES} must name the {values['model.num_layers']} layers in order, each once; it names {_runs(order)}"
-        )
-        raise _Unfit(message)
-    if len(stages) % values["pp"] or (values["vpp"] is not None and len(stages) != values["pp"] * values["vpp"]):
-        vpp = "" if values["vpp"] is None else f" x vpp {values['vpp']}"
-        raise _Unfit(f"{NAMES} has {len(stages)} parts, which pp {values['pp']}{vpp} cannot share", {"vpp": None})
-    return canonical_text(tuple(stages))
+    if order != list(range(num_layers)):
+        message = f"{NAMES} must name the {num_layers} layers in order, each once; it names {_runs(order)}"
+        raise Unfit(message)
+    return tuple(stages)
 
 
-def _modules(number: int, part: Any, foreign: ForeignModel | None) -> Iterator[str | int]:
+def _modules(number: int, part: Any, anatomy: Anatomy | None) -> Iterator[str | int]:
     for name in part:
-        if foreign is not None:
-            yield from _foreign_module(number, str(name), foreign.anatomy)
+        if anatomy is not None:
+            yield from _foreign_module(number, str(name), anatomy)
             continue
         match = _MODULE.fullmatch(str(name))
         if match is None:
             known = "embed_tokens, layers.N, norm, lm_head and rotary_emb, with or without model. before"
-            raise _Unfit(f"{NAMES} names {name!r} in part {number}; this decoder has {known}")
+            raise Unfit(f"{NAMES} names {name!r} in part {number}; this decoder has {known}")
         if match["layer"] is not None:
             yield int(match["layer"])
         elif match.lastgroup is not None:
@@ -231,7 +237,7 @@ def _foreign_module(number: int, name: str, anatomy: Anatomy) -> Iterator[str | 
         yield "head" if anatomy.head in full else "norm"
     elif not name.endswith("rotary_emb"):
         known = ", ".join((*anatomy.first, f"{anatomy.layers}.N", *anatomy.last))
-        raise _Unfit(f"{NAMES} names {name!r} in part {number}; this model has {known}")
+        raise Unfit(f"{NAMES} names {name!r} in part {number}; this model has {known}")
 
 
 def _runs(order: list[int]) -> str:

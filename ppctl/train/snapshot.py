@@ -161,11 +161,12 @@ def start_from(session: Session, path: Path) -> None:
         reader.check_copies()
         _fill_from_directory(reader.tensor, shards)
     elif has_weights(path):
-        from ppctl.foreign.stored import StoredWeights  # transformers, which few runs need
+        from ppctl.foreign.library import config_from  # transformers, which few runs need
+        from ppctl.foreign.stored import StoredWeights
 
         shapes = {name: shape for name, shape in model_tensors(session.config.model).items() if not is_adapter(name)}
         given = [shard for shard in shards if not is_adapter(shard.name)]
-        _fill_from_directory(StoredWeights(path, foreign, shapes).tensor, given)
+        _fill_from_directory(StoredWeights(path, config_from(foreign.config), shapes).tensor, given)
     session.weights.publish()
 
 

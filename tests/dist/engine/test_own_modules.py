@@ -12,9 +12,9 @@ from torch import nn
 ROOT = Path(__file__).parents[3]
 
 
-def code_of(page: str, lines: int) -> str:
-    """A page's only script in Python, which has at most so many lines that are not blank."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+def code_of(page: str, lines: int, which: int = -1) -> str:
+    """A page's last script in Python, or another one, which has at most so many lines that are not blank."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[which]
     assert len([line for line in code.splitlines() if line.strip()]) <= lines, "the page promises a short script"
     return str(code)
 
@@ -78,3 +78,18 @@ def test_the_readmes_example_has_the_gradients_of_one_process(tmp_path: Path) ->
     said = dict(re.findall(r"rank (\d): (\d+ losses, gradient \d+\.\d+)", done.stdout))
     first, last = (f"{norm:.4f}" for norm in gradients_of_one_process(2))
     assert said == {"0": f"0 losses, gradient {first}", "1": f"8 losses, gradient {last}"}
+
+
+def test_the_model_cut_by_names_trains_as_one_process_does(tmp_path: Path) -> None:
+    code = code_of("docs/own-modules.md", 27, which=0)
+    (tmp_path / "model.py").write_text(code)
+    alone = code.replace("parts = [[", "parts = [sum([[").replace('"head"]]', '"head"]], [])]')
+    (tmp_path / "alone.py").write_text(alone)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    losses = []
+    for command in ([*torchrun, "model.py"], [sys.executable, "alone.py"]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses.append(re.findall(r"step \d+: loss (\S+)", done.stdout))
+    assert losses[0] == losses[1] and len(losses[0]) == 10
+    assert float(losses[0][-1]) < float(losses[0][0])

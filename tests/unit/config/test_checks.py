@@ -222,7 +222,7 @@ def test_checking_changes_nothing():
 
 def test_a_config_without_provenance_is_checked_by_its_values():
     config = RunConfig()
-    config.pipeline.patch_inner_model = False
+    config.parallel.perform_initialization = False
     config.parallel.cpu_offloading_weights = True
     assert {problem.code for problem in check(config, {})} == {"PP-E110", "PP-E111"}
 

@@ -1,0 +1,169 @@
+"""What a pipeline is made of: the model in stages, their places, the schedule of a step; agreed on by all ranks.
+
+Knows process groups and how a config's fields become values. Must not know how a step runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.config.pipeline_config import PipelineConfig
+from ppctl.devices import group_backends
+from ppctl.errors import CheckpointError, ConfigError, Problem, ScheduleError
+from ppctl.modules.sources import (
+    OwnModel,
+    Source,
+    TransformersModel,
+    is_transformers,
+    wanted_policy,
+    weights_in,
+    weights_of,
+    whole_config,
+)
+from ppctl.schedule.action import Placement, Schedule
+from ppctl.schedule.passes import lower
+from ppctl.schedule.policies import POLICIES, make_schedule
+from ppctl.schedule.verify import verify
+
+CODE = "PP-E130"
+
+
+def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
+    """What is cut, agreed on by all ranks; a model of transformers is proved by the first one."""
+    if config.pp_schedule_csv is None:
+        agreed(ranks, "read the config", lambda: wanted_policy(config))
+    pp = ranks.size
+    directory = None if isinstance(model, nn.Module) else Path(model)
+    patched = config.patch_inner_model and config.patch_causal_lm_model
+    if directory is None and not (patched and is_transformers(model)):
+        own: Source = agreed(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
+        return own
+    if not patched:
+        message = "a directory is run by transformers' code, whose forward does not take hidden states"
+        raise ConfigError(Problem(CODE, message, "patch_inner_model=True patch_causal_lm_model=True"))
+
+    def known() -> tuple[Any, torch.dtype]:
+        from ppctl.foreign.library import read_own_config
+
+        if directory is None:
+            return whole_config(model)
+        found = read_own_config(directory)
+        return found, found.dtype if isinstance(found.dtype, torch.dtype) else torch.float32
+
+    its_config, dtype = agreed(ranks, "read the model's config", known, own=True)
+
+    def proof() -> Any:
+        from ppctl.foreign.describe import proved, refuse_dropout
+
+        if ranks.rank > 0:
+            return None
+        place = directory or Path(type(model).__name__)
+        refuse_dropout(its_config, place)
+        return proved(its_config, place).anatomy
+
+    anatomy = agreed(ranks, "prove that the model can be cut", proof)
+    source: TransformersModel = agreed(
+        ranks, "cut the model", lambda: TransformersModel(its_config, anatomy, dtype, config, pp), own=True
+    )
+    weights = (lambda: weights_of(model)) if directory is None else (lambda: weights_in(directory, its_config))
+    source.weights = agreed(ranks, "find the weights", weights, own=True)
+    return source
+
+
+def agreed(ranks: AgreeingRanks, what: str, work: Callable[[], Any], *, own: bool = False, same: bool = False) -> Any:
+    """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
+
+    With `same` the ranks' batches have to be alike.
+    """
+    mine: list[Any] = []
+
+    def attempt() -> Any:
+        mine.append(work())
+        return mine[0][0].shapes if same else None if own else mine[0]
+
+    def conclude(found: list[Any]) -> Any:
+        if same and len(set(found)) > 1:
+            told = ", ".join(f"rank {rank} {shapes}" for rank, shapes in enumerate(found))
+            raise ConfigError(
+                Problem(CODE, f"ranks were given different batches: {told}", "the same batch on every rank")
+            )
+        return found[0]
+
+    try:
+        verdict = ranks.agree(what, attempt, conclude)
+    except CheckpointError as error:
+        if all(problem.code.startswith("PP-E5") for problem in error.problems):
+            raise
+        raise ConfigError(error.problems) from error.__cause__
+    return mine[0] if own else verdict
+
+
+def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
+    """Where the stages go. Raises ConfigError (PP-E130) where the schedule runs another number of them on a rank."""
+    if config.pp_schedule_csv is not None:
+        place = _schedule_in(config.pp_schedule_csv).placement
+        if (place.pp, place.num_stages) != (pp, num_stages):
+            message = f"{config.pp_schedule_csv} runs {place.num_stages} stages on {place.pp} ranks, "
+            raise ConfigError(Problem(CODE, message + f"and there are {num_stages} on {pp}", "pp_schedule_csv=None"))
+        return place
+    policy = POLICIES[wanted_policy(config)]
+    vpp = num_stages // pp
+    if not policy.runs(vpp):
+        message = f"{policy.name} runs {policy.chunks_in_words}, and {num_stages} parts on {pp} ranks are {vpp} each"
+        other = policy.for_more_chunks if vpp > 1 else ""
+        remedy = f"pp_schedule={other!r}" if other else f"{pp * policy.chunks} parts"
+        raise ConfigError(Problem(CODE, message, remedy))
+    return Placement("v" if policy.placement == "v" else "loop", pp, num_stages)
+
+
+def schedule_of(config: PipelineConfig, place: Placement, num_microbatches: int) -> Schedule:
+    """The schedule of a call, with its messages. Raises ScheduleError, and ConfigError (PP-E130) for a file's."""
+    if config.pp_schedule_csv is None:
+        vpp = place.num_stages // place.pp
+        return lower(make_schedule(wanted_policy(config), pp=place.pp, vpp=vpp, num_microbatches=num_microbatches))
+    found = _schedule_in(config.pp_schedule_csv)
+    if found.num_microbatches != num_microbatches:
+        message = (
+            f"{config.pp_schedule_csv} runs {found.num_microbatches} microbatches, and the batch has {num_microbatches}"
+        )
+        raise ConfigError(Problem(CODE, message, f"pp_batch_size={found.num_microbatches * config.pp_microbatch_size}"))
+    if problems := verify(found):
+        raise ScheduleError(problems)
+    return lower(found)
+
+
+def _schedule_in(path: str) -> Schedule:
+    from ppctl.plan.schedule_file import schedule_in
+
+    try:
+        return schedule_in(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(Problem(CODE, f"the schedule file {path} cannot be read: {reason}", "", path)) from error
+
+
+def device_of(asked: torch.device | str | None) -> torch.device:
+    """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
+    if asked is not None:
+        found = torch.device(asked)
+        return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
+
+
+def start_process_group(device: torch.device) -> None:
+    """Set the GPU, and make the default group where torchrun has started this process and nobody has made it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized() or "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return
+    dist.init_process_group(group_backends(device.type, None, os.environ, share=False))

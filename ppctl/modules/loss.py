@@ -1,0 +1,56 @@
+"""The loss of a step: of a function of the user's, or cross entropy.
+
+Knows outputs and labels. Must not know schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ppctl.config.pipeline_config import PipelineConfig
+from ppctl.errors import ConfigError, Problem
+from ppctl.model.loss import NO_TOKEN, microbatch_loss
+from ppctl.modules.batch import Microbatch
+
+
+class StepLoss:
+    """Each microbatch's share of a step's loss, whose sum over the step is the loss that is differentiated.
+
+    With `loss_fn` a share is `loss_fn(output, labels)`, with scale_grads_in_schedule divided by the number of
+    microbatches. Without, it is cross entropy in nats over the tokens that count, divided by their number in the whole
+    batch; with scale_grads_in_schedule the mean over the microbatch's own, divided by the number of microbatches.
+    """
+
+    def __init__(self, config: PipelineConfig, microbatches: Sequence[Microbatch]) -> None:
+        self.function, self.shares = config.loss_fn, len(microbatches) if config.scale_grads_in_schedule else 1
+        self.scales = config.scale_grads_in_schedule
+        self.total: Tensor | None = None
+        if self.function is None:
+            if not all(_are_tokens(each.labels) for each in microbatches):
+                message = "without loss_fn the labels are token ids [rows, tokens], int64, -100 where none counts"
+                raise ConfigError(Problem("PP-E130", message, "PipelineConfig(loss_fn=torch.nn.functional.mse_loss)"))
+            if not self.scales:
+                self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
+
+    def __call__(self, output: Any, labels: Any) -> Tensor:
+        """The share of one microbatch."""
+        if self.function is not None:
+            loss: Tensor = self.function(output, labels)
+        else:
+            logits = output if isinstance(output, Tensor) else output.logits
+            mask = _mask(labels)
+            wanted = labels.clamp(min=0)  # NO_TOKEN is no index
+            loss = microbatch_loss(logits, wanted, mask, mask.sum().clamp(min=1) if self.total is None else self.total)
+        return loss / self.shares if self.scales else loss
+
+
+def _are_tokens(labels: Any) -> bool:
+    return isinstance(labels, Tensor) and labels.dim() == 2 and labels.dtype == torch.int64
+
+
+def _mask(labels: Tensor) -> Tensor:
+    return (labels != NO_TOKEN).float()

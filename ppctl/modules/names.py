@@ -1,0 +1,172 @@
+"""Which part of a module is on which stage, by names of modules (`PipelineConfig.module_fqns_per_model_part`).
+
+Knows modules and their names. Must not know what a stage does with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ppctl.errors import ConfigError, Problem
+
+FIELD = "module_fqns_per_model_part"
+CODE = "PP-E131"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The modules of every part. Parts are in model order; what has nothing that is saved runs on every stage."""
+
+    parts: tuple[tuple[str, ...], ...]
+    """Modules with parameters or saved buffers, by name."""
+    inner: str
+    """The inner model: the one child that holds several of these modules and is no container; "" without one."""
+
+    def part_of(self, path: str) -> int | None:
+        """The part that holds a module, at or below a named one; None for what is on every stage."""
+        return next((k for k, names in enumerate(self.parts) if any(is_below(path, name) for name in names)), None)
+
+    def forward_around(self, path: str) -> str:
+        """Whose forward calls a module: that of the inner model, or "" for the model's own."""
+        return self.inner if self.inner and is_below(path, self.inner) else ""
+
+    @property
+    def inner_parts(self) -> list[int]:
+        """The parts that hold something of the inner model, in order."""
+        return [k for k, names in enumerate(self.parts) if any(map(self.forward_around, names))]
+
+
+def is_below(path: str, name: str) -> bool:
+    """Whether a module is the one with this name, or in it."""
+    return path == name or path.startswith(f"{name}.")
+
+
+def saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module itself that a state dict has."""
+    yield from ((key, tensor) for key, tensor in module._parameters.items() if tensor is not None)
+    transient = module._non_persistent_buffers_set
+    yield from ((k, buffer) for k, buffer in module._buffers.items() if buffer is not None and k not in transient)
+
+
+def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: int) -> Cut:
+    """The cut that names describe. Raises ConfigError (PP-E131) with all that is wrong: unknown names, a module named
+    in two parts or in none, an empty part, a number of parts that pp ranks cannot share.
+    """
+    if parts is None:
+        message = "a module that is not from transformers is cut by the names of its modules, and none are given"
+        raise ConfigError(Problem(CODE, message, _proposal(model, pp)))
+    if isinstance(parts, str) or any(isinstance(part, str) for part in parts):
+        raise ConfigError(
+            Problem(CODE, f"{FIELD} is {parts!r}: one list of names for every part", _proposal(model, pp))
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    named = [[str(name) for name in part] for part in parts]
+    problems = [_unknown(name, k, modules) for k, part in enumerate(named) for name in part if name not in modules]
+    holds = {path: any(True for each in module.modules() for _ in saved(each)) for path, module in modules.items()}
+    owned = tuple(tuple(dict.fromkeys(name for name in part if holds.get(name))) for part in named)
+    problems += _twice(owned)
+    if empty := [k for k, part in enumerate(named) if not any(holds.get(n) or n not in modules for n in part)]:
+        listed = ", ".join(map(str, empty))
+        problems.append(Problem(CODE, f"{FIELD}: part {listed} names no module with parameters", _proposal(model, pp)))
+    cut = Cut(owned, _inner(modules, owned))
+    problems += _shared(modules)
+    problems += _uncovered(modules, cut)
+    if len(named) % pp or not named:
+        message = f"{FIELD} has {len(named)} parts, which {pp} pipeline ranks cannot share evenly"
+        problems.append(Problem(CODE, message, _proposal(model, pp)))
+    if problems:
+        raise ConfigError(problems)
+    return cut
+
+
+def _unknown(name: str, part: int, modules: dict[str, nn.Module]) -> Problem:
+    near = [path for path in modules if path and path.rpartition(".")[2] == name.rpartition(".")[2]]
+    known = near or [path for path in modules if path and "." not in path]
+    message = f"{FIELD}: part {part} names {name!r}, and the model has no such module"
+    return Problem(CODE, message, f"one of {', '.join(known[:_SHOWN])}")
+
+
+def _twice(parts: Sequence[Sequence[str]]) -> list[Problem]:
+    found = []
+    counts = Counter(name for part in parts for name in part)
+    for name, count in counts.items():
+        if count > 1:
+            listed = " and ".join(str(k) for k, part in enumerate(parts) if name in part)
+            found.append(Problem(CODE, f"{FIELD}: {name} is named in parts {listed}", f"name {name} in one part"))
+    for k, part in enumerate(parts):
+        for name in part:
+            around = [(other, j) for j, names in enumerate(parts) for other in names if name.startswith(f"{other}.")]
+            for other, j in around:
+                if j != k:
+                    message = f"{FIELD}: {name} is named in part {k}, and {other}, which holds it, in part {j}"
+                    found.append(Problem(CODE, message, f"name the modules in {other} one by one"))
+    return found
+
+
+def _shared(modules: dict[str, nn.Module]) -> list[Problem]:
+    """Modules under two names: two stages would call one module."""
+    first: dict[int, str] = {}
+    found = []
+    for path, module in modules.items():
+        before = first.setdefault(id(module), path)
+        if before != path and any(True for _ in saved(module)):
+            message = f"{path} is the same module as {before}"
+            remedy = "two modules that share their parameters: one.weight = other.weight"
+            found.append(Problem("PP-E132", message, remedy))
+    return found
+
+
+def _uncovered(modules: dict[str, nn.Module], cut: Cut) -> list[Problem]:
+    """Parameters and saved buffers that no part holds."""
+    lost = [
+        f"{path}.{key}" if path else key
+        for path, module in modules.items()
+        if cut.part_of(path) is None
+        for key, _ in saved(module)
+    ]
+    if not lost:
+        return []
+    shown = ", ".join(lost[:_SHOWN]) + (f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else "")
+    homes = dict.fromkeys(name.rpartition(".")[0] for name in lost)
+    if "" in homes:
+        remedy = "put parameters of the model itself into a module of their own, and name it in a part"
+    else:
+        remedy = f"name {', '.join(list(homes)[:_SHOWN])} in a part"
+    return [Problem(CODE, f"{FIELD}: no part holds {shown}", remedy)]
+
+
+def _inner(modules: dict[str, nn.Module], parts: Sequence[Sequence[str]]) -> str:
+    names = [name for part in parts for name in part]
+    found = []
+    for path, module in modules.items():
+        inside = {name[len(path) + 1 :].partition(".")[0] for name in names if name.startswith(f"{path}.")}
+        if path and "." not in path and len(inside) > 1 and not isinstance(module, (*_CONTAINERS, nn.Sequential)):
+            found.append(path)
+    return found[0] if len(found) == 1 else ""
+
+
+def _units(module: nn.Module, prefix: str = "") -> list[str]:
+    """The modules that a cut can fall between: children, and those of containers one by one."""
+    found = []
+    for name, child in module.named_children():
+        if any(True for each in child.modules() for _ in saved(each)):
+            spread = isinstance(child, _CONTAINERS) or any(isinstance(each, _CONTAINERS) for each in child.children())
+            found += _units(child, f"{prefix}{name}.") if spread else [f"{prefix}{name}"]
+    return found
+
+
+def _proposal(model: Any, pp: int) -> str:
+    """An even cut that can be pasted; where there are too few modules, what is there."""
+    units = _units(model)
+    if len(units) < pp:
+        return f"at most as many ranks as it has modules with parameters: {', '.join(units)}"
+    ends = [len(units) * (k + 1) // pp for k in range(pp)]
+    parts = [units[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return f"{FIELD}={parts}"

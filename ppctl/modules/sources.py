@@ -1,0 +1,259 @@
+"""What is cut: a user's module by names, or a model of transformers by its layers; both give stages in one form.
+
+Knows which kind of stage a model gets, its weights, and which of its parameters are tied. Must not know groups, ranks
+or schedules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ppctl.config.pipeline_config import PipelineConfig, calculate_virtual_stages
+from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.geometry.foreign_model import Anatomy
+from ppctl.geometry.layers import Layer
+from ppctl.layout import even_layout
+from ppctl.layout.reader import read_layout
+from ppctl.modules.batch import Microbatch
+from ppctl.modules.names import CODE as NAMES_CODE
+from ppctl.modules.names import cut_by_names
+from ppctl.modules.own_stage import OwnStage
+from ppctl.modules.survey import Survey, blank_of, look_at
+from ppctl.plan.split_options import Unfit, stages_by_names
+from ppctl.schedule.policies import POLICIES
+
+
+class Use(NamedTuple):
+    """A use of a shared parameter: the stage that holds it, and its name."""
+
+    stage: int
+    name: str
+
+
+class Source(Protocol):
+    """A model that can be cut."""
+
+    num_stages: int
+    ties: tuple[tuple[Use, ...], ...]
+    """The uses of every shared parameter, the owner first."""
+
+    def make_stage(self, number: int, device: torch.device) -> Any:
+        """The module of a stage: `canonical_parameters()` and `canonical_buffers()` by the whole model's names."""
+
+    def look_at(self, microbatch: Microbatch) -> Survey:
+        """What travels between the stages for such a microbatch. Raises ConfigError (PP-E130, PP-E132)."""
+
+    def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
+        """The forward of a stage: what the next one receives; of the last stage what the loss reads."""
+
+
+class OwnModel:
+    """A user's module. Raises ConfigError as `cut_by_names`, and PP-E130, PP-E132 for what cannot be cut so."""
+
+    def __init__(self, model: nn.Module, config: PipelineConfig, pp: int) -> None:
+        for field in ("layers_per_stage", "round_virtual_stages_to_pp_multiple"):
+            if getattr(config, field) is not None and config.module_fqns_per_model_part is None:
+                message = f"{field} counts layers of a model of transformers; {type(model).__name__} is cut by names"
+                raise ConfigError(
+                    Problem("PP-E130", message, f"{field}=None module_fqns_per_model_part=[[...], [...]]")
+                )
+        self.model, self.cut = model, cut_by_names(model, config.module_fqns_per_model_part, pp)
+        self.num_stages = len(self.cut.parts)
+        asked = ((config.patch_causal_lm_model, ""), (config.patch_inner_model, self.cut.inner))
+        self.aware = frozenset(name for patched, name in asked if not patched)
+        self.ties = _ties(model, lambda name: self.cut.part_of(name.rpartition(".")[0]))
+        self._further = [use.name for uses in self.ties for use in uses[1:]]
+        _refuse_lost_buffers(model)
+        self._blank: nn.Module = blank_of(model)
+        for name in self._further:  # each use is a parameter of its own
+            path, _, own = name.rpartition(".")
+            tensor = self._blank.get_parameter(name)
+            self._blank.get_submodule(path)._parameters[own] = nn.Parameter(tensor.detach().clone())
+
+    def make_stage(self, number: int, device: torch.device) -> OwnStage:
+        """As `Source`."""
+        return OwnStage(self.model, self.cut, number, device, self.aware, self._further)
+
+    def look_at(self, microbatch: Microbatch) -> Survey:
+        """As `Source`."""
+        return look_at(self._blank, self.cut, (microbatch.positional, microbatch.named), self.aware)
+
+    def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
+        """As `Source`."""
+        return module(arrived, microbatch.positional, microbatch.named)
+
+
+class TransformersModel:
+    """A model whose code is transformers', given as an instance or a directory, and proved to run in stages.
+
+    Raises ConfigError as the library does, PP-E131 for names that do not fit, PP-E130 for a number of stages.
+    """
+
+    def __init__(self, config: Any, anatomy: Anatomy, dtype: torch.dtype, wanted: PipelineConfig, pp: int) -> None:
+        self.config, self.anatomy, self.dtype = config, anatomy, dtype
+        self.weights: Callable[[str], Tensor] | None = None
+        """A tensor by its name; None leaves them without values."""
+        letters = _letters(wanted, anatomy, pp)
+        self.num_stages = len(letters)
+        self.layers: list[list[Layer]] = []
+        index = 0
+        for stage in letters:
+            decoders = [Layer("decoder", index + n) for n in range(stage.count("t"))]
+            index += len(decoders)
+            ends = [Layer("embedding")] * ("E" in stage), [Layer("loss")] * ("L" in stage)
+            self.layers.append([*ends[0], *decoders, *ends[1]])
+        first, last = Use(0, anatomy.uses[0]), Use(self.num_stages - 1, anatomy.uses[-1])
+        self.ties: tuple[tuple[Use, ...], ...] = ((first, last),) if anatomy.tied else ()
+
+    def make_stage(self, number: int, device: torch.device) -> Any:
+        """As `Source`."""
+        from ppctl.foreign.foreign_stage import ForeignStage
+        from ppctl.foreign.library import make_model
+
+        model = make_model(self.config, "meta", self.dtype).train()
+        stage = ForeignStage(model, self.anatomy, self.layers[number], device)
+        owner = {use.name: uses[0].name for uses in self.ties for use in uses}
+        tensors: Mapping[str, Tensor] = {**stage.canonical_parameters(), **stage.canonical_buffers()}
+        if self.weights is not None:
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(self.weights(owner.get(name, name)))
+        return stage
+
+    def look_at(self, microbatch: Microbatch) -> Survey:
+        """As `Source`."""
+        rows, length = self._tokens(microbatch).shape
+        table = self.config.get_text_config()
+        state = torch.empty(rows, length, table.hidden_size, dtype=self.dtype, device="meta")
+        return Survey((state,) * (self.num_stages - 1))
+
+    def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
+        """As `Source`."""
+        return module(self._tokens(microbatch) if arrived is None else arrived)[0]
+
+    def _tokens(self, microbatch: Microbatch) -> Tensor:
+        named = [name for name in microbatch.named if name != "input_ids"]
+        given = microbatch.positional or tuple(microbatch.named.values())
+        tokens = given[0] if len(given) == 1 else None
+        if named or not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            what = f", not {', '.join(named)}" if named else ""
+            message = f"a model of transformers takes whole rows of token ids [rows, tokens]{what}"
+            raise ConfigError(Problem("PP-E130", message, "step((input_ids, labels))"))
+        return tokens
+
+
+def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ...]:
+    """The letters of each stage, as a layout writes them."""
+    parts = wanted.module_fqns_per_model_part
+    if parts is None:
+        policy = POLICIES[wanted_policy(wanted)]
+        how = wanted.round_virtual_stages_to_pp_multiple
+        if how is not None and wanted.layers_per_stage is None:
+            message = (
+                f"round_virtual_stages_to_pp_multiple={how} rounds the stages of layers_per_stage, which is not set"
+            )
+            raise ConfigError(Problem("PP-E130", message, "round_virtual_stages_to_pp_multiple=None"))
+        single = policy.chunks == 1
+        stages, _ = calculate_virtual_stages(anatomy.count, wanted.layers_per_stage, pp, single, how)
+        return tuple(read_layout(even_layout(anatomy.count, stages), "layout")[0])
+    try:
+        letters = stages_by_names(parts, anatomy.count, anatomy)
+    except Unfit as error:
+        remedy = f"names such as {anatomy.embedding}, {anatomy.layer(0)}, {anatomy.head}"
+        raise ConfigError(Problem(NAMES_CODE, str(error), remedy)) from None
+    problems = []
+    for letter, names in (("E", anatomy.first), ("L", anatomy.last)):
+        where = [number for number, stage in enumerate(letters) if letter in stage]
+        right = 0 if letter == "E" else len(letters) - 1
+        if where != [right]:
+            named = "in no part" if not where else f"in part {', '.join(map(str, where))}"
+            message = f"{' and '.join(names)} {named}, and must be in part {right} alone"
+            problems.append(Problem(NAMES_CODE, message, f"name {', '.join(names)} in part {right}"))
+    if empty := [str(number) for number, stage in enumerate(letters) if not stage]:
+        problems.append(Problem(NAMES_CODE, f"part {', '.join(empty)} names no module with parameters"))
+    if len(letters) % pp or not letters:
+        problems.append(Problem(NAMES_CODE, f"{len(letters)} parts cannot be shared evenly by {pp} pipeline ranks"))
+    if problems:
+        raise ConfigError(problems)
+    return letters
+
+
+def wanted_policy(config: PipelineConfig) -> str:
+    """The policy that pp_schedule names. Raises ConfigError (PP-E130) for a name that is none, or `auto`."""
+    from ppctl.schedule.policies import AUTO, schedule_policy
+
+    policy = schedule_policy(config.pp_schedule)
+    if policy is None or policy == AUTO:
+        why = "is searched for by a plan, which a module has not" if policy == AUTO else "is no schedule"
+        known = ", ".join(name for name, each in POLICIES.items() if each.trains)
+        raise ConfigError(Problem("PP-E130", f"pp_schedule={config.pp_schedule!r} {why}", f"one of {known}"))
+    return policy
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a module is a model of transformers, which nobody can have made without importing the library."""
+    library = sys.modules.get("transformers")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def whole_config(model: Any) -> tuple[Any, torch.dtype]:
+    """The config and dtype of an instance. Raises ConfigError (PP-E132) where it is not what its config describes."""
+    from ppctl.foreign.library import make_model
+
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    described = make_model(model.config, "meta")
+    shapes = [{n: tuple(t.shape) for n, t in each.state_dict().items()} for each in (model, described)]
+    if shapes[0] != shapes[1] or type(described) is not type(model) or len(dtypes) != 1:
+        name = type(model).__name__
+        message = f"this {name} is not the causal language model that its config describes, in one dtype"
+        remedy = "patch_inner_model=False patch_causal_lm_model=False with a forward that takes hidden states"
+        raise ConfigError(Problem("PP-E132", message, remedy))
+    return model.config, dtypes.pop()
+
+
+def weights_of(model: nn.Module) -> Callable[[str], Tensor] | None:
+    """The weights of an instance by name; None of one on meta."""
+    state = model.state_dict(keep_vars=True)
+    return None if any(tensor.device.type == "meta" for tensor in state.values()) else state.__getitem__
+
+
+def weights_in(directory: Path, config: Any) -> Callable[[str], Tensor] | None:
+    """The weights in a directory by name, read one at a time. Raises CheckpointError (PP-E523, PP-E524, PP-E538)."""
+    from ppctl.families.directory import has_weights
+    from ppctl.foreign.library import make_model
+    from ppctl.foreign.stored import StoredWeights
+
+    if not has_weights(directory):
+        message = f"{directory} has a config.json and no weights"
+        raise CheckpointError(Problem("PP-E538", message, "a model on meta, then pipeline.load_state_dict(...)"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in make_model(config, "meta").state_dict().items()}
+    return StoredWeights(directory, config, shapes).tensor
+
+
+def _ties(model: nn.Module, stage_of: Callable[[str], int | None]) -> tuple[tuple[Use, ...], ...]:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    shared: Iterable[Sequence[str]] = (each for each in names.values() if len(each) > 1)
+    return tuple(tuple(Use(stage_of(name) or 0, name) for name in each) for each in shared)
+
+
+def _refuse_lost_buffers(model: nn.Module) -> None:
+    lost = [
+        f"{path}.{key}"
+        for path, module in model.named_modules()
+        for key in module._non_persistent_buffers_set
+        if (buffer := module._buffers[key]) is not None and buffer.device.type == "meta"
+    ]
+    if lost:
+        message = f"{', '.join(lost[:5])} has no values on meta, and no state dict has them"
+        raise ConfigError(
+            Problem("PP-E132", message, "build the model on the CPU, or register the buffer as persistent")
+        )

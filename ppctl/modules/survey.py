@@ -1,0 +1,210 @@
+"""Whether a module can be cut between its parts, and what then travels: from one forward on tensors without values.
+
+Every tensor is followed from the operation that makes it. Beyond a cut only the tensor that enters the next part may be
+read: anything else of an earlier part (a residual that skips the cut, a weight of another part, an auxiliary result)
+would be lost without a word. Must not know stages' programs or ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ppctl.errors import ConfigError, Problem
+from ppctl.modules.names import Cut, saved
+from ppctl.modules.own_stage import Arguments, Forms, OwnStage, first_tensor, is_tensor, with_first_tensor
+
+CODE = "PP-E132"
+_META = torch.device("meta")
+_SHAPE_ALONE = {"new_zeros", "new_ones", "new_empty", "new_full", "zeros_like", "ones_like", "empty_like", "full_like"}
+"""Operations that read nothing of a tensor but its shape, its dtype and its device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What one forward of some shape showed."""
+
+    edges: tuple[Tensor, ...]
+    """What travels from each part to the next one, on meta."""
+    forms: Forms = field(default_factory=dict)
+    """By module, what it returns, on meta."""
+
+
+def blank_of(model: nn.Module) -> nn.Module:
+    """A copy of a module on meta: no values, no memory."""
+    tensors = {
+        id(t): t for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None
+    }
+    return copy.deepcopy(model, {key: _on_meta(tensor) for key, tensor in tensors.items()})
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    found = tensor.detach().to(_META)
+    return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+
+
+def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[str] = ()) -> Survey:
+    """What travels between the parts of a model on meta, called with arguments of these shapes.
+
+    `aware` as in `OwnStage`: what such a forward does with its own modules is not followed. Raises ConfigError
+    (PP-E132) naming the module that reads what another part has, is called out of order or not at all, or needs values.
+    """
+    positional, named = tree_map(lambda each: each.to(_META) if is_tensor(each) else each, arguments)
+    try:
+        with torch.no_grad(), _META:
+            followed = _follow(blank, cut, (positional, named), frozenset(aware))
+            return _chain(blank, cut, (positional, named), aware) if aware else followed
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        message = f"the model's forward cannot be followed on tensors without values: {type(error).__name__}: {reason}"
+        raise ConfigError(Problem(CODE, message, _AS_IT_IS)) from error
+
+
+_AS_IT_IS = "a forward that takes hidden states itself, with patch_inner_model=False patch_causal_lm_model=False"
+
+
+def _chain(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[str]) -> Survey:
+    """The edges between parts that are called one after another."""
+    edges: list[Tensor] = []
+    for number in range(len(cut.parts) - 1):
+        stage = OwnStage(blank, cut, number, _META, aware)
+        found = stage(edges[-1] if edges else None, *arguments)
+        if not isinstance(found, Tensor):
+            message = f"part {number} returns a {type(found).__name__}, and one tensor can travel to the next part"
+            raise ConfigError(Problem(CODE, message, "return the hidden state alone where the head is None"))
+        edges.append(found)
+    return Survey(tuple(edges))
+
+
+def _follow(blank: nn.Module, cut: Cut, arguments: Arguments, aware: frozenset[str]) -> Survey:
+    watch = _Watch(blank, cut, aware)
+    try:
+        with watch:
+            blank(*arguments[0], **arguments[1])
+    finally:
+        watch.remove_hooks()
+    watch.conclude()
+    return Survey(tuple(watch.edges), watch.forms)
+
+
+class _Watch(TorchDispatchMode):
+    """Marks tensors with the part that made them while a model runs, and notes what crosses a cut.
+
+    What depends on the model's arguments alone has no mark: every stage makes it for itself. `model` must be on meta.
+    Of modules that an `aware` forward calls there is nothing to follow; an inner model that is aware counts as one
+    module, which begins in its first part and ends in its last.
+    """
+
+    def __init__(self, model: nn.Module, cut: Cut, aware: frozenset[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.part = 0
+        self.watched = [[name for name in names if cut.forward_around(name) not in aware] for names in cut.parts]
+        self.edges: list[Tensor] = []
+        self.forms: dict[str, Any] = {}
+        self.problems: list[Problem] = []
+        self._marks: Any = WeakIdKeyDictionary()
+        self._names: Any = WeakIdKeyDictionary()
+        """Parameters and buffers by tensor, and results by the module that returned them."""
+        self._running: list[str] = []
+        self._hooks = []
+        modules = dict(model.named_modules())
+        for path, module in modules.items():
+            part = cut.part_of(path)
+            if part is not None and cut.forward_around(path) not in aware:
+                for key, tensor in saved(module):
+                    self._marks.setdefault(tensor, part)
+                    self._names.setdefault(tensor, f"{path}.{key}")
+        spans = [(name, part, part) for part, names in enumerate(self.watched) for name in names]
+        if cut.inner and cut.inner in aware and "" not in aware:
+            spans.append((cut.inner, cut.inner_parts[0], cut.inner_parts[-1]))
+        for name, first, last in spans:
+            before, behind = partial(self._enter, first, name), partial(self._leave, last, name)
+            self._hooks.append(modules[name].register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.append(modules[name].register_forward_hook(behind))
+
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def conclude(self) -> None:
+        """Raise ConfigError with what was found."""
+        called = self.forms.keys()
+        for part, names in enumerate(self.watched):
+            lost = [name for name in names if name not in called]
+            if lost and len(lost) == len(names) and not self.problems:
+                message = f"the model's forward calls no module of part {part}: {', '.join(lost[:3])}"
+                self.problems.append(Problem(CODE, message, _AS_IT_IS))
+        if self.problems:
+            raise ConfigError(self.problems[0])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _SHAPE_ALONE:
+            return result
+        read = [each for each in tree_leaves((args, kwargs or {})) if is_tensor(each) and each in self._marks]
+        for each in read:
+            if self._marks[each] != self.part:
+                self._crossed(each)
+        if read:
+            self._mark(result, max(self._marks[each] for each in read))
+        return result
+
+    def _mark(self, result: Any, part: int) -> None:
+        for each in tree_leaves(result):
+            if is_tensor(each):
+                self._marks[each] = part
+
+    def _crossed(self, tensor: Tensor) -> None:
+        where = self._running[-1] if self._running else "the model's own forward"
+        what, made = self._names.get(tensor, "a tensor"), self._marks[tensor]
+        message = f"{where}, in part {self.part}, reads {what} of part {made}: only the hidden state travels"
+        self.problems.append(
+            Problem(CODE, message, "parts that keep both on one stage, or a residual inside one module")
+        )
+
+    def _enter(self, part: int, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._running.append(name)
+        if part < self.part:
+            message = f"{name} of part {part} is called when part {self.part} has begun"
+            self.problems.append(Problem(CODE, message, "parts in the order in which the forward calls their modules"))
+        if part <= self.part:
+            return None
+        if part > self.part + 1:
+            message = f"{name} of part {part} is called before any module of part {self.part + 1}"
+            self.problems.append(Problem(CODE, message, "parts in the order in which the forward calls their modules"))
+        state = first_tensor((args, kwargs))
+        if self._marks.get(state) != self.part:
+            message = f"the first tensor that {name} gets is no result of part {self.part}, and would not travel"
+            self.problems.append(Problem(CODE, message, "a module whose first argument is the hidden state"))
+        self.part = part
+        made = torch.empty_like(state)
+        self._marks[made] = part
+        self.edges.append(made)
+        return with_first_tensor((args, kwargs), made)
+
+    def _leave(self, part: int, name: str, _: nn.Module, args: Any, output: Any) -> Any:
+        self._running.pop()
+        self.part = max(self.part, part)
+
+        def result(each: Any) -> Any:
+            """A new tensor: what a module hands through is on other stages there under its first name alone."""
+            if not is_tensor(each):
+                return each
+            made = torch.empty_like(each)
+            self._marks[made], self._names[made] = part, f"the result of {name}"
+            return made
+
+        self.forms[name] = tree_map(result, output)
+        return self.forms[name]

@@ -1,0 +1,239 @@
+"""What cannot be cut or run is one clear error on every rank, before any message and without a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from own_modules import PARTS, WIDTH, AwareInside, Net, batches, made
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ppctl
+from ppctl.errors import PpctlError
+
+GOOD = PARTS[2]
+ALL = [*GOOD[0], *GOOD[1]]
+INNER = [["model.embed", "model.layers.0"], ["model.layers.1", "model.layers.2", "model.layers.3", "head"]]
+
+
+class Skips(nn.Module):
+    """A residual that skips a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(y := self.first(x)) + y
+
+
+class ReadsWeight(nn.Module):
+    """A head that is the embedding's table, without saying so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.map = nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.map(self.table(x)) @ self.table.weight.T
+
+
+class Backwards(nn.Module):
+    """A module of the first part is called behind one of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+class ReadsValues(nn.Module):
+    """Its forward depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * (1 if x.sum() > 0 else 2)
+
+
+class Loses(nn.Module):
+    """A parameter of the model itself, and a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.a, self.b = nn.Parameter(torch.ones(3)), nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].register_buffer("table", torch.ones(3), persistent=False)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its config, and words of the error."""
+
+    code: str
+    words: str
+    config: dict[str, Any]
+    model: Callable[[], nn.Module] = Net
+    rows: int = 8
+    batch: Any = None
+
+
+def state() -> tuple[Tensor, Tensor]:
+    return torch.ones(4, WIDTH), torch.zeros(4, 3, dtype=torch.int64)
+
+
+def parts(*names: list[str]) -> dict[str, Any]:
+    return dict(module_fqns_per_model_part=list(names))
+
+
+CASES = {
+    "no names": Case("PP-E131", "none are given", {}),
+    "unknown": Case("PP-E131", "part 1 names 'norms'", parts(GOOD[0], [*GOOD[1], "norms"])),
+    "uncovered": Case("PP-E131", "no part holds head.weight", parts(GOOD[0], GOOD[1][:-1])),
+    "uncovered parameter": Case("PP-E131", "no part holds scale", parts(["a"], ["b"]), Loses),
+    "twice": Case(
+        "PP-E131",
+        "embed is named in parts 0 and 1",
+        parts(GOOD[0], ["embed", *GOOD[1]]),
+    ),
+    "within": Case(
+        "PP-E131",
+        "layers, which holds it",
+        parts(GOOD[0], ["layers", "norm", "head"]),
+    ),
+    "empty": Case("PP-E131", "part 1 names no module", parts(ALL, [])),
+    "three parts": Case(
+        "PP-E131",
+        "3 parts, which 2",
+        parts(GOOD[0][:2], [GOOD[0][2]], GOOD[1]),
+    ),
+    "no lists": Case("PP-E131", "one list of names", dict(module_fqns_per_model_part=["embed", "head"])),
+    "layers counted": Case("PP-E130", "layers_per_stage counts", dict(layers_per_stage=2)),
+    "rows": Case("PP-E130", "no whole microbatches of 3", dict(parts(*GOOD), pp_microbatch_size=3)),
+    "calls": Case("PP-E130", "pp_batch_size=6", dict(parts(*GOOD), pp_batch_size=6)),
+    "length": Case("PP-E130", "pp_seq_len is 9", dict(parts(*GOOD), pp_seq_len=9)),
+    "dtype": Case("PP-E130", "dtype is torch.bfloat16", dict(parts(*GOOD), dtype=torch.bfloat16)),
+    "form": Case("PP-E130", "a mapping, not a Tensor", parts(*GOOD), batch=torch.ones(2)),
+    "schedule": Case("PP-E130", "is no schedule", dict(parts(*GOOD), pp_schedule="2f2b")),
+    "auto": Case("PP-E130", "searched for by a plan", dict(parts(*GOOD), pp_schedule="auto")),
+    "chunks": Case("PP-E130", "1f1b runs one chunk", parts(*PARTS[4])),
+    "too few": Case(
+        "PP-E304",
+        "at least 4 microbatches",
+        dict(parts(*PARTS[4]), pp_schedule="dualpipev", pp_microbatch_size=4),
+    ),
+    "file": Case("PP-E130", "cannot be read", dict(parts(*GOOD), pp_schedule_csv="nowhere.csv")),
+    "skips": Case("PP-E132", "reads the result of first", parts(["first"], ["second"]), Skips, batch=state()),
+    "weight": Case("PP-E132", "reads table.weight of part 0", parts(["table"], ["map"]), ReadsWeight),
+    "order": Case("PP-E132", "c of part 0 is called when part 1", parts(["a", "c"], ["b"]), Backwards, batch=state()),
+    "values": Case("PP-E132", "cannot be followed", parts(["a"], ["b"]), ReadsValues, batch=state()),
+    "no values": Case("PP-E132", "0.table has no values", parts(["0"], ["1"]), on_meta),
+    "residual in a forward that is patched": Case(
+        "PP-E132",
+        "the model's own forward, in part 1, reads a tensor of part 0",
+        dict(parts(*INNER), patch_causal_lm_model=False),
+        lambda: AwareInside(unprepared()),
+    ),
+}
+
+
+def unprepared() -> nn.Module:
+    """An inner model whose residuals are outside of its layers."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, WIDTH)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    return Inner()
+
+
+def refused() -> list[list[tuple[str, str]]]:
+    """What each case's error says, on a rank."""
+    found = []
+    for case in CASES.values():
+        problems: list[tuple[str, str]] = []
+        try:
+            pipeline = ppctl.pipeline(case.model(), ppctl.PipelineConfig(**case.config))
+            pipeline.step(batches(1, case.rows)[0] if case.batch is None else case.batch)
+        except PpctlError as error:
+            problems = [(problem.code, problem.message) for problem in error.problems]
+        found.append(problems)
+    return found
+
+
+def test_every_misuse_is_one_clear_error_on_all_ranks() -> None:
+    first, second = run_ranks(refused, 2)
+    assert first == second
+    for (name, case), problems in zip(CASES.items(), first, strict=True):
+        assert [code for code, _ in problems] == [case.code], (name, problems)
+        assert case.words in problems[0][1], name
+
+
+def unlike() -> list[str]:
+    """Batches and models that differ between the ranks."""
+    rank = dist.get_rank()
+    found = []
+    pipeline = ppctl.pipeline(made("plain"), ppctl.PipelineConfig(module_fqns_per_model_part=GOOD))
+    for batch in (batches(1, 4 + 2 * rank)[0], batches(1, 4)[0] if rank else "text"):
+        try:
+            pipeline.step(batch)
+        except PpctlError as error:
+            found.append(error.problems[0].message)
+    try:
+        ppctl.pipeline(Net() if rank else Skips(), ppctl.PipelineConfig(module_fqns_per_model_part=GOOD))
+    except PpctlError as error:
+        found.append(error.problems[0].code)
+    pipeline.step(batches(1, 4)[0])  # nothing was lost on the way
+    return found
+
+
+def test_ranks_that_disagree_are_told_so_on_all_of_them() -> None:
+    first, second = run_ranks(unlike, 2)
+    assert first == second
+    assert "different batches: rank 0 4 microbatches" in first[0] and "rank 1 6 microbatches" in first[0]
+    assert "not a str" in first[1]
+    assert first[2] == "PP-E131"
+
+
+def test_names_that_are_missing_come_with_a_cut_that_can_be_pasted() -> None:
+    with pytest.raises(PpctlError) as error:
+        ppctl.pipeline(Net())
+    remedy = error.value.problems[0].remedy
+    field, _, parts = remedy.partition("=")
+    pipeline = ppctl.pipeline(Net(), ppctl.PipelineConfig(**{field: eval(parts)}))
+    assert pipeline.step(batches(1, 2)[0]) is not None
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    parts = [ALL]
+    pipeline = ppctl.pipeline(made("tied"), ppctl.PipelineConfig(module_fqns_per_model_part=parts))
+    before = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    state = {name: torch.zeros_like(value) for name, value in before.items() if name != "head.weight"}
+    with pytest.raises(PpctlError, match="PP-E537") as error:
+        pipeline.load_state_dict({**state, "norm.weight": torch.zeros(3)})
+    assert "norm.weight: [3] given, [16] expected" in error.value.problems[0].place
+    assert all(torch.equal(value, before[name]) for name, value in pipeline.state_dict().items())
+    pipeline.load_state_dict(state)  # a shared parameter may stand in it once
+    assert not any(value.any() for value in pipeline.state_dict().values())

@@ -1,0 +1,115 @@
+"""Models of transformers through `ppctl.pipeline`, as instances and directories: the bits of a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from foreign_models import LAYERS, WORDS, model_of
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import ppctl
+from ppctl.model.loss import microbatch_loss
+
+STEPS, ROWS, TOKENS = 2, 4, 12
+NAMES = [
+    ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.rotary_emb"],
+    ["model.layers.3", "model.norm", "lm_head", "model.rotary_emb"],
+]
+SOURCES: list[tuple[str, bool, dict[str, Any]]] = [
+    ("Granite", False, dict(pp_schedule="interleaved_1f1b", layers_per_stage=1)),
+    ("Llama", True, dict(module_fqns_per_model_part=NAMES)),
+]
+"""Architecture, whether it is given as a directory, and how it is cut; Granite's head is tied."""
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(0, WORDS, (ROWS, TOKENS + 1), generator=generator) for _ in range(STEPS)]
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in drawn]
+
+
+def by_stages(directory: str) -> list[tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]]:
+    found = []
+    for kind, stored, fields in SOURCES:
+        model = directory if stored else model_of(kind)
+        pipeline = ppctl.pipeline(model, ppctl.PipelineConfig(**fields))
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        losses, gradients = [], {}
+        for tokens, labels in data():
+            losses.append(pipeline.step({"input_ids": tokens, "labels": labels}))
+            gradients = {name: p.grad.clone() for name, p in pipeline.named_parameters()}
+            optimizer.step()
+            pipeline.zero_grad()
+        evaluated = pipeline.eval(data()[0])
+        last = pipeline.info.has_last_stage
+        state = {name: value.clone() for name, value in pipeline.state_dict().items()}
+        pipeline.load_state_dict(model_of(kind).state_dict())
+        if last:
+            assert evaluated is not None
+        again = pipeline.eval(data()[0])
+        found.append(
+            (
+                [float(each) for each in [*losses, again]] if last else [],
+                float(evaluated) if last else 0.0,
+                gradients,
+                state,
+            )
+        )
+        pipeline.close()
+    return found
+
+
+def by_a_plain_loop(kind: str) -> tuple[list[float], float, dict[str, Tensor], dict[str, Tensor]]:
+    model: Any = model_of(kind)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is table.weight
+    if tied:
+        head.weight = nn.Parameter(table.weight.detach().clone())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def shares(batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+        rows = zip(*(each.split(1) for each in batch), strict=True)
+        logits = ((model(input_ids=tokens, use_cache=False).logits, labels) for tokens, labels in rows)
+        return [microbatch_loss(out, labels, torch.ones(1, TOKENS), float(ROWS * TOKENS)) for out, labels in logits]
+
+    with torch.no_grad():
+        first = float(torch.stack(shares(data()[0])).sum())
+    losses, gradients = [], {}
+    for batch in data():
+        rows = zip(*(each.split(1) for each in batch), strict=True)
+        parts = []
+        for tokens, labels in rows:
+            out = model(input_ids=tokens, use_cache=False).logits
+            parts.append(microbatch_loss(out, labels, torch.ones(1, TOKENS), float(ROWS * TOKENS)))
+            parts[-1].backward()
+        losses.append(float(torch.stack([part.detach() for part in parts]).sum()))
+        if tied:
+            table.weight.grad += head.weight.grad
+            head.weight.grad = table.weight.grad.clone()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        evaluated = float(torch.stack(shares(data()[0])).sum())
+    return [*losses, first], evaluated, gradients, dict(model.named_parameters())
+
+
+def test_a_model_of_transformers_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    model_of("Llama").save_pretrained(tmp_path)
+    ranks = run_ranks(by_stages, 2, str(tmp_path), timeout=300.0)
+    for place, (kind, _, _) in enumerate(SOURCES):
+        losses, evaluated, gradients, weights = by_a_plain_loop(kind)
+        assert len(set(losses)) == STEPS
+        (told,) = [found[place] for found in ranks if found[place][0]]
+        assert told[0] == losses, kind
+        assert told[1] == evaluated, kind
+        for which, expected in ((2, gradients), (3, weights)):
+            found: dict[str, Tensor] = {}
+            for rank in ranks:
+                found |= rank[place][which]
+            assert found.keys() == expected.keys(), kind
+            assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == [], kind
+    assert LAYERS == 4, "one layer on each of four stages"
