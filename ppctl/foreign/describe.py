@@ -6,7 +6,7 @@ Knows in which order a model is read, proved and measured. Must not know the com
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
-from ppctl.foreign.measure import layer_cost, rough_cost
-from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, prove
-from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind
+from ppctl.foreign.measure import layer_cost, rough_cost, router_logits
+from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, line_of, prove
+from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -33,10 +33,13 @@ def proved(config: Any, directory: Path) -> Proof:
     try:
         return prove(config)
     except CannotCut as error:
-        message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
-        balanced = "output_router_logits" in str(error)
-        remedy = "model.hf_overrides.output_router_logits=false" if balanced else ""
-        raise ConfigError(Problem("PP-E528", message, remedy, str(directory))) from error
+        raise _uncut(config, directory, error) from error
+
+
+def _uncut(config: Any, directory: Path, error: CannotCut) -> ConfigError:
+    message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
+    remedy = "model.hf_overrides.output_router_logits=false" if "router" in str(error) else ""
+    return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
 
 def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
@@ -90,7 +93,8 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
             "init_method_std": float(getattr(config, "initializer_range", None) or 0.02),
         },
         active=active,
-        notes=_notes(experts),
+        notes=_notes(anatomy, experts),
+        router_logits=_router_logits(config, directory, blank, anatomy, size, map(structures.index, different)),
     )
 
 
@@ -103,7 +107,29 @@ def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:
         raise ConfigError(Problem("PP-E528", message, place=str(directory)))
 
 
-def _notes(experts: tuple[int, int] | None) -> tuple[str, ...]:
+def _router_logits(
+    config: Any, directory: Path, blank: nn.Module, anatomy: Anatomy, size: int, layers: Iterable[int]
+) -> RouterLogits | None:
+    """What routers record for a loss that the model's own code adds; looked up in one layer of each kind.
+
+    Raises ConfigError (PP-E528) where a hop cannot carry it.
+    """
+    routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
+    try:
+        found = {router_logits(blank, anatomy, index, size, _experts(config)) for index in routed}
+        if len(found) > 1:
+            raise CannotCut("its routers record tensors of several shapes, of which a hop carries one")
+    except CannotCut as error:
+        raise _uncut(config, directory, error) from error
+    except (*CODE_FAILS, NotImplementedError) as error:
+        unseen = CannotCut(f"what its routers record is not seen on tensors without values: {line_of(error)}")
+        raise _uncut(config, directory, unseen) from error
+    return next(iter(found), None)
+
+
+def _notes(anatomy: Anatomy, experts: tuple[int, int] | None) -> tuple[str, ...]:
+    if anatomy.routers:
+        return ("what it adds to the loss itself is added as aux_loss, the mean over the microbatches",)
     if experts is None:
         return ()
     return (

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
-from ppctl.foreign.library import config_from, make_model, rows_are_whole
+from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.library import call, config_from, make_model, recorded, rows_are_whole
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
 from ppctl.geometry.layers import Layer
@@ -34,9 +35,9 @@ _FILLED = "_is_hf_initialized"
 class _Departed(Exception):
     """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
 
-    def __init__(self, state: Tensor) -> None:
+    def __init__(self, state: Tensor, router_logits: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.router_logits = state, router_logits
 
 
 class ForeignStage(nn.Module, StageModel):
@@ -59,6 +60,7 @@ class ForeignStage(nn.Module, StageModel):
         self.own = [layer.index for layer in layers if layer.kind == "decoder"]
         self.empty = not layers
         self._arrived: Tensor | None = None
+        self._arrived_logits: Sequence[Tensor] = ()
         self.model = model
         untie(model, anatomy)
         for name, module in model.named_modules():
@@ -71,23 +73,39 @@ class ForeignStage(nn.Module, StageModel):
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """As `StageModel`: token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out.
 
-        Rows are whole sequences: `packing` with documents or positions is refused.
+        Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
+        of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
+        that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
+        refused.
         """
         if packing.documents is not None or packing.positions is not None:
             raise ValueError("a model of transformers takes rows as they are, without documents or positions")
-        (given,) = inputs
+        given, *logits = inputs
         if self.empty:
-            return (given.clone(),)
+            return tuple(each.clone() for each in inputs)
         self._arrived = None if self.embeds else given
+        self._arrived_logits = [each for stacked in logits for each in stacked.unbind()]
         try:
-            with rows_are_whole():
-                result = self.model(**self._begin(given), use_cache=False, return_dict=True)
+            return self._called(given)
         except _Departed as departed:
             state = departed.state
-            return (state.clone() if state is given else state,)
+            outputs = (state.clone() if state is given else state,)
+            return (*outputs, _stacked(departed.router_logits, state.dtype)) if departed.router_logits else outputs
         finally:
-            self._arrived = None
-        return (result.logits,)
+            self._arrived, self._arrived_logits = None, ()
+
+    def _called(self, given: Tensor) -> tuple[Tensor, ...]:
+        """What the whole model returns; raises _Departed at the cut behind this stage."""
+        if self.adds_to_loss and self.ends:
+            logits, added = call(self.model, **self._begin(given))
+            return (logits,) if added is None else (logits, added)
+        with rows_are_whole():
+            return (self.model(**self._begin(given), use_cache=False, return_dict=True).logits,)
+
+    @property
+    def adds_to_loss(self) -> bool:
+        """Whether the model's own code adds to the loss."""
+        return bool(self.anatomy.routers)
 
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
@@ -168,6 +186,8 @@ class ForeignStage(nn.Module, StageModel):
         def forward(*arguments: Any, **named: Any) -> Any:
             if self._arrived is None:  # this stage has the embedding and no layer
                 raise _Departed(_hidden_state(arguments, named))
+            if index == 0:  # what all routers of earlier stages recorded, in the order of layers
+                recorded().extend(self._arrived_logits)
             return self._returned(self._arrived)
 
         return forward
@@ -183,7 +203,8 @@ class ForeignStage(nn.Module, StageModel):
             others = {key: value for key, value in named.items() if key != "hidden_states"}
             output = layer.run(state, rest, others)
             if leaves:
-                raise _Departed(output[0] if self.anatomy.returned else output)
+                logits = list(recorded()) if self.adds_to_loss else ()
+                raise _Departed(output[0] if self.anatomy.returned else output, logits)
             return output
 
         return forward
@@ -264,6 +285,14 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
     if anatomy.tied:
         weight = model.get_parameter(f"{anatomy.embedding}.weight")
         model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone())
+
+
+def _stacked(router_logits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """As one tensor, in no narrower numbers than the hidden state has: under autocast a softmax widens them anyway."""
+    if len({each.shape for each in router_logits}) > 1:
+        raise CannotCut("its routers record tensors of several shapes, of which a hop carries one")
+    stacked = torch.stack(tuple(router_logits))
+    return stacked.to(torch.promote_types(stacked.dtype, dtype))
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import ForeignStage
-from ppctl.geometry.foreign_model import Anatomy, Growth, LayerCost
+from ppctl.geometry.foreign_model import Anatomy, Growth, LayerCost, RouterLogits
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
 
@@ -63,6 +64,29 @@ def layer_cost(
     return found
 
 
+def router_logits(
+    blank: nn.Module, anatomy: Anatomy, index: int, hidden: int, experts: tuple[int, int] | None
+) -> RouterLogits:
+    """What each router of the layer with this index records. `blank` is the whole model on meta.
+
+    Raises as `layer_cost`, and CannotCut where that is not one number for each token and expert.
+    """
+    sequences, length = 3, 5
+    copied = deepcopy(blank).to(torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stage = ForeignStage(copied, anatomy, [Layer("decoder", index)])
+        if experts is not None:
+            _balance(stage, *experts)
+        _, stacked = stage(torch.zeros(sequences, length, hidden, dtype=torch.bfloat16))
+    _, *shape = stacked.shape
+    if len(shape) != 2 or shape[0] != sequences * length:
+        raise CannotCut(
+            f"the routers of {anatomy.layer(index)} record {shape} of {sequences} x {length} tokens: a hop "
+            "carries [tokens, experts]"
+        )
+    return RouterLogits(shape[1], stacked.dtype == torch.float32)
+
+
 def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype) -> _Found:
     """One forward and backward of one sequence."""
     for parameter in stage.canonical_parameters().values():
@@ -84,7 +108,7 @@ def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype)
 
     stage.call_decoder_as([run])
     given = torch.zeros(1, length, hidden, dtype=dtype, requires_grad=True)
-    (output,) = stage(given)
+    output, *_ = stage(given)
     inside = sum(kept.values()) - kept.get(_storage(given), 0)
     forward = live.peak
     live.peak = 0

@@ -37,6 +37,9 @@ class Anatomy:
     """Whether the head's weight is the embedding's."""
     returned: int
     """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
+    routers: tuple[int, ...] = ()
+    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty where that
+    adds nothing."""
 
     def layer(self, index: int) -> str:
         """The name of a layer's module."""
@@ -96,6 +99,15 @@ class LayerKind(NamedTuple):
         return LayerCost(flops, *(Growth(*(element / widest * value for value in each)) for each in held))
 
 
+class RouterLogits(NamedTuple):
+    """What one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
+
+    width: int
+    """Experts."""
+    wide: bool
+    """Whether it is float32 whatever the weights are."""
+
+
 class ForeignModel(NamedTuple):
     """A model of transformers that was proved to run in stages."""
 
@@ -119,6 +131,17 @@ class ForeignModel(NamedTuple):
     """Parameters that one token meets: of routed experts only the chosen ones."""
     notes: tuple[str, ...] = ()
     """What differs from transformers' own training, for the plan."""
+    router_logits: RouterLogits | None = None
+    """Of models whose code adds a loss over the routers of all layers."""
+
+    def routed(self, layers: int) -> int:
+        """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""
+        return sum(self.anatomy.routers[:layers])
+
+    def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
+        """Bytes of these for so many tokens, where weights have elements of so many bytes."""
+        logits = self.router_logits
+        return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 
     def rows(self, kind: str, structure: int) -> tuple[Parameter, ...]:
         """Those of one layer: of the embedding, of a decoder layer of this structure, of the loss."""
@@ -152,10 +175,13 @@ class ForeignModel(NamedTuple):
                 for kind in data.pop("kinds")
             )
             parts = data.pop("anatomy")
-            anatomy = Anatomy(**{**parts, "first": tuple(parts["first"]), "last": tuple(parts["last"])})
+            lists = {key: tuple(each) for key, each in parts.items() if isinstance(each, list)}
+            anatomy = Anatomy(**{**parts, **lists})
+            logits = data.pop("router_logits", None)
+            logits = None if logits is None else RouterLogits(*logits)
             first, last = _rows(data.pop("first")), _rows(data.pop("last"))
-            lists: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
-            return cls(anatomy=anatomy, first=first, last=last, kinds=kinds, **lists, **data)
+            others: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
+            return cls(anatomy=anatomy, first=first, last=last, kinds=kinds, router_logits=logits, **others, **data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it does not describe a model ({type(error).__name__})") from None
 

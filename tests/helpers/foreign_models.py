@@ -31,19 +31,23 @@ LATENT = dict(
     topk_group=1, first_k_dense_replace=2,
 )  # fmt: skip
 
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.3)
+"""A loss over the routers of all layers, which the model's own code adds."""
+
 FEW: dict[str, dict[str, Any]] = {
     "Llama": GROUPED,
     "GPT2": SIZES | NO_DROPOUT,
     "Gemma2": WINDOW | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     "Granite": GROUPED | TIED | dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.3),
     "Falcon": SIZES | TIED | dict(multi_query=True, alibi=False),
-    "Mixtral": EXPERTS | dict(num_local_experts=4),
+    "Mixtral balanced": EXPERTS | dict(num_local_experts=4) | BALANCED,
 }
 """What `make test` tries: each has something that the others have not, which a forward made for Llama would lose."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen2": GROUPED | TIED,
     "Qwen3": HEADS,
+    "Mixtral": EXPERTS | dict(num_local_experts=4),
     "Qwen3Moe": EXPERTS | dict(num_experts=4, moe_intermediate_size=16),
     "DeepseekV3": LATENT,
     "Glm": HEADS | UNTIED,
@@ -62,14 +66,25 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GptOss": WINDOW | dict(num_local_experts=4, num_experts_per_tok=2),
     "SmolLM3": GROUPED | dict(no_rope_layers=[1, 1, 1, 0]),
     "OPT": SIZES | dict(word_embed_proj_dim=HIDDEN, ffn_dim=40, dropout=0.0),
+    # Experts in every other layer: not every hop carries more than the one before it.
+    "Qwen2Moe balanced": GROUPED
+    | BALANCED
+    | dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=12,
+        decoder_sparse_step=2,
+    ),
 }
+OTHERS |= {f"{kind} balanced": OTHERS[kind] | BALANCED for kind in ("Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss")}
 
 
 def config_of(kind: str) -> Any:
     """The config of an architecture."""
     import transformers  # here, because ranks that import a test need no model
 
-    return getattr(transformers, f"{kind}Config")(**(FEW | OTHERS)[kind])
+    return getattr(transformers, f"{kind.removesuffix(' balanced')}Config")(**(FEW | OTHERS)[kind])
 
 
 def model_of(kind: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -42,7 +43,8 @@ CUTS = {
 }
 FIRST = list(CUTS)[:2]
 
-Run = tuple[list[float], list[float], dict[str, Tensor]]
+Run = tuple[list[float], list[float], list[float | None], dict[str, Tensor]]
+"""Losses, norms of gradients, auxiliary losses, weights."""
 
 
 def run_config(text: Path, cut: str, kind: str) -> RunConfig:
@@ -80,7 +82,8 @@ def train_all(mappings: list[dict]) -> list[Run]:
         trainer = Trainer(session, session.batches(), lambda: 0)
         records = [trainer.step(step).record for step in range(STEPS)]
         weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
-        found.append(([r["loss"] for r in records], [r["grad_norm"] for r in records], weights))
+        figures = ([r[name] for r in records] for name in ("loss", "grad_norm"))
+        found.append((*figures, [r.get("aux_loss") for r in records], weights))
     return found
 
 
@@ -105,13 +108,19 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
         for decayed, rate in ((True, optim.weight_decay), (False, 0.0))
     ]
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    losses, norms = [], []
+    losses, norms, auxiliary = [], [], list[float | None]()
     for step, batch in enumerate(microbatches(config, STEPS)):
-        total, loss_of_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0
+        total, loss_of_step, added_in_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0, list[float]()
         for tokens, labels, mask in batch:
-            loss = microbatch_loss(model(input_ids=tokens, use_cache=False).logits, labels, mask, total)
+            result = model(input_ids=tokens, use_cache=False)
+            loss = microbatch_loss(result.logits, labels, mask, total)
             loss_of_step += loss.item()
+            if "aux_loss" in result:
+                added = model.router_aux_loss_coef * result.aux_loss
+                added_in_step.append(added.item())
+                loss = loss + added / len(batch)
             loss.backward()
+        auxiliary.append(math.fsum(added_in_step) / len(batch) if added_in_step else None)
         if tied:
             table.weight.grad += head.weight.grad
             head.weight.grad = table.weight.grad.clone()
@@ -124,20 +133,22 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
             group["lr"] = lr_at(step, optim, STEPS)
         adamw.step()
         adamw.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in weights.items()}
+    return losses, norms, auxiliary, {name: p.detach() for name, p in weights.items()}
 
 
 def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
     mappings = [to_mapping(run_config(text, cut, kind)) for kind in kinds]
     ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), mappings, timeout=SECONDS)
     for place, kind in enumerate(kinds):
-        losses, norms, expected = by_a_plain_loop(text, kind)
+        losses, norms, auxiliary, expected = by_a_plain_loop(text, kind)
         assert len(set(losses)) == STEPS, kind
+        assert (None in auxiliary) == (not kind.endswith("balanced")), kind
         seen: set[str] = set()
         for found in ranks:
-            own_losses, own_norms, own = found[place]
+            own_losses, own_norms, own_auxiliary, own = found[place]
             assert own_losses == losses, kind
             assert own_norms == norms, kind
+            assert own_auxiliary == auxiliary, kind
             assert [name for name, value in own.items() if not torch.equal(value, expected[name])] == [], kind
             seen |= own.keys()
         assert seen == expected.keys(), kind
