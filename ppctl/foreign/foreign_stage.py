@@ -90,7 +90,7 @@ class ForeignStage(nn.Module, StageModel):
         except _Departed as departed:
             state = departed.state
             outputs = (state.clone() if state is given else state,)
-            return (*outputs, _stacked(departed.router_logits, state.dtype)) if departed.router_logits else outputs
+            return (*outputs, _stacked(departed.router_logits)) if departed.router_logits else outputs
         finally:
             self._arrived, self._arrived_logits = None, ()
 
@@ -287,12 +287,10 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
         model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone())
 
 
-def _stacked(router_logits: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """As one tensor, in no narrower numbers than the hidden state has: under autocast a softmax widens them anyway."""
-    if len({each.shape for each in router_logits}) > 1:
-        raise CannotCut("its routers record tensors of several shapes, of which a hop carries one")
-    stacked = torch.stack(tuple(router_logits))
-    return stacked.to(torch.promote_types(stacked.dtype, dtype))
+def _stacked(router_logits: Sequence[Tensor]) -> Tensor:
+    if len({(each.shape, each.dtype) for each in router_logits}) > 1:
+        raise CannotCut("its routers record tensors of several shapes or dtypes, of which a hop carries one")
+    return torch.stack(tuple(router_logits))
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:

@@ -29,6 +29,8 @@ from ppctl.geometry.rows import Parameter
 
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
+_SEQUENCES, _TOKENS = 3, 5
+"""Of the forward in which routers are watched."""
 _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
 _ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -71,20 +73,27 @@ def router_logits(
 
     Raises as `layer_cost`, and CannotCut where that is not one number for each token and expert.
     """
-    sequences, length = 3, 5
-    copied = deepcopy(blank).to(torch.bfloat16)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    recorded = [_recorded(blank, anatomy, index, hidden, experts, cast) for cast in (False, True)]
+    for each in recorded:
+        if each.dim() != 3 or each.shape[1] != _SEQUENCES * _TOKENS:
+            shape = list(each.shape[1:])
+            message = f"the routers of {anatomy.layer(index)} record {shape} of {_SEQUENCES} x {_TOKENS} tokens"
+            raise CannotCut(f"{message}: a hop carries [tokens, experts]")
+    return RouterLogits(recorded[0].shape[2], *(each.dtype == torch.float32 for each in recorded))
+
+
+def _recorded(
+    blank: nn.Module, anatomy: Anatomy, index: int, hidden: int, experts: tuple[int, int] | None, cast: bool
+) -> Tensor:
+    """What leaves a layer beside its hidden state, without values: with 16-bit weights, or with products `cast`."""
+    dtype = torch.float32 if cast else torch.bfloat16
+    copied = deepcopy(blank).to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=cast):
         stage = ForeignStage(copied, anatomy, [Layer("decoder", index)])
         if experts is not None:
             _balance(stage, *experts)
-        _, stacked = stage(torch.zeros(sequences, length, hidden, dtype=torch.bfloat16))
-    _, *shape = stacked.shape
-    if len(shape) != 2 or shape[0] != sequences * length:
-        raise CannotCut(
-            f"the routers of {anatomy.layer(index)} record {shape} of {sequences} x {length} tokens: a hop "
-            "carries [tokens, experts]"
-        )
-    return RouterLogits(shape[1], stacked.dtype == torch.float32)
+        _, recorded = stage(torch.zeros(_SEQUENCES, _TOKENS, hidden, dtype=dtype))
+    return recorded
 
 
 def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype) -> _Found:

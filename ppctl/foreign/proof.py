@@ -216,7 +216,8 @@ def _run_cut(
 ) -> None:
     """Forward and backward of every microbatch, from stage to stage as an engine does. Raises CannotCut."""
     for mb, (tokens, labels, mask) in enumerate(batches):
-        given, hops = (tokens,), list[tuple[Message, Message]]()
+        given: Message = (tokens,)
+        hops = list[tuple[Message, Message]]()
         for stage in stages:
             outputs = _called(stage, given, anatomy)
             if stage.own and not torch.equal(outputs[0], states[mb][stage.own[-1]]):

@@ -105,7 +105,9 @@ class RouterLogits(NamedTuple):
     width: int
     """Experts."""
     wide: bool
-    """Whether it is float32 whatever the weights are."""
+    """Whether it is float32 where weights have 16 bits."""
+    wide_in_autocast: bool
+    """The same where products are cast to 16 bits."""
 
 
 class ForeignModel(NamedTuple):

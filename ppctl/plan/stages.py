@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.config.precision import weight_dtype
+from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import replicated_parameters, stage_count
@@ -41,7 +41,7 @@ def stage_specs(
         # MTP's hidden states travel on beside the main ones, to where the loss is.
         states += count_of("mtp", layers)
         decoders += count_of("decoder", layers)
-        routed = () if foreign is None else _router_logits(foreign, decoders, message)
+        routed = () if foreign is None else _router_logits(config, foreign, decoders, message)
         sends = (message,) * states + routed if stage < count - 1 else ()
         specs.append(
             StageSpec(
@@ -70,13 +70,16 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
     return TensorSpec((micro_batch_size, seq, config.model.hidden_size), dtype)
 
 
-def _router_logits(foreign: ForeignModel, decoders: int, state: TensorSpec) -> tuple[TensorSpec, ...]:
+def _router_logits(
+    config: RunConfig, foreign: ForeignModel, decoders: int, state: TensorSpec
+) -> tuple[TensorSpec, ...]:
     """What the routers of the first so many layers recorded, as one tensor beside the hidden state."""
     logits, number = foreign.router_logits, foreign.routed(decoders)
     if logits is None or not number:
         return ()
-    tokens = state.shape[0] * state.shape[1]
-    return (TensorSpec((number, tokens, logits.width), "float32" if logits.wide else state.dtype),)
+    cast, tokens = autocast_dtype(config.parallel), state.shape[0] * state.shape[1]
+    wide = logits.wide if cast is None else logits.wide_in_autocast
+    return (TensorSpec((number, tokens, logits.width), "float32" if wide else cast or state.dtype),)
 
 
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:

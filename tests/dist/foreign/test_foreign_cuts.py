@@ -47,9 +47,9 @@ Run = tuple[list[float], list[float], list[float | None], dict[str, Tensor]]
 """Losses, norms of gradients, auxiliary losses, weights."""
 
 
-def run_config(text: Path, cut: str, kind: str) -> RunConfig:
+def run_config(text: Path, cut: Mapping[str, Any], kind: str) -> RunConfig:
     """The run of a cut, as `model.from=DIR` makes it."""
-    config = run_of(text, m=3, **CUTS[cut])  # type: ignore[arg-type]
+    config = run_of(text, m=3, **cut)
     directory = directory_of(text, kind)
     model = asdict(config.model) | dict(_values(directory))
     config.model = ModelConfig(**model | {"from_": str(directory)})
@@ -88,9 +88,13 @@ def train_all(mappings: list[dict]) -> list[Run]:
 
 
 @cache
-def by_a_plain_loop(text: Path, kind: str) -> Run:
-    """The whole model in one process: forward, backward, clip, AdamW. A tied weight is one parameter for each use."""
-    config = run_config(text, FIRST[0], kind)
+def by_a_plain_loop(text: Path, kind: str, dp: int = 1) -> Run:
+    """The whole model in one process: forward, backward, clip, AdamW. A tied weight is one parameter for each use.
+
+    What the model adds for its routers is made by its own function, from the routers of one microbatch, and is averaged
+    over the microbatches of all `dp` replicas.
+    """
+    config = run_config(text, dict(pp=2, vpp=1, dp=dp), kind)
     model, optim = model_of(kind), config.optim
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = table.weight is head.weight
@@ -136,9 +140,14 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
     return losses, norms, auxiliary, {name: p.detach() for name, p in weights.items()}
 
 
-def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
+def trained(text: Path, cut: Mapping[str, Any], kinds: list[str]) -> list[list[Run]]:
+    """By rank what `train_all` finds."""
     mappings = [to_mapping(run_config(text, cut, kind)) for kind in kinds]
-    ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), mappings, timeout=SECONDS)
+    return run_ranks(train_all, cut["pp"] * cut.get("dp", 1), mappings, timeout=SECONDS)
+
+
+def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
+    ranks = trained(text, CUTS[cut], kinds)
     for place, kind in enumerate(kinds):
         losses, norms, auxiliary, expected = by_a_plain_loop(text, kind)
         assert len(set(losses)) == STEPS, kind
@@ -178,3 +187,43 @@ def test_a_models_own_code_has_the_bits_of_one_process_in_any_cut(text: Path, cu
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_architecture_has_the_bits_of_one_process_in_any_cut(text: Path, cut: str) -> None:
     hold_to_a_plain_loop(text, cut, list(OTHERS) if cut in FIRST else [*FEW, *OTHERS])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bfloat16 with masters": dict(params_dtype="bfloat16"),
+    "bfloat16 by autocast": dict(enable_autocast=True, autocast_dtype="bfloat16"),
+    "two replicas": dict(dp=2),
+    "two replicas with everything sharded": dict(dp=2, data_parallel_sharding="full"),
+    "gradients scaled by the schedule": dict(scale_grads_in_schedule=True),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_over_all_routers_has_the_bits_of_one_stage_in_other_ways_of_training(text: Path, way: str) -> None:
+    kinds = ["Qwen2Moe balanced", "GraniteMoe balanced"]
+    one = trained(text, dict(pp=1, vpp=1) | WAYS[way], kinds)
+    cut = trained(text, dict(pp=2, vpp=2) | WAYS[way], kinds)
+    for place, kind in enumerate(kinds):
+        *figures, weights = one[0][place]
+        seen: set[str] = set()
+        for rank in cut:
+            *own_figures, own = rank[place]
+            assert own_figures == figures, kind
+            seen |= own.keys()
+            if "sharded" not in way:  # of which each replica has other parts
+                assert [name for name, value in own.items() if not torch.equal(value, weights[name])] == [], kind
+        assert seen == weights.keys(), kind
+        assert None not in figures[2], kind
+
+
+@pytest.mark.whole
+def test_replicas_average_a_loss_over_all_routers_as_a_plain_loop_over_all_microbatches_does(text: Path) -> None:
+    kind = "Qwen2Moe balanced"
+    losses, norms, auxiliary, weights = by_a_plain_loop(text, kind, 2)
+    for ((own_losses, own_norms, own_auxiliary, own),) in trained(text, dict(pp=2, vpp=2, dp=2), [kind]):
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own_norms == pytest.approx(norms, rel=1e-6)
+        assert own_auxiliary == pytest.approx(auxiliary, rel=1e-6)
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
