@@ -35,11 +35,19 @@ _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
 _ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
+_LONGEST_LOOP = 64
+"""The same of a layer that goes from token to token in a loop, of which each turn takes a millisecond to measure."""
+_FEW = (2, 4)
+"""Tokens of two sequences that tell whether a layer does."""
+
+
 class _Found(NamedTuple):
     flops: float
     kept: float
     in_forward: float
     in_backward: float
+    calls: int
+    """Of torch's operators in the forward."""
 
 
 def layer_cost(
@@ -49,8 +57,6 @@ def layer_cost(
 
     `experts` are the routed ones and how many a token goes to. Raises what torch does for code that reads values.
     """
-    longest = max(4, min(_LONGEST, positions))
-    lengths = longest // 4, longest // 2, longest
     found = {}
     for width, dtype in _WIDTHS.items():
         copied = deepcopy(blank).to(dtype)
@@ -58,6 +64,9 @@ def layer_cost(
             stage = ForeignStage(copied, anatomy, [Layer("decoder", index)])
             if experts is not None:
                 _balance(stage, *experts)
+            few = [_measured(stage, length, hidden, dtype).calls for length in _FEW]
+            longest = max(4, min(_LONGEST if few[0] == few[1] else _LONGEST_LOOP, positions))
+            lengths = longest // 4, longest // 2, longest
             measured = [_measured(stage, length, hidden, dtype) for length in lengths]
         flops, *held = (_fitted(lengths, [each[i] for each in measured]) for i in range(4))
         # Half of all pairs are masked: a token does not see those behind it.
@@ -119,13 +128,14 @@ def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype)
     given = torch.zeros(1, length, hidden, dtype=dtype, requires_grad=True)
     output, *_ = stage(given)
     inside = sum(kept.values()) - kept.get(_storage(given), 0)
-    forward = live.peak
+    forward, calls = live.peak, live.calls
     live.peak = 0
     live.storages.pop(_storage(output), None)  # a stage's output is a message, or the next layer's input
     gradient = torch.zeros_like(output)
     with live:
         output.backward(gradient)
-    return _Found(counter.get_total_flops(), sum(kept.values()), max(0, forward - inside), max(0, live.peak - inside))
+    beside = (max(0, peak - inside) for peak in (forward, live.peak))
+    return _Found(counter.get_total_flops(), sum(kept.values()), *beside, calls)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -151,10 +161,12 @@ class _Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
         result = func(*args, **(kwargs or {}))
+        self.calls += 1
         for tensor in _tensors(result):
             if _storage(tensor) not in given:
                 storage = tensor.untyped_storage()

@@ -151,7 +151,7 @@ def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
     for place, kind in enumerate(kinds):
         losses, norms, auxiliary, expected = by_a_plain_loop(text, kind)
         assert len(set(losses)) == STEPS, kind
-        assert (None in auxiliary) == (not kind.endswith("balanced")), kind
+        assert (None in auxiliary) == ("balanced" not in kind), kind
         seen: set[str] = set()
         for found in ranks:
             own_losses, own_norms, own_auxiliary, own = found[place]
@@ -187,6 +187,11 @@ def test_a_models_own_code_has_the_bits_of_one_process_in_any_cut(text: Path, cu
 @pytest.mark.parametrize("cut", CUTS)
 def test_every_architecture_has_the_bits_of_one_process_in_any_cut(text: Path, cut: str) -> None:
     hold_to_a_plain_loop(text, cut, list(OTHERS) if cut in FIRST else [*FEW, *OTHERS])
+
+
+@pytest.mark.whole
+def test_every_architecture_has_the_bits_of_one_process_tied_and_untied(text: Path) -> None:
+    hold_to_a_plain_loop(text, FIRST[1], [f"{kind}, retied" for kind in (*FEW, *OTHERS)])
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -105,3 +105,31 @@ def test_modules_are_named_as_the_model_names_them(tmp_path: Path) -> None:
     config.pipeline.module_fqns_per_model_part = [*parts, ["vision"]]
     with pytest.raises(ConfigError, match=r"'vision' in part 2; this model has transformer\.wte"):
         build_plan(config)
+
+
+def test_a_plan_counts_what_a_hop_carries_of_the_routers_before_it(tmp_path: Path) -> None:
+    plans, models = {}, {}
+    for loss in ("true", "false"):
+        (tmp_path / loss).mkdir()
+        found = described("Qwen2Moe balanced", tmp_path / loss, output_router_logits=loss)
+        models[loss] = config_with(found)
+        config = RunConfig(model=models[loss])
+        config.parallel.pipeline_model_parallel_size = 4
+        config.parallel.pipeline_model_parallel_layout = "Et|t|t|tL"
+        config.data.seq_length, config.train.micro_batch_size = 16, 2
+        config.launch.device, config.launch.gpus_per_node = "cpu", 4
+        plans[loss] = build_plan(config)
+    state = (2, 16, 24)
+    edges = [[spec.shape for spec in stage.sends] for stage in plans["true"].stages]
+    assert edges == [[state], [state, (1, 32, 4)], [state, (1, 32, 4)], []]
+    assert all(len(stage.sends) <= 1 for stage in plans["false"].stages)
+    one = 32 * 4 * 4
+    more = [a.message_bytes - b.message_bytes for a, b in zip(plans["true"].ranks, plans["false"].ranks, strict=True)]
+    # A rank receives activations from the one before it and gradients from the one behind it.
+    assert [each > 0 for each in more] == [False, True, True, True]
+    kept = [
+        stage_activations(models["true"], stage.layers, Setting(2, 16, 4)).kept
+        - stage_activations(models["false"], stage.layers, Setting(2, 16, 4)).kept
+        for stage in plans["true"].stages
+    ]
+    assert kept == [0, 0, one, one + 2 * one]
