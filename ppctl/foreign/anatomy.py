@@ -48,7 +48,11 @@ def survey(model: nn.Module) -> Anatomy:
     _check_sharing(model, {f"{names[id(head)]}.weight"} if tied else set())
     calls, returned, routers = _watch(model, layers, outside)
     first, last = _sides(outside, calls, len(layers), name)
-    return Anatomy(name, len(layers), first, last, names[id(embedding)], names[id(head)], tied, returned, routers)
+    listed = list(names.values())
+    early = tuple(path for path in last if listed.index(path) < listed.index(name))
+    return Anatomy(
+        name, len(layers), first, last, names[id(embedding)], names[id(head)], tied, returned, early, routers
+    )
 
 
 def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:

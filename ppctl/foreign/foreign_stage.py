@@ -66,7 +66,9 @@ class ForeignStage(nn.Module, StageModel):
         for name, module in model.named_modules():
             _give_memory(module, torch.device(device), owned=self._holds(name))
         _make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
-        self._names = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
+        held = {name: p for name, p in model.named_parameters() if self._holds(name.rpartition(".")[0])}
+        self._names = [name for name, parameter in held.items() if parameter.requires_grad]
+        self._untrained = [name for name in held if name not in self._names]
         self._own_layers = {index: _OwnLayer(self._layer(index).forward) for index in self.own}
         self._connect()
 
@@ -117,7 +119,7 @@ class ForeignStage(nn.Module, StageModel):
         return {name: self.model.get_parameter(name) for name in self._names}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """The buffers of this stage that a state dict has."""
+        """The buffers of this stage that a state dict has, and parameters that the model's own code does not train."""
         saved = {
             f"{path}.{key}": buffer
             for path, module in self.model.named_modules()
@@ -125,7 +127,7 @@ class ForeignStage(nn.Module, StageModel):
             for key, buffer in module._buffers.items()
             if buffer is not None and key not in module._non_persistent_buffers_set
         }
-        return saved
+        return saved | {name: self.model.get_parameter(name).detach() for name in self._untrained}
 
     def parameter_rows(self) -> Mapping[str, Parameter]:
         """Names, shapes and roles, told by the kind of module and the number of dims; buffers included."""
@@ -266,6 +268,8 @@ def row_of(model: nn.Module, anatomy: Anatomy, name: str) -> Parameter:
     if own in module._buffers:
         return Parameter(name, tuple(model.get_buffer(name).shape), "correction", gradient="none")
     shape = tuple(model.get_parameter(name).shape)
+    if not model.get_parameter(name).requires_grad:
+        return Parameter(name, shape, "correction", gradient="none")
     if name in anatomy.uses[1:]:
         return Parameter(name, shape, "embedding", copy_of=anatomy.uses[0])
     return Parameter(name, shape, _role(module, own, len(shape)))

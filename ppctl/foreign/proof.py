@@ -157,7 +157,8 @@ def _run_whole(
         _objective(losses[-1]).backward()
     for hook in hooks:
         hook.remove()
-    return states, {name: parameter.grad for name, parameter in model.named_parameters()}, losses
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return states, trained, losses
 
 
 def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Sequence[Tensor]) -> None:
@@ -168,8 +169,7 @@ def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Seq
         again.append(output[0] if anatomy.returned else output)
 
     hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
-    with torch.no_grad():
-        model(input_ids=tokens, use_cache=False)
+    model(input_ids=tokens, use_cache=False)  # as before, with gradients: a mask that has one takes another kernel
     for hook in hooks:
         hook.remove()
     for index, (one, other) in enumerate(zip(states, again, strict=True)):

@@ -37,6 +37,8 @@ class Anatomy:
     """Whether the head's weight is the embedding's."""
     returned: int
     """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
+    early: tuple[str, ...] = ()
+    """Those of `last` that the model lists before its layers."""
     routers: tuple[int, ...] = ()
     """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty where that
     adds nothing."""
@@ -44,6 +46,11 @@ class Anatomy:
     def layer(self, index: int) -> str:
         """The name of a layer's module."""
         return f"{self.layers}.{index}"
+
+    def place(self, name: str) -> int:
+        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, behind."""
+        inside = name.startswith(f"{self.layers}.")
+        return 1 if inside else 0 if name.rpartition(".")[0] in (*self.first, *self.early) else 2
 
     @property
     def uses(self) -> tuple[str, ...]:

@@ -124,7 +124,9 @@ def test_a_plan_counts_what_a_hop_carries_of_the_routers_before_it(tmp_path: Pat
     assert edges == [[state], [state, (1, 32, 4)], [state, (1, 32, 4)], []]
     assert all(len(stage.sends) <= 1 for stage in plans["false"].stages)
     one = 32 * 4 * 4
-    more = [a.message_bytes - b.message_bytes for a, b in zip(plans["true"].ranks, plans["false"].ranks, strict=True)]
+    more = [
+        a.message_bytes - b.message_bytes for a, b in zip(plans["true"].pp_ranks, plans["false"].pp_ranks, strict=True)
+    ]
     # A rank receives activations from the one before it and gradients from the one behind it.
     assert [each > 0 for each in more] == [False, True, True, True]
     kept = [
@@ -133,3 +135,15 @@ def test_a_plan_counts_what_a_hop_carries_of_the_routers_before_it(tmp_path: Pat
         for stage in plans["true"].stages
     ]
     assert kept == [0, 0, one, one + 2 * one]
+
+
+def test_routers_that_record_what_no_hop_carries_are_refused_with_the_way_to_do_without(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    experts = dict(is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True)
+    sizes = dict(vocab_size=320, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
+    transformers.DogeConfig(**sizes, **experts).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"record \[2, 15, 4\] of 3 x 5 tokens") as caught:
+        describe(tmp_path, {})
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.remedy) == ("PP-E528", "model.hf_overrides.output_router_logits=false")
+    assert describe(tmp_path, {"output_router_logits": "false"}).router_logits is None
