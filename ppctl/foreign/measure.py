@@ -101,6 +101,7 @@ def _recorded(
         stage = ForeignStage(copied, anatomy, [Layer("decoder", index)])
         if experts is not None:
             _balance(stage, *experts)
+        recorded: Tensor
         _, recorded = stage(torch.zeros(_SEQUENCES, _TOKENS, hidden, dtype=dtype))
     return recorded
 
@@ -134,8 +135,8 @@ def _measured(stage: ForeignStage, length: int, hidden: int, dtype: torch.dtype)
     gradient = torch.zeros_like(output)
     with live:
         output.backward(gradient)
-    beside = (max(0, peak - inside) for peak in (forward, live.peak))
-    return _Found(counter.get_total_flops(), sum(kept.values()), *beside, calls)
+    in_forward, in_backward = (max(0, peak - inside) for peak in (forward, live.peak))
+    return _Found(counter.get_total_flops(), sum(kept.values()), in_forward, in_backward, calls)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
