@@ -16,7 +16,7 @@ from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
 from ppctl.cost.offloading import Piece, on_device
 from ppctl.cost.setting import Setting
 from ppctl.cost.working_memory import in_backward, in_forward
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import (
     Kind,
     Layer,
@@ -147,7 +147,10 @@ def _moved(
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
     """Bytes beside layers: turning tables for a rank's own positions, which each microbatch picks; in models with MTP
-    the final norm behind the decoder, and states that go to the loss."""
+    the final norm behind the decoder, and states that go to the loss; what routers recorded for it, where that is
+    the model's own."""
+    if (foreign := foreign_of(model)) is not None:
+        return _router_logits(foreign, held, setting)
     tables = _tables(model, held, setting)
     if not model.mtp_num_layers:
         return tables
@@ -155,6 +158,17 @@ def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) ->
     first = next((layer.index for layer in held if layer.kind == "mtp"), None)
     states = 0 if first is None or Layer("loss") in held else 1 + first
     return tables + normed * holds_final_norm(model, held) + states * setting.hidden_bytes(model)
+
+
+def _router_logits(foreign: ForeignModel, held: tuple[Layer, ...], setting: Setting) -> float:
+    """What arrived beside the hidden state; and at the loss what a softmax over the experts keeps of every router."""
+    every = foreign.anatomy.count
+    if Layer("embedding") in held:
+        arrived = 0
+    else:
+        arrived = next((layer.index for layer in held if layer.kind == "decoder"), every)
+    kept = every if Layer("loss") in held else 0
+    return sum(foreign.routed_bytes(each, setting.tokens, setting.element) for each in (arrived, kept))
 
 
 def _tables(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ppctl.foreign.library import call, recorded
 from ppctl.geometry.foreign_model import Anatomy
 
 _TOKENS = 4
@@ -44,9 +46,13 @@ def survey(model: nn.Module) -> Anatomy:
             raise CannotCut(f"{path or 'the model itself'} has weights of its own beside its layers")
     tied = head.weight is embedding.weight
     _check_sharing(model, {f"{names[id(head)]}.weight"} if tied else set())
-    calls, returned = _watch(model, layers, outside)
+    calls, returned, routers = _watch(model, layers, outside)
     first, last = _sides(outside, calls, len(layers), name)
-    return Anatomy(name, len(layers), first, last, names[id(embedding)], names[id(head)], tied, returned)
+    listed = list(names.values())
+    early = tuple(path for path in last if listed.index(path) < listed.index(name))
+    return Anatomy(
+        name, len(layers), first, last, names[id(embedding)], names[id(head)], tied, returned, early, routers
+    )
 
 
 def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -79,10 +85,15 @@ def _check_sharing(model: nn.Module, tied: set[str]) -> None:
             raise CannotCut(f"{name} is the same parameter as {owner}, which another stage may hold")
 
 
-def _watch(model: nn.Module, layers: nn.ModuleList, outside: dict[str, nn.Module]) -> tuple[list[str | int], int]:
-    """Who is called in one forward: layers by index, modules outside by name; and how layers return."""
+def _watch(
+    model: nn.Module, layers: nn.ModuleList, outside: dict[str, nn.Module]
+) -> tuple[list[str | int], int, tuple[int, ...]]:
+    """Who is called in one forward: layers by index, modules outside by name; how layers return; and of a model that
+    adds to the loss how many tensors the routers of each layer record.
+    """
     calls: list[str | int] = []
     forms = Counter[int]()
+    routed = list[int]()
 
     def note(who: str | int) -> Any:
         return lambda *_: calls.append(who)
@@ -92,19 +103,19 @@ def _watch(model: nn.Module, layers: nn.ModuleList, outside: dict[str, nn.Module
         if not isinstance(output[0] if whole else output, Tensor):
             raise CannotCut(f"its layers return {type(output).__name__}, which is no hidden state")
         forms[len(output) if whole else 0] += 1
+        routed.append(len(recorded()))
 
     hooks = [module.register_forward_pre_hook(note(path)) for path, module in outside.items()]
     for index, layer in enumerate(layers):
         hooks += [layer.register_forward_pre_hook(note(index)), layer.register_forward_hook(form)]
     try:
-        with torch.no_grad():
-            model(input_ids=torch.arange(2 * _TOKENS).view(2, _TOKENS), use_cache=False)
+        _, added = call(model, input_ids=torch.arange(2 * _TOKENS).view(2, _TOKENS))
     finally:
         for hook in hooks:
             hook.remove()
     if len(forms) != 1:
         raise CannotCut(f"its layers return in {len(forms)} ways")
-    return calls, next(iter(forms))
+    return calls, next(iter(forms)), () if added is None else tuple(b - a for a, b in pairwise([0, *routed]))
 
 
 def _sides(

@@ -6,7 +6,7 @@ Knows in which order a model is read, proved and measured. Must not know the com
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
 from ppctl.foreign.measure import measure, rough
-from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, prove
+from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, line_of, prove
+from ppctl.foreign.routers import router_logits
 from ppctl.foreign.traits import names_of, traits_of
-from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind
+from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -35,10 +36,13 @@ def proved(config: Any, directory: Path) -> Proof:
     try:
         return prove(config)
     except CannotCut as error:
-        message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
-        balanced = "output_router_logits" in str(error)
-        remedy = "model.hf_overrides.output_router_logits=false" if balanced else ""
-        raise ConfigError(Problem("PP-E528", message, remedy, str(directory))) from error
+        raise _uncut(config, directory, error) from error
+
+
+def _uncut(config: Any, directory: Path, error: CannotCut) -> ConfigError:
+    message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
+    remedy = "model.hf_overrides.output_router_logits=false" if "router" in str(error) else ""
+    return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
 
 def refuse_dropout(config: Any, directory: Path) -> None:
@@ -67,7 +71,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     size = int(getattr(config, "hidden_size", 0) or rows[anatomy.uses[0]].shape[1])
     positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
     examples = [[*zip(structures, traits, strict=True)].index(each) for each in different]
-    notes = list(_notes(experts))
+    notes = list(_notes(anatomy, experts))
     try:
         measured = measure(config, anatomy, examples, size, positions)
     except (*CODE_FAILS, NotImplementedError) as error:
@@ -100,6 +104,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
         },
         active=active,
         notes=tuple(notes),
+        router_logits=_router_logits(config, directory, anatomy, size, examples),
     )
 
 
@@ -112,7 +117,29 @@ def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:
         raise ConfigError(Problem("PP-E528", message, place=str(directory)))
 
 
-def _notes(experts: tuple[int, int] | None) -> tuple[str, ...]:
+def _router_logits(
+    config: Any, directory: Path, anatomy: Anatomy, size: int, layers: Iterable[int]
+) -> RouterLogits | None:
+    """What routers record for a loss that the model's own code adds; looked up in one layer of each kind.
+
+    Raises ConfigError (PP-E528) where a hop cannot carry it.
+    """
+    routed = [index for index in layers if anatomy.routers and anatomy.routers[index]]
+    try:
+        found = {router_logits(config, anatomy, index, size) for index in routed}
+        if len(found) > 1:
+            raise CannotCut("its routers record tensors of several shapes or dtypes, of which a hop carries one")
+    except CannotCut as error:
+        raise _uncut(config, directory, error) from error
+    except (*CODE_FAILS, NotImplementedError) as error:
+        unseen = CannotCut(f"what its routers record is not seen on tensors without values: {line_of(error)}")
+        raise _uncut(config, directory, unseen) from error
+    return next(iter(found), None)
+
+
+def _notes(anatomy: Anatomy, experts: tuple[int, int] | None) -> tuple[str, ...]:
+    if anatomy.routers:
+        return ("what it adds to the loss itself is added as aux_loss, the mean over the microbatches",)
     if experts is None:
         return ()
     return (

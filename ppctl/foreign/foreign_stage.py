@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.adapters import add_adapters, canonical
-from ppctl.foreign.library import config_from, make_model, rows_are_whole
+from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.library import call, config_from, make_model, recorded, rows_are_whole
 from ppctl.geometry.canonical_names import stage_parameters
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel
 from ppctl.geometry.layers import Layer
@@ -35,9 +36,9 @@ _FILLED = "_is_hf_initialized"
 class _Departed(Exception):
     """Ends a forward at the cut behind a stage: nothing that follows belongs to it."""
 
-    def __init__(self, state: Tensor) -> None:
+    def __init__(self, state: Tensor, router_logits: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.router_logits = state, router_logits
 
 
 class ForeignStage(nn.Module, StageModel):
@@ -66,6 +67,7 @@ class ForeignStage(nn.Module, StageModel):
         self.own = [layer.index for layer in layers if layer.kind == "decoder"]
         self.empty = not layers
         self._arrived: Tensor | None = None
+        self._arrived_logits: Sequence[Tensor] = ()
         self.model = model
         untie(model, anatomy)
         for name, module in model.named_modules():
@@ -81,23 +83,39 @@ class ForeignStage(nn.Module, StageModel):
     def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
         """As `StageModel`: token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out.
 
-        Rows are whole sequences: `packing` with documents or positions is refused.
+        Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
+        of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
+        that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
+        refused.
         """
         if packing.documents is not None or packing.positions is not None:
             raise ValueError("a model of transformers takes rows as they are, without documents or positions")
-        (given,) = inputs
+        given, *logits = inputs
         if self.empty:
-            return (given.clone(),)
+            return tuple(each.clone() for each in inputs)
         self._arrived = None if self.embeds else given
+        self._arrived_logits = [each for stacked in logits for each in stacked.unbind()]
         try:
-            with rows_are_whole():
-                result = self.model(**self._begin(given), use_cache=False, return_dict=True)
+            return self._called(given)
         except _Departed as departed:
             state = departed.state
-            return (state.clone() if state is given else state,)
+            outputs = (state.clone() if state is given else state,)
+            return (*outputs, _stacked(departed.router_logits)) if departed.router_logits else outputs
         finally:
-            self._arrived = None
-        return (result.logits,)
+            self._arrived, self._arrived_logits = None, ()
+
+    def _called(self, given: Tensor) -> tuple[Tensor, ...]:
+        """What the whole model returns; raises _Departed at the cut behind this stage."""
+        if self.adds_to_loss and self.ends:
+            logits, added = call(self.model, **self._begin(given))
+            return (logits,) if added is None else (logits, added)
+        with rows_are_whole():
+            return (self.model(**self._begin(given), use_cache=False, return_dict=True).logits,)
+
+    @property
+    def adds_to_loss(self) -> bool:
+        """Whether the model's own code adds to the loss."""
+        return bool(self.anatomy.routers)
 
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:
@@ -107,18 +125,18 @@ class ForeignStage(nn.Module, StageModel):
 
     def canonical_parameters(self) -> Mapping[str, nn.Parameter]:
         """By the names that the whole model gives them."""
-        return {name: found for name, found in self._all().items() if not self.adapted or found.requires_grad}
+        return {name: found for name, found in self._all().items() if found.requires_grad}
 
     @property
     def frozen(self) -> Mapping[str, nn.Parameter]:
-        """The weights beside which adapters are trained, by canonical name."""
-        return {name: found for name, found in self._all().items() if self.adapted and not found.requires_grad}
+        """What is not trained, by canonical name: weights beside adapters, and what the model's own code leaves."""
+        return {name: found for name, found in self._all().items() if not found.requires_grad}
 
     def _all(self) -> dict[str, nn.Parameter]:
         return {name: self.model.get_parameter(own) for name, own in self._names.items()}
 
     def canonical_buffers(self) -> Mapping[str, Tensor]:
-        """The buffers of this stage that a state dict has, and weights that stay as they are."""
+        """The buffers of this stage that a state dict has, and weights that are not trained."""
         saved = {
             f"{path}.{key}": buffer
             for path, module in self.model.named_modules()
@@ -126,12 +144,12 @@ class ForeignStage(nn.Module, StageModel):
             for key, buffer in module._buffers.items()
             if buffer is not None and key not in module._non_persistent_buffers_set
         }
-        return {**self.frozen, **saved}
+        return {**{name: found.detach() for name, found in self.frozen.items()}, **saved}
 
     def parameter_rows(self) -> Mapping[str, Parameter]:
         """Names, shapes and roles, told by the kind of module and the number of dims; buffers included."""
         rows = {
-            name: row_of(self.model, self.anatomy, self._names.get(name, name))._replace(name=name)
+            name: row_of(self.model, self.anatomy, self._names.get(name, name), self.adapted)._replace(name=name)
             for name in (*self.canonical_parameters(), *self.canonical_buffers())
         }
         return rows | {name: rows[name]._replace(gradient="none") for name in self.frozen}
@@ -188,6 +206,8 @@ class ForeignStage(nn.Module, StageModel):
         def forward(*arguments: Any, **named: Any) -> Any:
             if self._arrived is None:  # this stage has the embedding and no layer
                 raise _Departed(_hidden_state(arguments, named))
+            if index == 0:  # what all routers of earlier stages recorded, in the order of layers
+                recorded().extend(self._arrived_logits)
             return self._returned(self._arrived)
 
         return forward
@@ -203,7 +223,8 @@ class ForeignStage(nn.Module, StageModel):
             others = {key: value for key, value in named.items() if key != "hidden_states"}
             output = (layer.run or layer)(state, rest, others)
             if leaves:
-                raise _Departed(output[0] if self.anatomy.returned else output)
+                logits = list(recorded()) if self.adds_to_loss else ()
+                raise _Departed(output[0] if self.anatomy.returned else output, logits)
             return output
 
         return forward
@@ -282,13 +303,15 @@ def _own_layer(layer: nn.Module, name: str) -> _OwnLayer:
     return _OwnLayer(layer.forward, f"{name} ({type(layer).__name__})")
 
 
-def row_of(model: nn.Module, anatomy: Anatomy, name: str) -> Parameter:
-    """The row of a parameter or saved buffer of a model, by the name that the whole model gives it."""
+def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False) -> Parameter:
+    """The row of a parameter or saved buffer of a model, by its name there; `adapted` says that weights are frozen."""
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if own in module._buffers:
         return Parameter(name, tuple(model.get_buffer(name).shape), "correction", gradient="none")
     shape = tuple(model.get_parameter(name).shape)
+    if not adapted and not model.get_parameter(name).requires_grad:
+        return Parameter(name, shape, "correction", gradient="none")
     if name in anatomy.uses[1:]:
         return Parameter(name, shape, "embedding", copy_of=anatomy.uses[0])
     return Parameter(name, shape, _role(module, own, len(shape)))
@@ -308,6 +331,12 @@ def untie(model: nn.Module, anatomy: Anatomy) -> None:
     if anatomy.tied:
         weight = model.get_parameter(f"{anatomy.embedding}.weight")
         model.get_submodule(anatomy.head).weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+
+
+def _stacked(router_logits: Sequence[Tensor]) -> Tensor:
+    if len({(each.shape, each.dtype) for each in router_logits}) > 1:
+        raise CannotCut("its routers record tensors of several shapes or dtypes, of which a hop carries one")
+    return torch.stack(tuple(router_logits))
 
 
 def _hidden_state(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:

@@ -123,6 +123,41 @@ def rows_are_whole() -> Iterator[None]:
             setattr(masks, name, before)
 
 
+def recorded() -> list[Tensor]:
+    """What routers have recorded so far in the forward that runs; to be added to by what stands for routers elsewhere.
+
+    transformers collects what a module returns by hooks, in the order of the calls (`OutputRecorder`).
+    """
+    collector = importlib.import_module("transformers.utils.output_capturing")._active_collector.get()
+    found: list[Tensor] = [] if collector is None else collector.get("router_logits", [])
+    return found
+
+
+def call(model: Any, **given: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The logits of a whole forward, and what the model's own code adds to the loss of a microbatch, a number: with the
+    model's coefficient, as it stands there. None where it adds nothing that has a gradient.
+
+    A model that is given labels returns the sum of all losses. The one that ppctl makes itself counts 0 in it. Raises
+    ValueError for code in which the two cannot be told apart.
+    """
+    (tokens,) = given.values()
+    shape, device, asked = tokens.shape[:2], tokens.device, []
+
+    def nothing(*_: Any, **__: Any) -> Tensor:
+        asked.append(True)
+        return torch.zeros((), device=device)
+
+    model.loss_function = nothing
+    with rows_are_whole():
+        labels = torch.zeros(shape, dtype=torch.int64, device=device)
+        result = model(**given, labels=labels, use_cache=False, return_dict=True)
+    if asked:
+        return result.logits, result.loss if result.loss.requires_grad else None
+    if getattr(result, "aux_loss", None) is not None:
+        raise ValueError("it makes its loss by itself, so that what it adds for its routers cannot be told apart")
+    return result.logits, None
+
+
 class Conversions:
     """How the library makes a model's tensors of those that files hold."""
 

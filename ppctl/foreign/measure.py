@@ -35,6 +35,10 @@ from ppctl.weight_gradients.put_off import PutOff
 
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
+_LONGEST_LOOP = 64
+"""The same where a layer goes from token to token in a loop, of which each turn takes a millisecond to measure."""
+_FEW = (2, 4)
+"""Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
 _LEAST = 16
 _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
 _aten = torch.ops.aten
@@ -61,10 +65,10 @@ def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, po
         if (whole and shorter and window < _LEAST) or not (whole or shorter):
             continue
         longest = min(_LONGEST, positions, window or positions) if whole else min(_LONGEST, positions)
-        lengths = longest // 4, longest // 2, longest
         for element, dtype in _WIDTHS.items():
-            blank = make_model(shape, "meta", dtype).train()
-            found.append(_Model(blank, anatomy, kinds, hidden, dtype, lengths).measured(element, above))
+            model = _Model(make_model(shape, "meta", dtype).train(), anatomy, kinds, hidden, dtype)
+            most = min(longest, _LONGEST_LOOP) if model.loops() else longest
+            found.append(model.measured(element, above, (most // 4, most // 2, most)))
     return tuple(found)
 
 
@@ -91,18 +95,23 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A whole model on meta, and in which sequences its parts are measured."""
+    """A whole model on meta, and what of it is measured."""
 
     blank: nn.Module
     anatomy: Anatomy
     kinds: Sequence[int]
     hidden: int
     dtype: torch.dtype
-    lengths: tuple[int, int, int]
 
-    def measured(self, element: int, above: int) -> Measured:
-        """All of it."""
-        batches = [(rows, self.lengths[place]) for rows, place in BATCHES]
+    def loops(self) -> bool:
+        """Whether a layer goes from token to token."""
+        with valueless():
+            runs = [self._runs([Layer("decoder", index)], [(1, length) for length in _FEW]) for index in self.kinds]
+        return any(len(short.forward) != len(long.forward) for short, long in runs)
+
+    def measured(self, element: int, above: int, lengths: tuple[int, int, int]) -> Measured:
+        """All of it, in sequences of so many tokens."""
+        batches = [(rows, lengths[place]) for rows, place in BATCHES]
         with valueless():
             surveys = [self._tables(*batch) for batch in batches]
             numbers = surveys[0].numbers
@@ -151,9 +160,9 @@ class _Model:
         causal: bool = False,
     ) -> LayerCost:
         """One part; `numbers` are the tables that it is called with, in the order of its arguments."""
-        flops = fitted(batches, [each.flops for each in found])
+        flops, longest = fitted(batches, [each.flops for each in found]), max(length for _, length in batches)
         if causal:  # half of all pairs are masked: a token does not see those behind it
-            flops = Growth(0.0, flops.token + flops.constant / self.lengths[-1], flops.pair / 2)
+            flops = Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
         one = found[0]
         keeps = {n for storage, n in zip(one.arguments, numbers, strict=True) if storage in one.kept}
         kept = [
@@ -260,7 +269,7 @@ class _Pass:
             (layer,) = layers
             stage.call_decoder_as([lambda *called: self._watched(lambda: layer(*called), called)])
         with self.live, self._collecting():
-            (self.output,) = stage(given) if layers else self._watched(lambda: stage(given), ())
+            self.output, *_ = stage(given) if layers else self._watched(lambda: stage(given), ())
         self.forward = [value - self.before for value in self.live.trace]
 
     def _watched(self, run: Callable[[], Any], called: Any) -> Any:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.comm.buffers import Message
 from ppctl.foreign.anatomy import CannotCut, survey
 from ppctl.foreign.foreign_stage import ForeignStage, untie
-from ppctl.foreign.library import make_model
+from ppctl.foreign.library import call, make_model
 from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
@@ -50,12 +51,10 @@ class Proof:
 def prove(config: Any) -> Proof:
     """Run a miniature of a model whole and cut, in float32 on the CPU, and compare all results to the bit.
 
-    Two microbatches go forward and backward, with ppctl's loss on the model's logits; the embedding, the head, and up
-    to four runs of layers are stages of their own. Raises CannotCut naming the first module that differs, or that asks
-    for what another stage has.
+    Two microbatches go forward and backward, with ppctl's loss on the model's logits and what the model's own code adds
+    to it; the embedding, the head, and up to four runs of layers are stages of their own. Raises CannotCut naming the
+    first module that differs, or that asks for what another stage has.
     """
-    if vars(config).get("output_router_logits"):
-        raise CannotCut("output_router_logits=true: its load-balancing loss is a product of sums over all layers")
     blank, whole, anatomy, starts = _small_model(config)
     untie(whole, anatomy)
     batches = [_batch(number) for number in range(_MICROBATCHES)]
@@ -66,7 +65,7 @@ def prove(config: Any) -> Proof:
     _run_cut(stages, anatomy, batches, states, loss)
     gradients = [(n, p.grad) for stage in stages for n, p in stage.canonical_parameters().items()]
     _compare_gradients(dict(gradients), expected)
-    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each in loss), starts)
+    return Proof(anatomy, tuple(map(_text, parts)), len(gradients), sum(each.item() for each, _ in loss), starts)
 
 
 def drops_of(config: Any) -> dict[str, float]:
@@ -103,7 +102,7 @@ def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, 
             return blank, whole, survey(whole), starts
         except CODE_FAILS as error:
             failed = failed or error
-    reason = "ppctl does not know which of its sizes to lower" if failed is None else _line(failed)
+    reason = "ppctl does not know which of its sizes to lower" if failed is None else line_of(failed)
     raise CannotCut(f"no miniature of it can be made: {reason}") from failed
 
 
@@ -126,13 +125,23 @@ def _batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
     return drawn[:, :-1], drawn[:, 1:], torch.ones(_ROWS, _TOKENS)
 
 
-def _loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return microbatch_loss(logits, labels, mask, float(_MICROBATCHES * mask.numel()))
+_Losses = tuple[Tensor, Tensor | None]
+"""ppctl's of one microbatch, and what the model's own code adds to it."""
+
+
+def _losses(outputs: Sequence[Tensor], labels: Tensor, mask: Tensor) -> _Losses:
+    logits, *added = outputs
+    return microbatch_loss(logits, labels, mask, float(_MICROBATCHES * mask.numel())), next(iter(added), None)
+
+
+def _objective(losses: _Losses) -> Tensor:
+    loss, added = losses
+    return loss if added is None else loss + added / _MICROBATCHES
 
 
 def _run_whole(
     model: nn.Module, anatomy: Anatomy, batches: Sequence[tuple[Tensor, Tensor, Tensor]]
-) -> tuple[list[list[Tensor]], dict[str, Tensor | None], list[Tensor]]:
+) -> tuple[list[list[Tensor]], dict[str, Tensor | None], list[_Losses]]:
     """By microbatch what enters the first layer and what every layer returns; gradients by name; losses."""
     states: list[list[Tensor]] = []
 
@@ -140,15 +149,16 @@ def _run_whole(
         states[-1].append((output[0] if anatomy.returned else output).detach().clone())
 
     hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
-    losses = []
+    losses = list[_Losses]()
     for tokens, labels, mask in batches:
         states.append([])
-        loss = _loss(model(input_ids=tokens, use_cache=False).logits, labels, mask)
-        loss.backward()
-        losses.append(loss.detach())
+        logits, added = call(model, input_ids=tokens)
+        losses.append(_losses((logits,) if added is None else (logits, added), labels, mask))
+        _objective(losses[-1]).backward()
     for hook in hooks:
         hook.remove()
-    return states, {name: parameter.grad for name, parameter in model.named_parameters()}, losses
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return states, trained, losses
 
 
 def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Sequence[Tensor]) -> None:
@@ -159,8 +169,7 @@ def _check_draws(model: nn.Module, anatomy: Anatomy, tokens: Tensor, states: Seq
         again.append(output[0] if anatomy.returned else output)
 
     hooks = [model.get_submodule(anatomy.layer(index)).register_forward_hook(keep) for index in range(anatomy.count)]
-    with torch.no_grad():
-        model(input_ids=tokens, use_cache=False)
+    model(input_ids=tokens, use_cache=False)  # as before, with gradients: a mask that has one takes another kernel
     for hook in hooks:
         hook.remove()
     for index, (one, other) in enumerate(zip(states, again, strict=True)):
@@ -188,7 +197,9 @@ def _stage(blank: nn.Module, anatomy: Anatomy, part: tuple[Layer, ...], whole: n
     try:
         stage = ForeignStage(deepcopy(blank), anatomy, part)
     except CODE_FAILS as error:
-        raise CannotCut(f"the buffers of {_text(part)} cannot be made apart from the model: {_line(error)}") from error
+        raise CannotCut(
+            f"the buffers of {_text(part)} cannot be made apart from the model: {line_of(error)}"
+        ) from error
     saved = whole.state_dict()
     with torch.no_grad():
         for name, tensor in (*stage.canonical_parameters().items(), *stage.canonical_buffers().items()):
@@ -201,34 +212,46 @@ def _run_cut(
     anatomy: Anatomy,
     batches: Sequence[tuple[Tensor, Tensor, Tensor]],
     states: Sequence[Sequence[Tensor]],
-    losses: Sequence[Tensor],
+    losses: Sequence[_Losses],
 ) -> None:
     """Forward and backward of every microbatch, from stage to stage as an engine does. Raises CannotCut."""
     for mb, (tokens, labels, mask) in enumerate(batches):
-        given, edges = tokens, list[tuple[Tensor, Tensor]]()
+        given: Message = (tokens,)
+        hops = list[tuple[Message, Message]]()
         for stage in stages:
-            output = _called(stage, given, anatomy)
-            if stage.own and not torch.equal(output, states[mb][stage.own[-1]]):
+            outputs = _called(stage, given, anatomy)
+            if stage.own and not torch.equal(outputs[0], states[mb][stage.own[-1]]):
                 raise CannotCut(_differs(anatomy, stage, mb))
-            edges.append((given, output))
-            given = output.detach().requires_grad_()
-        loss = _loss(edges[-1][1], labels, mask)
-        if not torch.equal(loss, losses[mb]):
-            raise CannotCut(f"{anatomy.head}: with the same states before it the loss differs")
-        gradient = None
-        for (entered, _), output in zip(
-            reversed(edges), [loss, *(left for _, left in reversed(edges[:-1]))], strict=True
-        ):
-            output.backward(gradient)
-            gradient = entered.grad
+            hops.append((given, outputs))
+            given = tuple(output.detach().requires_grad_() for output in outputs)
+        *before, (entered, outputs) = hops
+        found = _losses(outputs, labels, mask)
+        _compare_losses(anatomy, found, losses[mb])
+        _objective(found).backward()
+        for given, left in reversed(before):
+            torch.autograd.backward(left, [each.grad for each in entered])
+            entered = given
 
 
-def _called(stage: ForeignStage, given: Tensor, anatomy: Anatomy) -> Tensor:
+def _compare_losses(anatomy: Anatomy, found: _Losses, expected: _Losses) -> None:
+    (loss, added), (whole, all_added) = found, expected
+    if not torch.equal(loss, whole):
+        raise CannotCut(f"{anatomy.head}: with the same states before it the loss differs")
+    if (added is None) != (all_added is None) or (
+        added is not None and all_added is not None and not torch.equal(added, all_added)
+    ):
+        raise CannotCut(
+            f"{anatomy.head}: with all hidden states and all that routers record equal, what the model's own code adds "
+            "to the loss differs: it reads something else of earlier layers"
+        )
+
+
+def _called(stage: ForeignStage, given: Message, anatomy: Anatomy) -> Message:
     try:
-        output: Tensor = stage(given)[0]
+        output: Message = stage(*given)
     except CODE_FAILS as error:
         at = anatomy.layer(stage.own[0]) if stage.own else anatomy.embedding if stage.embeds else anatomy.head
-        raise CannotCut(f"{at} or a layer behind it reads what another stage has: {_line(error)}") from error
+        raise CannotCut(f"{at} or a layer behind it reads what another stage has: {line_of(error)}") from error
     return output
 
 
@@ -256,5 +279,6 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def _line(error: Exception) -> str:
+def line_of(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -38,10 +38,20 @@ class Anatomy:
     """Whether the head's weight is the embedding's."""
     returned: int
     """How a layer returns its hidden state: 0 as it is, else as the first of a tuple of so many."""
+    early: tuple[str, ...] = ()
+    """Those of `last` that the model lists before its layers."""
+    routers: tuple[int, ...] = ()
+    """By layer, how many tensors its routers record for what the model's own code adds to the loss; empty where that
+    adds nothing."""
 
     def layer(self, index: int) -> str:
         """The name of a layer's module."""
         return f"{self.layers}.{index}"
+
+    def place(self, name: str) -> int:
+        """The part of the model in whose turn its own code lists a parameter: before the layers, in them, behind."""
+        inside = name.startswith(f"{self.layers}.")
+        return 1 if inside else 0 if name.rpartition(".")[0] in (*self.first, *self.early) else 2
 
     @property
     def uses(self) -> tuple[str, ...]:
@@ -66,6 +76,17 @@ class Adapters(NamedTuple):
     alpha: float
     targets: tuple[str, ...]
     """The last parts of the names of the modules that have one."""
+
+
+class RouterLogits(NamedTuple):
+    """What one router records of a microbatch, [tokens, width]; equal for all routers of a model."""
+
+    width: int
+    """Experts."""
+    wide: bool
+    """Whether it is float32 where weights have 16 bits."""
+    wide_in_autocast: bool
+    """The same where products are cast to 16 bits."""
 
 
 class ForeignModel(NamedTuple):
@@ -95,6 +116,17 @@ class ForeignModel(NamedTuple):
     """What differs from transformers' own training, for the plan."""
     adapters: Adapters | None = None
     """What is trained in place of the weights, which are frozen then."""
+    router_logits: RouterLogits | None = None
+    """Of models whose code adds a loss over the routers of all layers."""
+
+    def routed(self, layers: int) -> int:
+        """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""
+        return sum(self.anatomy.routers[:layers])
+
+    def routed_bytes(self, layers: int, tokens: int, element: int) -> int:
+        """Bytes of these for so many tokens, where weights have elements of so many bytes."""
+        logits = self.router_logits
+        return 0 if logits is None else self.routed(layers) * tokens * logits.width * (4 if logits.wide else element)
 
     def rows(self, kind: str, structure: int) -> tuple[Parameter, ...]:
         """Those of one layer: of the embedding, of a decoder layer of this structure, of the loss."""
@@ -121,11 +153,14 @@ class ForeignModel(NamedTuple):
             kinds = tuple(LayerKind(name, _rows(rows)) for name, rows in data.pop("kinds"))
             measured = measured_from(data.pop("measured"))
             parts = data.pop("anatomy")
-            anatomy = Anatomy(**{**parts, "first": tuple(parts["first"]), "last": tuple(parts["last"])})
+            lists = {key: tuple(each) for key, each in parts.items() if isinstance(each, list)}
+            anatomy = Anatomy(**{**parts, **lists})
+            logits = data.pop("router_logits", None)
+            logits = None if logits is None else RouterLogits(*logits)
             first, last = _rows(data.pop("first")), _rows(data.pop("last"))
             given = data.pop("adapters", None)
             adapters = None if given is None else Adapters(given[0], given[1], tuple(given[2]))
-            lists: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
+            others: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
             return cls(
                 anatomy=anatomy,
                 first=first,
@@ -133,7 +168,8 @@ class ForeignModel(NamedTuple):
                 kinds=kinds,
                 measured=measured,
                 adapters=adapters,
-                **lists,
+                router_logits=logits,
+                **others,
                 **data,
             )
         except (KeyError, TypeError, AttributeError) as error:

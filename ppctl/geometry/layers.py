@@ -98,7 +98,11 @@ def layer_kinds(model: ModelConfig, layers: Iterable[Layer]) -> list[Kind]:
 
 
 def routers_with_losses(model: ModelConfig, layers: Iterable[Layer]) -> int:
-    """How many of these layers have a router with an auxiliary loss."""
+    """How many of these layers have a router with an auxiliary loss; of a model whose own code adds one over all layers
+    1 where the loss is among these.
+    """
+    if (foreign := foreign_of(model)) is not None:
+        return int(bool(foreign.anatomy.routers) and Layer("loss") in layers)
     balanced = model.moe_aux_loss_coeff and model.moe_router_load_balancing_type != "none"
     if not (model.num_moe_experts and (balanced or model.moe_z_loss_coeff)):
         return 0

@@ -204,6 +204,7 @@ class StageModule(nn.Module):
         return found
 
     asks = True
+    adds_to_loss = False
 
     @property
     def whole(self) -> tuple[nn.Parameter, ...]:

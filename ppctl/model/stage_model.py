@@ -95,6 +95,13 @@ class StageModel(Protocol):
         """Weights whose gradients a split backward computes in I: those whose operands are too large to be kept."""
         return ()
 
+    @property
+    def adds_to_loss(self) -> bool:
+        """Whether the last stage's last output, in training, is no logits but what the model itself adds to the loss of
+        a microbatch: a number, with its coefficients. The objective has the mean of it over the microbatches.
+        """
+        return False
+
     def call_decoder_as(self, runs: Sequence[Run]) -> None:
         """From now on call the layers of kind `decoder` through these, which stand for all of them in order."""
 

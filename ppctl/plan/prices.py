@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
-from ppctl.config.schema import RunConfig
+from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
 from ppctl.cost.parameters import Count, hidden_matrices, on_device, trained_count
+from ppctl.cost.setting import Setting
 from ppctl.cost.times import (
     Machine,
     PartSeconds,
@@ -27,6 +28,7 @@ from ppctl.cost.times import (
     reduce_seconds,
 )
 from ppctl.errors import ScheduleError
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.profile import LayerSeconds, Measured, fitted
@@ -80,7 +82,7 @@ def pricer(
             forward, inputs, weights = of_kind(kind, None if layer in runs else modules)
             ahead, back = scales.get(kind, (1.0, 1.0))
             seconds.append(PartSeconds(ahead * forward, back * inputs, back * weights))
-        size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held))
+        size = 0 if last else setting.hidden_bytes(model) * (1 + count_of("mtp", held)) + _routed(model, held, setting)
         alive = stage_activations(model, held, setting, stage)
         copies = host_seconds(alive.offloaded, machine)
         whole = PartSeconds(*map(sum, zip(*seconds, strict=True))) if seconds else PartSeconds(0.0, 0.0, 0.0)
@@ -95,6 +97,12 @@ def pricer(
         )
 
     return of_stage
+
+
+def _routed(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> int:
+    """Bytes of what a hop carries beside the hidden state for a loss over the routers of all layers."""
+    foreign, behind = foreign_of(model), max((layer.index + 1 for layer in held if layer.kind == "decoder"), default=0)
+    return 0 if foreign is None else foreign.routed_bytes(behind, setting.tokens, setting.element)
 
 
 def _scales(

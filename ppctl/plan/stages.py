@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ppctl.config.precision import weight_dtype
+from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.flops import stage_flops
 from ppctl.cost.parameters import replicated_parameters, stage_count
 from ppctl.cost.state import PRECISIONS, Precision
 from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
+from ppctl.geometry.foreign_model import ForeignModel, foreign_of
 from ppctl.geometry.layers import count_of, parse_layers
 from ppctl.layout import PipelineParallelLayerLayout
 from ppctl.plan.types import StageSpec, TensorSpec
@@ -30,15 +31,18 @@ def stage_specs(
     """All stages in model order, placed as a loop over the pp_ranks or as a V."""
     model, pp = config.model, layout.pipeline_model_parallel_size
     place = Placement(placement, pp, len(layout.stages))
-    message = _message(config, micro_batch_size)
+    message, foreign = _message(config, micro_batch_size), foreign_of(model)
     count = len(layout.stages)
     specs = []
     crossing: tuple[TensorSpec, ...] = ()
+    states, decoders = 1, 0
     for stage in range(count):
         layers = parse_layers(layout.layer_names(stage))
-        mtp = count_of("mtp", layers)
         # MTP's hidden states travel on beside the main ones, to where the loss is.
-        sends = (message,) * (max(1, len(crossing)) + mtp) if stage < count - 1 else ()
+        states += count_of("mtp", layers)
+        decoders += count_of("decoder", layers)
+        routed = () if foreign is None else _router_logits(config, foreign, decoders, message)
+        sends = (message,) * states + routed if stage < count - 1 else ()
         specs.append(
             StageSpec(
                 stage=stage,
@@ -64,6 +68,18 @@ def _message(config: RunConfig, micro_batch_size: int) -> TensorSpec:
         seq = -(-seq // parallel.tensor_model_parallel_size)
     dtype = str(parallel.pipeline_dtype or precision_of(config).dtype).removeprefix("torch.")
     return TensorSpec((micro_batch_size, seq, config.model.hidden_size), dtype)
+
+
+def _router_logits(
+    config: RunConfig, foreign: ForeignModel, decoders: int, state: TensorSpec
+) -> tuple[TensorSpec, ...]:
+    """What the routers of the first so many layers recorded, as one tensor beside the hidden state."""
+    logits, number = foreign.router_logits, foreign.routed(decoders)
+    if logits is None or not number:
+        return ()
+    cast, tokens = autocast_dtype(config.parallel), state.shape[0] * state.shape[1]
+    wide = logits.wide if cast is None else logits.wide_in_autocast
+    return (TensorSpec((number, tokens, logits.width), "float32" if wide else cast or state.dtype),)
 
 
 def tie_groups(model: ModelConfig, stages: Sequence[StageSpec]) -> tuple[tuple[str, tuple[int, ...]], ...]:

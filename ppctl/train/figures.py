@@ -58,6 +58,8 @@ class StepFigures:
             ]
         if programs.mtp_losses and s.own.tp_rank == 0:
             report.mtp_loss = sum(torch.stack([programs.mtp_losses[mb] for mb in sorted(programs.mtp_losses)]).tolist())
+        if programs.added:
+            auxiliary = [math.fsum(torch.stack([programs.added[mb] for mb in sorted(programs.added)]).tolist())]
         report.auxiliary = [*auxiliary, *[0.0] * (self.auxiliary_width - len(auxiliary))]
         report.memory_bytes = float(_peak_memory(s.device))
         report.updates = float(s.optimizer.updates)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ppctl.config.schema import ModelConfig
 from ppctl.geometry.canonical_names import canonical_names, owner_of
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.plan import StageSpec
 
 
@@ -28,13 +29,15 @@ class Location(NamedTuple):
 
 
 def locate_parameters(stages: Iterable[StageSpec], model: ModelConfig) -> list[Location]:
-    """All parameters of ppctl's own decoder in canonical order, shared ones once, under the name of their owner."""
-    return [
+    """All parameters in the model's order, in which a norm adds them up; shared ones once, as their owner."""
+    found = [
         Location(name, spec.stage, spec.pp_rank)
         for spec in stages
         for name in canonical_names(model, spec.layers)
         if owner_of(name, model) == name
     ]
+    foreign = foreign_of(model)
+    return found if foreign is None else sorted(found, key=lambda each: foreign.anatomy.place(each.name))
 
 
 @dataclass(frozen=True)

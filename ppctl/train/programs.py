@@ -50,6 +50,8 @@ class StagePrograms:
         """The same of the MTP modules: the mean over them."""
         self.mtp_weight = session.config.model.mtp_loss_scaling_factor
         """Of the MTP modules' losses in the loss of the step."""
+        self.added: dict[int, Tensor] = {}
+        """What the model itself adds to the loss of each microbatch."""
         self.first = 0
         """The step's microbatch that is number 0 of the schedule call."""
         self.keeping = _keep_activations(session)
@@ -76,7 +78,7 @@ class StagePrograms:
         self.batch = None if batch is None else _moved(batch, self.session.device)
         documents = None if batch is None or self.session.kernels.attend_documents is None else batch.documents
         self.bounds = None if documents is None else bounds_of(documents, self.session.device)
-        self.losses, self.mtp_losses = {}, {}
+        self.losses, self.mtp_losses, self.added = {}, {}, {}
 
     @property
     def own_batch(self) -> StepBatch:
@@ -94,7 +96,11 @@ class StagePrograms:
             tokens = self.own_batch.tokens[self.first + mb] if embeds or predicts else None
             given = inputs if tokens is None or not embeds else (tokens,)
             outputs = module(*given, tokens=tokens, packing=self._packing(self.first + mb))
-            return (self._loss(self.first + mb, *outputs),) if ends else outputs
+            if not ends:
+                return outputs
+            added = outputs[-1] if module.adds_to_loss and torch.is_grad_enabled() else None
+            logits = outputs if added is None else outputs[:-1]
+            return (self._objective(self.first + mb, self._loss(self.first + mb, *logits), added),)
 
         def prepare(mb: int) -> None:
             assert gathered is not None
@@ -155,12 +161,24 @@ class StagePrograms:
             loss = loss + self.mtp_weight * mean
         return loss
 
+    def _objective(self, mb: int, loss: Tensor, added: Tensor | None) -> Tensor:
+        """The loss with the microbatch's share of what the model itself adds to it, which is noted."""
+        if added is None:
+            return loss
+        self.added[mb] = added.detach()
+        return loss + auxiliary_weight(self.session) * added
+
     def _packing(self, mb: int) -> Packing:
         """What layers have to know of the step's microbatch `mb`; those of ranks without data ask for no documents."""
         draws = None if self.samples is None or not torch.is_grad_enabled() else Draws(self.samples[mb])
         if self.batch is None:
             return ROWS._replace(draws=draws)
         return Packing.of(self.batch.positions, self.batch.documents, mb, self.bounds, draws)
+
+
+def auxiliary_weight(session: Session) -> float:
+    """The factor of a microbatch's auxiliary loss in the objective, which has their mean; else the schedule scales."""
+    return 1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all
 
 
 def own_words_of(session: Session) -> Words | None:

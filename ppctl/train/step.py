@@ -24,7 +24,7 @@ from ppctl.train.figures import StepFigures
 from ppctl.train.grad_norm import GradNorm, clip_gradients
 from ppctl.train.kept_gradients import KeptGradients
 from ppctl.train.precision import unscale
-from ppctl.train.programs import StagePrograms
+from ppctl.train.programs import StagePrograms, auxiliary_weight
 from ppctl.train.rank_reports import check_reports, gather_reports, stop_reason
 from ppctl.train.replica_check import ReplicaCheck
 from ppctl.train.router_balance import RouterBalance
@@ -82,7 +82,7 @@ class Trainer:
         self.balance = RouterBalance(
             [router for module in session.stages.values() for router in module.routers()],
             session.config.model,
-            weight=1.0 if session.config.pipeline.scale_grads_in_schedule else 1.0 / session.microbatches_of_all,
+            weight=auxiliary_weight(session),
             others=session.other_tokens,
         )
 

@@ -31,19 +31,23 @@ LATENT = dict(
     topk_group=1, first_k_dense_replace=2,
 )  # fmt: skip
 
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.3)
+"""A loss over the routers of all layers, which the model's own code adds."""
+
 FEW: dict[str, dict[str, Any]] = {
     "Llama": GROUPED,
     "GPT2": SIZES | NO_DROPOUT,
     "Gemma2": WINDOW | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     "Granite": GROUPED | TIED | dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.3),
     "Falcon": SIZES | TIED | dict(multi_query=True, alibi=False),
-    "Mixtral": EXPERTS | dict(num_local_experts=4),
+    "Mixtral balanced": EXPERTS | dict(num_local_experts=4) | BALANCED,
 }
 """What `make test` tries: each has something that the others have not, which a forward made for Llama would lose."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "Qwen2": GROUPED | TIED,
     "Qwen3": HEADS,
+    "Mixtral": EXPERTS | dict(num_local_experts=4),
     "Qwen3Moe": EXPERTS | dict(num_experts=4, moe_intermediate_size=16),
     "DeepseekV3": LATENT,
     "Glm": HEADS | UNTIED,
@@ -62,14 +66,95 @@ OTHERS: dict[str, dict[str, Any]] = {
     "GptOss": WINDOW | dict(num_local_experts=4, num_experts_per_tok=2),
     "SmolLM3": GROUPED | dict(no_rope_layers=[1, 1, 1, 0]),
     "OPT": SIZES | dict(word_embed_proj_dim=HIDDEN, ffn_dim=40, dropout=0.0),
+    # Experts in every other layer: not every hop carries more than the one before it.
+    "Qwen2Moe balanced": GROUPED
+    | BALANCED
+    | dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=12,
+        decoder_sparse_step=2,
+    ),
 }
+MIXED = GROUPED | dict(mamba_n_heads=6, mamba_d_state=8, mamba_d_head=8)
+LINEAR = dict(
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    linear_conv_kernel_dim=4, layer_types=["linear_attention"] * 3 + ["full_attention"],
+)  # fmt: skip
+OTHERS |= {
+    # Layers of several kinds: linear and lightning attention, state spaces, convolutions, recurrences, local windows.
+    "Qwen3Next balanced": EXPERTS
+    | LINEAR
+    | BALANCED
+    | dict(num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=12),
+    "MiniMax balanced": EXPERTS
+    | BALANCED
+    | dict(num_local_experts=4, block_size=8, layer_types=["linear_attention", "full_attention"] * 2),
+    "Mamba2": dict(
+        vocab_size=WORDS, hidden_size=32, num_hidden_layers=LAYERS, state_size=8, head_dim=8, num_heads=8, n_groups=2
+    ),
+    "Bamba": MIXED | dict(mamba_n_groups=1, attn_layer_indices=[1]),
+    "GraniteMoeHybrid balanced": MIXED
+    | BALANCED
+    | dict(
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=12,
+        layer_types=["mamba", "attention", "mamba", "attention"],
+    ),
+    "Jamba balanced": GROUPED
+    | BALANCED
+    | dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=4,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        expert_layer_offset=1,
+        expert_layer_period=2,
+        use_mamba_kernels=False,
+    ),
+    "Lfm2": GROUPED | dict(layer_types=["conv", "full_attention"] * 2),
+    "RecurrentGemma": GROUPED | dict(num_key_value_heads=1, lru_width=HIDDEN, attention_window_size=5),
+    "GPTNeo": dict(
+        vocab_size=WORDS,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=4,
+        max_position_embeddings=64,
+        intermediate_size=40,
+        attention_types=[[["global", "local"], 2]],
+        window_size=5,
+        attention_dropout=0.0,
+        embed_dropout=0.0,
+        resid_dropout=0.0,
+    ),
+    # Routers that hold biases, widen what they read, or divide rows by themselves; and other activations and norms.
+    "Ernie4_5_Moe balanced": EXPERTS | BALANCED | dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16),
+    "Phimoe balanced": GROUPED
+    | BALANCED
+    | dict(num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0, input_jitter_noise=0.0),
+    "HunYuanMoEV1": EXPERTS | dict(num_experts=4, moe_topk=2),
+    "DeepseekV2": {key: value for key, value in LATENT.items() if key != "n_group"} | dict(topk_method="greedy"),
+    "GPTJ": dict(vocab_size=WORDS, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=64, rotary_dim=4) | NO_DROPOUT,
+    "Phi": GROUPED | dict(num_attention_heads=3, num_key_value_heads=3, resid_pdrop=0.0, embd_pdrop=0.0),
+    "Nemotron": HEADS,
+    "Apertus": HEADS,
+    "BitNet": GROUPED,
+}
+OTHERS |= {f"{kind} balanced": OTHERS[kind] | BALANCED for kind in ("Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss")}
 
 
 def config_of(kind: str) -> Any:
-    """The config of an architecture."""
+    """The config of an architecture; of `KIND, retied` tied where that is not, and the other way round."""
     import transformers  # here, because ranks that import a test need no model
 
-    return getattr(transformers, f"{kind}Config")(**(FEW | OTHERS)[kind])
+    name, *retied = kind.split(", ")
+    config = getattr(transformers, f"{name.split()[0]}Config")(**(FEW | OTHERS)[name])
+    if retied:
+        config.tie_word_embeddings = not config.tie_word_embeddings
+    return config
 
 
 def model_of(kind: str) -> nn.Module:

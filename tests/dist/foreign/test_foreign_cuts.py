@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -42,12 +43,13 @@ CUTS = {
 }
 FIRST = list(CUTS)[:2]
 
-Run = tuple[list[float], list[float], dict[str, Tensor]]
+Run = tuple[list[float], list[float], list[float | None], dict[str, Tensor]]
+"""Losses, norms of gradients, auxiliary losses, weights."""
 
 
-def run_config(text: Path, cut: str, kind: str) -> RunConfig:
+def run_config(text: Path, cut: Mapping[str, Any], kind: str) -> RunConfig:
     """The run of a cut, as `model.from=DIR` makes it."""
-    config = run_of(text, m=3, **CUTS[cut])  # type: ignore[arg-type]
+    config = run_of(text, m=3, **cut)
     directory = directory_of(text, kind)
     model = asdict(config.model) | dict(_values(directory))
     config.model = ModelConfig(**model | {"from_": str(directory)})
@@ -80,14 +82,19 @@ def train_all(mappings: list[dict]) -> list[Run]:
         trainer = Trainer(session, session.batches(), lambda: 0)
         records = [trainer.step(step).record for step in range(STEPS)]
         weights = {name: p.detach().clone() for name, p in session.weights.master.items()}
-        found.append(([r["loss"] for r in records], [r["grad_norm"] for r in records], weights))
+        figures = ([r[name] for r in records] for name in ("loss", "grad_norm"))
+        found.append((*figures, [r.get("aux_loss") for r in records], weights))
     return found
 
 
 @cache
-def by_a_plain_loop(text: Path, kind: str) -> Run:
-    """The whole model in one process: forward, backward, clip, AdamW. A tied weight is one parameter for each use."""
-    config = run_config(text, FIRST[0], kind)
+def by_a_plain_loop(text: Path, kind: str, dp: int = 1) -> Run:
+    """The whole model in one process: forward, backward, clip, AdamW. A tied weight is one parameter for each use.
+
+    What the model adds for its routers is made by its own function, from the routers of one microbatch, and is averaged
+    over the microbatches of all `dp` replicas.
+    """
+    config = run_config(text, dict(pp=2, vpp=1, dp=dp), kind)
     model, optim = model_of(kind), config.optim
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = table.weight is head.weight
@@ -105,13 +112,19 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
         for decayed, rate in ((True, optim.weight_decay), (False, 0.0))
     ]
     adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    losses, norms = [], []
+    losses, norms, auxiliary = [], [], list[float | None]()
     for step, batch in enumerate(microbatches(config, STEPS)):
-        total, loss_of_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0
+        total, loss_of_step, added_in_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0, list[float]()
         for tokens, labels, mask in batch:
-            loss = microbatch_loss(model(input_ids=tokens, use_cache=False).logits, labels, mask, total)
+            result = model(input_ids=tokens, use_cache=False)
+            loss = microbatch_loss(result.logits, labels, mask, total)
             loss_of_step += loss.item()
+            if "aux_loss" in result:
+                added = model.router_aux_loss_coef * result.aux_loss
+                added_in_step.append(added.item())
+                loss = loss + added / len(batch)
             loss.backward()
+        auxiliary.append(math.fsum(added_in_step) / len(batch) if added_in_step else None)
         if tied:
             table.weight.grad += head.weight.grad
             head.weight.grad = table.weight.grad.clone()
@@ -124,20 +137,27 @@ def by_a_plain_loop(text: Path, kind: str) -> Run:
             group["lr"] = lr_at(step, optim, STEPS)
         adamw.step()
         adamw.zero_grad()
-    return losses, norms, {name: p.detach() for name, p in weights.items()}
+    return losses, norms, auxiliary, {name: p.detach() for name, p in weights.items() if p.requires_grad}
+
+
+def trained(text: Path, cut: Mapping[str, Any], kinds: list[str]) -> list[list[Run]]:
+    """By rank what `train_all` finds."""
+    mappings = [to_mapping(run_config(text, cut, kind)) for kind in kinds]
+    return run_ranks(train_all, cut["pp"] * cut.get("dp", 1), mappings, timeout=SECONDS)
 
 
 def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
-    mappings = [to_mapping(run_config(text, cut, kind)) for kind in kinds]
-    ranks = run_ranks(train_all, int(str(CUTS[cut]["pp"])), mappings, timeout=SECONDS)
+    ranks = trained(text, CUTS[cut], kinds)
     for place, kind in enumerate(kinds):
-        losses, norms, expected = by_a_plain_loop(text, kind)
+        losses, norms, auxiliary, expected = by_a_plain_loop(text, kind)
         assert len(set(losses)) == STEPS, kind
+        assert (None in auxiliary) == ("balanced" not in kind), kind
         seen: set[str] = set()
         for found in ranks:
-            own_losses, own_norms, own = found[place]
+            own_losses, own_norms, own_auxiliary, own = found[place]
             assert own_losses == losses, kind
             assert own_norms == norms, kind
+            assert own_auxiliary == auxiliary, kind
             assert [name for name, value in own.items() if not torch.equal(value, expected[name])] == [], kind
             seen |= own.keys()
         assert seen == expected.keys(), kind
@@ -163,7 +183,65 @@ def test_a_models_own_code_has_the_bits_of_one_process_in_any_cut(text: Path, cu
     hold_to_a_plain_loop(text, cut, list(FEW))
 
 
+TOGETHER = 10
+"""Architectures in one test: more would not end within its time on a busy machine."""
+GROUPS = [list(OTHERS)[start : start + TOGETHER] for start in range(0, len(OTHERS), TOGETHER)]
+
+
 @pytest.mark.whole
+@pytest.mark.parametrize("kinds", GROUPS, ids=lambda kinds: kinds[0])
 @pytest.mark.parametrize("cut", CUTS)
-def test_every_architecture_has_the_bits_of_one_process_in_any_cut(text: Path, cut: str) -> None:
-    hold_to_a_plain_loop(text, cut, list(OTHERS) if cut in FIRST else [*FEW, *OTHERS])
+def test_every_architecture_has_the_bits_of_one_process_in_any_cut(text: Path, cut: str, kinds: list[str]) -> None:
+    hold_to_a_plain_loop(text, cut, kinds)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("cut", list(CUTS)[2:])
+def test_the_few_have_the_bits_of_one_process_in_further_cuts(text: Path, cut: str) -> None:
+    hold_to_a_plain_loop(text, cut, list(FEW))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kinds", [list(FEW), *GROUPS], ids=lambda kinds: kinds[0])
+def test_every_architecture_has_the_bits_of_one_process_tied_and_untied(text: Path, kinds: list[str]) -> None:
+    hold_to_a_plain_loop(text, FIRST[1], [f"{kind}, retied" for kind in kinds])
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "bfloat16 with masters": dict(params_dtype="bfloat16"),
+    "bfloat16 by autocast": dict(enable_autocast=True, autocast_dtype="bfloat16"),
+    "two replicas": dict(dp=2),
+    "two replicas with everything sharded": dict(dp=2, data_parallel_sharding="full"),
+    "gradients scaled by the schedule": dict(scale_grads_in_schedule=True),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_over_all_routers_has_the_bits_of_one_stage_in_other_ways_of_training(text: Path, way: str) -> None:
+    kinds = ["Qwen2Moe balanced", "GraniteMoe balanced"]
+    one = trained(text, dict(pp=1, vpp=1) | WAYS[way], kinds)
+    cut = trained(text, dict(pp=2, vpp=2) | WAYS[way], kinds)
+    for place, kind in enumerate(kinds):
+        *figures, weights = one[0][place]
+        seen: set[str] = set()
+        for rank in cut:
+            *own_figures, own = rank[place]
+            assert own_figures == figures, kind
+            seen |= own.keys()
+            if "sharded" not in way:  # of which each replica has other parts
+                assert [name for name, value in own.items() if not torch.equal(value, weights[name])] == [], kind
+        assert seen == weights.keys(), kind
+        assert None not in figures[2], kind
+
+
+@pytest.mark.whole
+def test_replicas_average_a_loss_over_all_routers_as_a_plain_loop_over_all_microbatches_does(text: Path) -> None:
+    kind = "Qwen2Moe balanced"
+    losses, norms, auxiliary, weights = by_a_plain_loop(text, kind, 2)
+    for ((own_losses, own_norms, own_auxiliary, own),) in trained(text, dict(pp=2, vpp=2, dp=2), [kind]):
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own_norms == pytest.approx(norms, rel=1e-6)
+        assert own_auxiliary == pytest.approx(auxiliary, rel=1e-6)
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)

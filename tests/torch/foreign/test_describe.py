@@ -126,3 +126,45 @@ def test_weights_in_few_bits_are_refused_by_name(kind: str, method: str, remedy:
     (problem,) = caught.value.problems
     assert (problem.code, problem.remedy) == ("PP-E550", remedy)
     assert read_own_config(tmp_path, {"quantization_config": "null"}).quantization_config is None
+
+
+def test_a_plan_counts_what_a_hop_carries_of_the_routers_before_it(tmp_path: Path) -> None:
+    plans, models = {}, {}
+    for loss in ("true", "false"):
+        (tmp_path / loss).mkdir()
+        found = described("Qwen2Moe balanced", tmp_path / loss, output_router_logits=loss)
+        models[loss] = config_with(found)
+        config = RunConfig(model=models[loss])
+        config.parallel.pipeline_model_parallel_size = 4
+        config.parallel.pipeline_model_parallel_layout = "Et|t|t|tL"
+        config.data.seq_length, config.train.micro_batch_size = 16, 2
+        config.launch.device, config.launch.gpus_per_node = "cpu", 4
+        plans[loss] = build_plan(config)
+    state = (2, 16, 24)
+    edges = [[spec.shape for spec in stage.sends] for stage in plans["true"].stages]
+    assert edges == [[state], [state, (1, 32, 4)], [state, (1, 32, 4)], []]
+    assert all(len(stage.sends) <= 1 for stage in plans["false"].stages)
+    one = 32 * 4 * 4
+    more = [
+        a.message_bytes - b.message_bytes for a, b in zip(plans["true"].pp_ranks, plans["false"].pp_ranks, strict=True)
+    ]
+    # A rank receives activations from the one before it and gradients from the one behind it.
+    assert [each > 0 for each in more] == [False, True, True, True]
+    kept = [
+        stage_activations(models["true"], stage.layers, Setting(2, 16, 4)).kept
+        - stage_activations(models["false"], stage.layers, Setting(2, 16, 4)).kept
+        for stage in plans["true"].stages
+    ]
+    assert kept == [0, 0, one, one + 2 * one]
+
+
+def test_routers_that_record_what_no_hop_carries_are_refused_with_the_way_to_do_without(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    experts = dict(is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True)
+    sizes = dict(vocab_size=320, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
+    transformers.DogeConfig(**sizes, **experts).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"record \[2, 15, 4\] of 3 x 5 tokens") as caught:
+        describe(tmp_path, {})
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.remedy) == ("PP-E528", "model.hf_overrides.output_router_logits=false")
+    assert describe(tmp_path, {"output_router_logits": "false"}).router_logits is None

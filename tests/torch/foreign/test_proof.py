@@ -45,7 +45,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "keys and values that layers share": ("Gemma3nText", dict(num_hidden_layers=10, num_kv_shared_layers=5), "layer"),
     "token ids read by every layer": ("Gemma4Text", {}, "model.layers.0"),
     "random draws in a layer": ("Phimoe", dict(num_hidden_layers=2), "model.layers.0 draws random numbers"),
-    "a loss over all layers": ("Mixtral", dict(output_router_logits=True), "output_router_logits=true"),
     "weights that layers share": ("Zamba2", {}, "is the same parameter as"),
 }
 
@@ -61,6 +60,48 @@ def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(foreign_stage, "_make_buffers", lambda *_: None)
     with pytest.raises(CannotCut, match=r"model\.layers\.0: with the same hidden state before it"):
         prove(config_of("Llama"))
+
+
+def test_what_routers_record_reaches_the_models_own_loss_over_all_layers() -> None:
+    assert prove(config_of("Mixtral balanced")).anatomy.routers == (1, 1, 1, 1)
+    assert prove(config_of("Mixtral")).anatomy.routers == ()
+
+
+def _nothing_arrives(stage: ForeignStage) -> None:
+    stage._arrived_logits = ()
+
+
+def _zeros_arrive(stage: ForeignStage) -> None:
+    stage._arrived_logits = [torch.zeros_like(each) for each in stage._arrived_logits]
+
+
+def _no_gradient_goes_back(stage: ForeignStage) -> None:
+    stage._arrived_logits = [each.detach() + 0 * each for each in stage._arrived_logits]
+
+
+def _another_order(stage: ForeignStage) -> None:
+    stage._arrived_logits = [*reversed(stage._arrived_logits)]
+
+
+PLANTED = {
+    _nothing_arrives: "lm_head or a layer behind it reads what another stage has",
+    _zeros_arrive: "lm_head: with all hidden states .* what the model's own code adds to the loss differs",
+    _no_gradient_goes_back: r"its gradient differs",
+    _another_order: r"differs",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_an_error_in_what_a_hop_carries_for_that_loss_is_found(monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
+    unaltered = ForeignStage._called
+
+    def altered(stage: ForeignStage, given: torch.Tensor) -> Any:
+        plant(stage)
+        return unaltered(stage, given)
+
+    monkeypatch.setattr(ForeignStage, "_called", altered)
+    with pytest.raises(CannotCut, match=PLANTED[plant]):
+        prove(config_of("Mixtral balanced"))
 
 
 class _Remembers(nn.Module):
@@ -121,8 +162,7 @@ def test_the_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_model_that_cannot_be_cut_is_an_error_with_a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_of("Mixtral")
-    config.output_router_logits = True
+    config = transformers.Zamba2Config()
     assert main([str(directory(tmp_path, config))]) == 2
     assert "PP-E528" in capsys.readouterr().err
 
