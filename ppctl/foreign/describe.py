@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     examples = [[*zip(structures, traits, strict=True)].index(each) for each in different]
     notes = list(_notes(anatomy, experts))
     try:
-        measured = measure(config, anatomy, examples, size, positions)
+        measured = measure(*_without_routers(config, anatomy), examples, size, positions)
     except (*CODE_FAILS, NotImplementedError) as error:
         measured = rough([kind for kind, _ in different], size, partial(_active, experts=experts))
         notes.append(f"its costs are estimated from its matrices, since its code reads values ({type(error).__name__})")
@@ -115,6 +117,15 @@ def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:
     if wrong:
         message = f"{directory}: {', '.join(wrong)} is in its miniature or in the model, and not in both"
         raise ConfigError(Problem("PP-E528", message, place=str(directory)))
+
+
+def _without_routers(config: Any, anatomy: Anatomy) -> tuple[Any, Anatomy]:
+    """The model without what it adds to the loss: what hops and stages hold for that is told by `router_logits`."""
+    if not anatomy.routers:
+        return config, anatomy
+    plain = deepcopy(config)
+    plain.output_router_logits = False
+    return plain, replace(anatomy, routers=())
 
 
 def _router_logits(

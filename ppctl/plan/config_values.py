@@ -9,10 +9,12 @@ import copy
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppctl.config.argv import ALIASES, LAYOUT, PLACE
+from ppctl.config.batch_sizes import run_length
+from ppctl.config.draft import STEPS
 from ppctl.config.keys import keys_with
 from ppctl.config.schema import RunConfig
 
@@ -49,7 +51,8 @@ class ConfigValues:
     def overridden(self, overrides: Overrides) -> ConfigValues:
         """The values if `overrides` stood at the end of the command line.
 
-        As when composing, a layout that is not on the command line gives way to sizes that are.
+        As when composing, a layout that is not on the command line gives way to sizes that are, and a run of so many
+        samples or tokens has the steps that these fill.
         """
         config, provenance = copy.copy(self.config), dict(self.provenance)
         names = {ALIASES.get(key, key): value for key, value in overrides.items()}
@@ -62,6 +65,8 @@ class ConfigValues:
             setattr(part, field, value)
             setattr(config, section, part)
             provenance[name] = PLACE
+        if provenance.get(STEPS, "").startswith("derived") and (steps := run_length(config)) is not None:
+            config.train = replace(config.train, steps=steps)
         return ConfigValues(config, provenance)
 
 

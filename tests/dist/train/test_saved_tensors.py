@@ -56,6 +56,7 @@ def test_ranks_save_the_tensors_that_their_config_tells(tmp_path: Path) -> None:
         weights = {name for name in tensors if name.startswith("model.")}
         assert weights == checkpoint_tensors(config, optimizer=False).keys()
     words = [f"model.{key}={value}" for key, value in (SIZES | KINDS["softmax"]).items()]
+    words += [f"data.seq_length={SEQ}", f"data.path={text}"]
     path = str(tmp_path / "checkpoints" / "step-0")
     assert main(["ckpt", "verify", path, "--for", *words, "parallel.bf16=true", "pp=1"]) == 0
     assert main(["ckpt", "verify", path, "--for", *words, "model.qk_layernorm=true"]) == 3

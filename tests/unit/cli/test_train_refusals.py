@@ -51,7 +51,7 @@ def prepared(*typed: str) -> Launch:
         (["+recipe=quickstart", "launch.device_memory=1MiB"], 4, ["PP-E801"]),
         (["+recipe=quickstart", "checkpoint.resume=nowhere"], 3, ["PP-E615: checkpoint.resume=nowhere"]),
         (["model.from=org/name"], 2, ["hf download org/name --local-dir name", "model.from=name"]),
-        (["model.lora_rank=8"], 2, ["no key model.lora_rank: all weights are trained: there is no LoRA; leave it out"]),
+        (["model.lora_rank=8"], 2, ["no key model.lora_rank: adapters are asked for as model.lora.rank=16"]),
         (["train.profile=true"], 2, ["no key train.profile, and log.profile comes in a later release; leave it out"]),
         (["+recipe=quickstart", "launch.target=env"], 2, ["launch.target"]),
         (["+recipe=quickstart", "launch=slurm"], 2, ["PP-E629: launch.target=slurm takes effect", "ppctl submit +rec"]),
