@@ -16,7 +16,7 @@ from ppctl.cost.layer_parts import final_norm_bytes, layer_parts, norm_sizes
 from ppctl.cost.offloading import Piece, on_device
 from ppctl.cost.setting import Setting
 from ppctl.cost.working_memory import in_backward, in_forward
-from ppctl.geometry.foreign_model import ForeignModel, foreign_of
+from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import (
     Kind,
     Layer,
@@ -112,12 +112,16 @@ def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, 
     decoder = sum(held[place].kind == "decoder" for place in pieces)
     pieces = on_device(pieces, moved, decoder) if moved else pieces
     if foreign_of(model) is not None:
-        return _with_tables(StagePieces(pieces, 0, 0.0), model, held, setting, recomputed)
+        return _with_tables(pieces, model, held, setting, recomputed)
     return StagePieces(pieces, round(sum(moved.values())), _passed_on(model, held, setting))
 
 
 def _with_tables(
-    found: StagePieces, model: ModelConfig, held: tuple[Layer, ...], setting: Setting, recomputed: Collection[Layer]
+    found: Mapping[int, Piece],
+    model: ModelConfig,
+    held: tuple[Layer, ...],
+    setting: Setting,
+    recomputed: Collection[Layer],
 ) -> StagePieces:
     """A stage of a model of transformers: its forward makes all tables, of which it keeps those that layers need."""
     kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
@@ -127,10 +131,10 @@ def _with_tables(
     more = tables.made - tables.kept - (hidden if held[0].kind == "embedding" else 0)
     pieces = {
         place: piece._replace(forward=max(0.0, piece.forward + (more if held[place].kind == "decoder" else 0.0)))
-        for place, piece in found.by_place.items()
+        for place, piece in found.items()
     }
     arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
-    return StagePieces(pieces, 0, tables.kept + arrived)
+    return StagePieces(pieces, 0, tables.kept + arrived + _router_logits(model, held, setting))
 
 
 def _moved(
@@ -147,10 +151,7 @@ def _moved(
 
 def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
     """Bytes beside layers: turning tables for a rank's own positions, which each microbatch picks; in models with MTP
-    the final norm behind the decoder, and states that go to the loss; what routers recorded for it, where that is
-    the model's own."""
-    if (foreign := foreign_of(model)) is not None:
-        return _router_logits(foreign, held, setting)
+    the final norm behind the decoder, and states that go to the loss."""
     tables = _tables(model, held, setting)
     if not model.mtp_num_layers:
         return tables
@@ -160,8 +161,10 @@ def _passed_on(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) ->
     return tables + normed * holds_final_norm(model, held) + states * setting.hidden_bytes(model)
 
 
-def _router_logits(foreign: ForeignModel, held: tuple[Layer, ...], setting: Setting) -> float:
+def _router_logits(model: ModelConfig, held: tuple[Layer, ...], setting: Setting) -> float:
     """What arrived beside the hidden state; and at the loss what a softmax over the experts keeps of every router."""
+    foreign = foreign_of(model)
+    assert foreign is not None
     every = foreign.anatomy.count
     if Layer("embedding") in held:
         arrived = 0
