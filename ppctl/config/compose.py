@@ -16,15 +16,7 @@ from ppctl.config.argv import PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, notes, within_limits
 from ppctl.config.draft import DEFAULT, GLOBAL_BATCH, Draft, flat
 from ppctl.config.foreign_rules import without_effect
-from ppctl.config.keys import (
-    as_typed,
-    keys,
-    mapping_with,
-    sections,
-    text_keys,
-    value_of,
-    value_text,
-)
+from ppctl.config.keys import as_typed, keys, mapping_with, sections, text_keys, value_of, value_text
 from ppctl.config.mapping import convert, to_mapping
 from ppctl.config.outside_values import CountTokens, ReadModel, put_back, take_model, take_vocabulary
 from ppctl.config.resources import find_recipe, groups
