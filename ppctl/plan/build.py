@@ -127,9 +127,7 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
     found: list[SmallerBatch] = []
     held: list[_OfSize] = []
     proofs = {derivation.batch.num_microbatches: full}
-    last = derivation.smaller[-1:]
-    ends = [*(each.segment.step for each in derivation.smaller[1:]), *(derivation.full_from for _ in last)]
-    for (segment, batch), end in zip(derivation.smaller, ends, strict=True):
+    for segment, steps, batch in derivation.smaller:
         count, config = batch.num_microbatches, at_size(values.config, segment.size)
         if count not in proofs:
             proofs[count] = proved(values, derivation.compute_only(count)[0])
@@ -142,7 +140,7 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
         held.append((ranks, [] if proof is full else proof.wrong))
         found.append(
             SmallerBatch(
-                *(segment.step, end - segment.step, segment.sample, segment.size),
+                *(segment.step, steps, segment.sample, segment.size),
                 *(count, batch.accumulation, bubble_fraction(trace)),
                 timing.pipeline_s * batch.accumulation + timing.optimizer_s,
                 proof.schedule,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ppctl.config.batch_sizes import BatchSizes
 from ppctl.config.moe_layer_freq import fitted_moe_layer_freq, moe_layer_pattern
 from ppctl.errors import ConfigError
 from ppctl.plan.config_values import ConfigValues
@@ -90,11 +89,6 @@ class Derivation:
     def smaller(self) -> tuple[Size, ...]:
         """The sizes on the way of a batch that grows."""
         return derive_sizes(self.values, self.world.dp)
-
-    @property
-    def full_from(self) -> int:
-        """Completed steps before the first of the full size."""
-        return BatchSizes.of(self.values.config.train).segments[-1].step
 
     @property
     def ways(self) -> list[Way]:

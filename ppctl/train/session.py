@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
-from ppctl.config.batch_rampup import Rampup, read_rampup
-from ppctl.config.batch_sizes import at_size
+from ppctl.config.batch_rampup import Rampup
+from ppctl.config.batch_sizes import at_size, rampup_of
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
@@ -187,9 +187,7 @@ class Session:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
         if self.corpus is None:
             return None
-        given = self.config.train.batch_rampup
-        rampup = None if given is None else read_rampup(given)
-        return self._batches(self.corpus, sample_order, first_step, consumed_samples, rampup)
+        return self._batches(self.corpus, sample_order, first_step, consumed_samples, rampup_of(self.config.train))
 
     def held_out_batches(self, sample_order: int) -> HeldOutBatches | None:
         """This rank's share of what an evaluation reads; None where it reads none."""
