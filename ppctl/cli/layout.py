@@ -70,7 +70,7 @@ def _suggest(args: argparse.Namespace) -> int:
     """Print the layout that `layout=auto` would take, and those that it was compared with."""
     from ppctl.cli.plan import planned  # Hydra and the planner; without them a layout is drawn in a third of the time
     from ppctl.config.argv import normalise
-    from ppctl.config.compose import not_an_override
+    from ppctl.config.unknown_words import not_an_override
 
     sizes = {"pp": args.pp, "model.num_layers": args.num_layers, "model.mtp_num_layers": args.mtp_num_layers}
     typed = [f"{key}={value}" for key, value in sizes.items() if value is not None]

@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 
 from ppctl.config.argv import normalise
-from ppctl.config.compose import not_an_override
 from ppctl.config.resources import RECIPES_PATH
+from ppctl.config.unknown_words import not_an_override
 
 
 def parse(parser: argparse.ArgumentParser, command: str, tokens: Sequence[str]) -> argparse.Namespace:

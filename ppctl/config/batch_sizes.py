@@ -36,8 +36,7 @@ class BatchSizes:
     @classmethod
     def of(cls, train: TrainConfig, step: int = 0, consumed: int = 0) -> BatchSizes:
         """Those of a config, behind `step` completed steps that took `consumed` samples."""
-        rampup = None if train.batch_rampup is None else read_rampup(train.batch_rampup)
-        return cls(train.global_batch_size, rampup, step, consumed)
+        return cls(train.global_batch_size, rampup_of(train), step, consumed)
 
     def at(self, step: int) -> int:
         """Samples of the step that follows `step` completed ones."""
@@ -55,6 +54,11 @@ class BatchSizes:
 
     def _of_step(self, step: int) -> Segment:
         return self.segments[max(bisect_right(self.segments, step, key=lambda segment: segment.step) - 1, 0)]
+
+
+def rampup_of(train: TrainConfig) -> Rampup | None:
+    """How the batch grows; None where it does not."""
+    return None if train.batch_rampup is None else read_rampup(train.batch_rampup)
 
 
 def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Iterator[Segment]:
@@ -106,9 +110,8 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         given = "train.tokens" if train.samples is None else "train.samples"
         message = f"train.steps is {train.steps:,}, and {given} fills {steps:,} steps"
         yield ("train.steps", given), message, f"{given}=null"
-    if train.batch_rampup is None:
+    if (rampup := rampup_of(train)) is None:
         return
-    rampup = read_rampup(train.batch_rampup)
     grows = train.global_batch_size - rampup.start
     if grows <= 0:
         message = f"the batch begins with {rampup.start} and grows to {train.global_batch_size}, which is not more"

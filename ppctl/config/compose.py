@@ -6,37 +6,25 @@ Knows the order of strength: defaults, conf/, recipe, command line. Must not kno
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ppctl.config.argv import ALIASES, PLACE, Arguments, normalise, typed_again
+from ppctl.config.argv import PLACE, Arguments, normalise, typed_again
 from ppctl.config.checks import beyond_limits, check, notes, within_limits
 from ppctl.config.draft import DEFAULT, GLOBAL_BATCH, Draft, flat
-from ppctl.config.flags import ABSENT, meant_by
-from ppctl.config.foreign_rules import READ, without_effect
-from ppctl.config.keys import (
-    as_typed,
-    did_you_mean,
-    keys,
-    mapping_with,
-    nearest,
-    sections,
-    text_keys,
-    value_of,
-    value_text,
-)
-from ppctl.config.mapping import convert, not_a_section, to_mapping, unknown_key
-from ppctl.config.metadata import LATER
-from ppctl.config.quoting import quote
-from ppctl.config.resources import find_recipe, groups, is_file_name, recipes
+from ppctl.config.foreign_rules import without_effect
+from ppctl.config.keys import as_typed, keys, mapping_with, sections, text_keys, value_of, value_text
+from ppctl.config.mapping import convert, to_mapping
+from ppctl.config.outside_values import CountTokens, ReadModel, put_back, take_model, take_vocabulary
+from ppctl.config.resources import find_recipe, groups
 from ppctl.config.scale import KEEPS, SCALES, miniature, steps_in_words
 from ppctl.config.schema import RunConfig
 from ppctl.config.support import ignored
-from ppctl.errors import ConfigError, PpctlError, Problem
+from ppctl.config.unknown_words import no_such_key, no_such_option, not_an_override
+from ppctl.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from ppctl.config.hydra_source import ConfigLayer
@@ -59,21 +47,6 @@ class Composed:
     """Dotted key -> where its value came from: `default`, a file and line, `command line`, `derived: ...`."""
     notes: tuple[str, ...] = ()
     """What was decided for the user, to be printed."""
-
-
-_TOKENIZER = "data.tokenizer"
-_VOCABULARY, _DIVISOR, _TP = (
-    "model.vocab_size",
-    "model.make_vocab_size_divisible_by",
-    "parallel.tensor_model_parallel_size",
-)
-
-ReadModel = Callable[[str, str, Mapping[str, str], Mapping[str, Any]], Mapping[str, Any]]
-"""From model.from, model.implementation, model.hf_overrides and model.lora to values by key: of the model, and
-data.tokenizer. Raises PpctlError."""
-
-CountTokens = Callable[[str], int]
-"""From the value of `data.tokenizer` to the rows that an embedding needs for it. Raises PpctlError."""
 
 
 def compose(
@@ -101,14 +74,14 @@ def compose(
     if isinstance(draft.tree["train"], dict):
         draft.set_rampup_aside(batch, typed)
     if read_model is not None:
-        _take_model(draft, typed, read_model, scaled=scale is not None, for_training=for_training)
+        take_model(draft, typed, read_model, scaled=scale is not None, for_training=for_training)
     draft.set_layout_aside(before, typed)
     draft.tree["recipe"] = recipe
     draft.provenance["recipe"] = PLACE if recipe else DEFAULT
     if scale is not None:
         _scale_down(draft, scale, typed)
     if count_tokens is not None:
-        _take_vocabulary(draft, count_tokens, for_training=for_training)
+        take_vocabulary(draft, count_tokens, for_training=for_training)
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -130,7 +103,7 @@ def override(
     if config.model.transformers is not None:
         now = {name: draft.get(name) for name in sorted(typed)}
         draft.problems += without_effect(now, partial(value_of, config), PLACE, {"model.from"})
-        _put_back(draft, {name: value_of(config, name) for name in now}, {"model.from"})
+        put_back(draft, {name: value_of(config, name) for name in now}, {"model.from"})
     return _finish(draft, arguments.overrides, for_training)
 
 
@@ -138,13 +111,6 @@ def _arguments(overrides: Sequence[str]) -> Arguments:
     found = normalise(overrides)
     found.problems += map(not_an_override, found.rest)
     return found
-
-
-def not_an_override(word: str) -> Problem:
-    """The problem of a word on the command line that is neither an override nor a flag."""
-    close = nearest(word, recipes())
-    remedy = f"+recipe={close[0]}" if close else "ppctl --help"
-    return Problem("PP-E105", f"{word} is not an override, which is KEY=VALUE", remedy, PLACE)
 
 
 def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -162,21 +128,8 @@ def _split_choices(arguments: Arguments) -> tuple[dict[str, str], list[tuple[str
         elif option in options[key] or (key == "recipe" and find_recipe(option) is not None):
             choices[key] = option
         elif option not in ("", "null"):
-            arguments.problems.append(_no_such(key, option, options[key]))
+            arguments.problems.append(no_such_option(key, option, options[key]))
     return choices, values
-
-
-def _no_such(group: str, option: str, options: Sequence[str]) -> Problem:
-    """The problem of an option that does not exist; a recipe may be meant as a file."""
-    if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
-        here = f"ppctl recipes copy quickstart {shlex.quote(option)}"
-        return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
-    close = nearest(option, options)
-    message = f"there is no {group} {option}{did_you_mean(option, options)}"
-    if not close:
-        message += f"; there {'are' if len(options) > 1 else 'is'} {', '.join(options)}"
-    usual = "ppctl recipes" if group == "recipe" else f"{group}={options[0]}"
-    return Problem("PP-E104", message, f"{group}={close[0]}" if close else usual, PLACE)
 
 
 def _files(choices: Mapping[str, str], problems: list[Problem]) -> Draft:
@@ -241,7 +194,7 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
     for key, text in values:
         known = _known(key)
         if known is None:
-            draft.problems.append(_refuse(key, text))
+            draft.problems.append(no_such_key(key, text))
             continue
         if known == "model.transformers" and text not in ("", "null"):
             message = f"{known} is what was found in the directory of model.from: it is not typed"
@@ -259,124 +212,11 @@ def _apply(draft: Draft, values: list[tuple[str, str]]) -> set[str]:
     return typed
 
 
-def _take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled: bool, for_training: bool) -> None:
-    """Put the sizes of `model.from` over those of files."""
-    source = draft.get("model.from")
-    if not isinstance(source, str) or not source:
-        return
-    if scaled:
-        message = "a miniature has weights of its own: model.from and +scale exclude each other"
-        draft.problems.append(Problem("PP-E103", message, "model.from=null", f"model.from = {source}"))
-        return
-    try:
-        asked = (draft.get(f"model.{name}") for name in ("implementation", "hf_overrides", "lora"))
-        values = read_model(source, *asked)
-    except PpctlError as error:
-        draft.problems += error.problems
-        return
-    if values.get("model.transformers") is not None:
-        now = {name: draft.get(name) for name in sorted(typed)}
-        fitting = {name: values.get(name, text_keys()[name].default) for name in now if name in text_keys()}
-        draft.problems += without_effect(now, fitting.__getitem__, PLACE, READ)
-        _put_back(draft, fitting, READ)
-    is_set = draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT
-    for name, value in values.items():
-        if name not in typed and not (name == _TOKENIZER and is_set):
-            draft.put(name, value)
-            draft.provenance[name] = f"model.from={source}"
-    if for_training and not is_set and _TOKENIZER not in values:
-        message = (
-            f"{source} has no tokenizer, and {_TOKENIZER} names none (a directory, or byte where bytes are meant): "
-            "bytes would be read as tokens of its vocabulary"
-        )
-        draft.problems.append(Problem("PP-E417", message, f"{_TOKENIZER}=byte", f"model.from = {source}"))
-
-
-def _put_back(draft: Draft, fitting: Mapping[str, Any], read: Collection[str]) -> None:
-    """Plan the model that there is, not the sizes that were refused: its description has layers of its own."""
-    for name, value in fitting.items():
-        if name.startswith("model.") and name not in read:
-            draft.put(name, value)
-
-
-def _take_vocabulary(draft: Draft, count_tokens: CountTokens, *, for_training: bool) -> None:
-    """Set a vocabulary that nothing sets by the tokenizer, and round it as Megatron does."""
-    source, rows, tokenizer = draft.provenance.get(_VOCABULARY, DEFAULT), draft.get(_VOCABULARY), draft.get(_TOKENIZER)
-    if source.startswith("model.from"):
-        return  # its weights have these rows
-    reason = ""
-    if source == DEFAULT or source.startswith("scale="):
-        if draft.provenance.get(_TOKENIZER, DEFAULT) != DEFAULT and isinstance(tokenizer, str):
-            try:
-                rows = count_tokens(tokenizer)
-                reason = f"{_TOKENIZER}={tokenizer} has {rows:,} tokens"
-            except PpctlError as error:
-                if for_training:
-                    draft.problems += error.problems
-                else:
-                    reasons = "; ".join(problem.message for problem in error.problems)
-                    draft.notes.append(f"the vocabulary stays {rows}, because {reasons}; {_VOCABULARY}=N sets it")
-        elif source == DEFAULT and draft.provenance.get("data.path", DEFAULT) != DEFAULT:
-            without = f"data.path is set, and neither {_TOKENIZER} nor {_VOCABULARY}"
-            draft.notes.append(f"{without}: the vocabulary is {rows}, which is enough for bytes")
-    multiple = _multiple(draft)
-    if multiple > 1 and isinstance(rows, int) and rows % multiple:
-        before = reason or f"{rows:,} ({source})"
-        divisor = f"make_vocab_size_divisible_by {draft.get(_DIVISOR)} x tp {draft.get(_TP)}"
-        rows, reason = -(-rows // multiple) * multiple, f"{before}, rounded up to a multiple of {divisor}"
-    if reason:
-        draft.put(_VOCABULARY, rows)
-        draft.provenance[_VOCABULARY] = f"derived: {reason}"
-
-
-def _multiple(draft: Draft) -> int:
-    """What the vocabulary is rounded up to a multiple of; 1 where a factor is wrong, which `check` reports."""
-    divisor, tp = draft.get(_DIVISOR), draft.get(_TP)
-    sound = all(type(n) is int and text_keys()[key].allows(n) for key, n in ((_DIVISOR, divisor), (_TP, tp)))
-    return divisor * tp if sound and divisor > 1 else 1
-
-
 def _known(key: str) -> str | None:
     """The schema's key that `key` sets: itself, or the mapping that it is an entry of."""
     if key in keys():
         return key
     return mapping_with(key)
-
-
-def _refuse(key: str, text: str) -> Problem:
-    if key.split(".")[0] == "hydra":
-        return Problem("PP-E122", f"{key}: Hydra's own settings have no effect here; leave it out", place=PLACE)
-    if key in sections():
-        return not_a_section(key, PLACE)
-    last = key.rpartition(".")[2]
-    absent = next((why for word, why in ABSENT.items() if word in last.lower().split("_")), None)
-    if absent is not None:
-        return Problem("PP-E101", f"there is no key {key}: {absent}; leave it out", place=PLACE)
-    known = ALIASES.get(last) or meant_by(last)
-    if known is not None and text_keys()[known].facts.support.state == LATER:
-        coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
-        return Problem("PP-E101", coming, place=PLACE)
-    close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
-    fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
-    return unknown_key(key, PLACE, close, next(iter(fitting), ""))
-
-
-def _fits(name: str, text: str) -> bool:
-    """Whether the value typed for a misspelt key is one that the key or group `name` takes."""
-    from ppctl.config.hydra_source import parse
-
-    key = ALIASES.get(name, name)
-    if key not in keys():
-        return text in groups().get(name, ())
-    try:
-        value = parse(f"{key}={quote(key, text)}").value()
-    except ConfigError:
-        return False
-    if "${" in str(value):
-        return False
-    section, _, field = key.rpartition(".")
-    config, wrong = convert({section: {field: value}} if section else {field: value}, str)
-    return not wrong and not any(problem.place.startswith(f"{key} = ") for problem in check(config, {}))
 
 
 def _finish(draft: Draft, overrides: Sequence[str], for_training: bool) -> Composed:

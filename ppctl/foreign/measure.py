@@ -1,37 +1,31 @@
 """What the parts of a model of transformers cost, measured on tensors that have shapes and no values.
 
-Knows torch's operators and storages. Must not know plans. Operations are counted by torch's FlopCounterMode, kept bytes
-by what autograd saves, and what lives only for a moment by the storages that exist, operator by operator. Five batches
-give what grows with sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so that each
-moment grows by itself, and no peak is taken for that of other sizes.
+Knows which parts, which batches, and what is counted where. Must not know plans. Five batches give what grows with
+sequences, tokens and pairs of tokens (`Growth`): the same operators run for all, so that each moment grows by itself,
+and no peak is taken for that of other sizes.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.growth import BATCHES, fitted, peak
 from ppctl.foreign.library import make_model
+from ppctl.foreign.measured_pass import PassCosts, held_tensors, pass_costs, storage_of
 from ppctl.foreign.miniature import lower_windows
-from ppctl.foreign.valueless import grouped_flops, tensors_of, valueless
+from ppctl.foreign.valueless import tensors_of, valueless
 from ppctl.geometry.foreign_costs import Growth, LayerCost, Measured, Peak
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
-from ppctl.weight_gradients.intercept import intercepting
-from ppctl.weight_gradients.put_off import PutOff
 
 _LONGEST = 1024
 """Tokens of the longest sequence that is measured, in models that allow as many."""
@@ -41,14 +35,6 @@ _FEW = (2, 4)
 """Tokens of two sequences that tell whether one does: it has more operators for the longer one."""
 _LEAST = 16
 _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
-_aten = torch.ops.aten
-COUNTED = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query, key, value
-    ),
-    _aten._grouped_mm: lambda one, other, *_, **__: grouped_flops(one, other),
-}
-"""Operators whose operations torch's counter does not know, of a forward."""
 
 
 def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, positions: int) -> tuple[Measured, ...]:
@@ -70,27 +56,6 @@ def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, po
             most = min(longest, _LONGEST_LOOP) if model.loops() else longest
             found.append(model.measured(element, above, (most // 4, most // 2, most)))
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Of one forward and backward, and of one whose backward is split: bytes."""
-
-    flops: float
-    kept: dict[int, float]
-    """Storages that autograd saved -> their bytes."""
-    given: int
-    """The storage of what arrived."""
-    arguments: tuple[int, ...]
-    """The storages of the tensors that the layer was called with."""
-    before: float
-    """What lives when its forward begins, beside tables and what arrived."""
-    forward: list[float]
-    """By operator what lives beside all that."""
-    backward: list[float]
-    inputs: list[float]
-    weights: list[float]
-    waiting: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +103,23 @@ class _Model:
     def _tables(self, rows: int, length: int) -> _Tables:
         """What a forward makes for its layers, once for all of them: seen from behind the last kind of layer."""
         stage = self._stage([Layer("decoder", max(self.kinds))])
-        given, found = self._given(stage, rows, length), _Tables({_storage(tensor) for tensor in _held(stage)})
-        found.own.add(_storage(given))
+        given, found = self._given(stage, rows, length), _Tables({storage_of(tensor) for tensor in held_tensors(stage)})
+        found.own.add(storage_of(given))
         with found.watching(stage, self.kinds):
             stage(given)
         return found
 
-    def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[_Found]:
+    def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[PassCosts]:
         """Every batch through one part."""
         stage = self._stage(layers)
         for parameter in stage.canonical_parameters().values():
             parameter.grad = torch.zeros_like(parameter)  # that of a microbatch is added to it, and free
-        return [_run(stage, self._given(stage, *batch)) for batch in batches]
+        return [pass_costs(stage, self._given(stage, *batch)) for batch in batches]
 
     def _part(
         self,
         batches: Sequence[tuple[int, int]],
-        found: Sequence[_Found],
+        found: Sequence[PassCosts],
         numbers: Sequence[int],
         *,
         causal: bool = False,
@@ -221,150 +186,14 @@ class _Tables:
     def _note(self, index: int) -> Callable[..., None]:
         def note(_: nn.Module, arguments: Any, named: Mapping[str, Any]) -> None:
             others = {key: value for key, value in named.items() if key != "hidden_states"}
-            given = [each for each in _arguments(arguments[1:], others) if _storage(each) not in self.own]
+            given = [each for each in tensors_of((arguments[1:], others)) if storage_of(each) not in self.own]
             for tensor in given:
-                if _storage(tensor) not in self.storages:
-                    self.storages[_storage(tensor)] = len(self.sizes)
+                if storage_of(tensor) not in self.storages:
+                    self.storages[storage_of(tensor)] = len(self.sizes)
                     self.sizes.append(float(tensor.untyped_storage().nbytes()))
-            self.numbers[index] = tuple(self.storages[_storage(tensor)] for tensor in given)
+            self.numbers[index] = tuple(self.storages[storage_of(tensor)] for tensor in given)
 
         return note
-
-
-def _run(stage: ForeignStage, given: Tensor) -> _Found:
-    """A forward and backward of one microbatch, and a forward with both halves of a split backward."""
-    whole = _Pass(stage, given)
-    backward = whole.backward()
-    split = _Pass(stage, given, PutOff(stage.whole))
-    inputs = split.backward()
-    waiting, weights = split.weights()
-    flops = float(whole.counter.get_total_flops())
-    return _Found(
-        flops,
-        whole.kept,
-        _storage(given),
-        whole.arguments,
-        whole.before,
-        whole.forward,
-        backward,
-        inputs,
-        weights,
-        waiting,
-    )
-
-
-class _Pass:
-    """One forward of a stage, up to its W where `put_off` is given."""
-
-    def __init__(self, stage: ForeignStage, given: Tensor, put_off: PutOff | None = None) -> None:
-        self.stage, self.given, self.put_off = stage, given, put_off
-        given.grad = None
-        self.counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
-        self.live, self.kept = _Live(), dict[int, float]()
-        self.arguments: tuple[int, ...] = ()
-        self.before = self.waiting = 0.0
-        self.own = {_storage(tensor) for tensor in _held(stage)}
-        layers = list(stage.decoder_layers().values())
-        if layers:
-            (layer,) = layers
-            stage.call_decoder_as([lambda *called: self._watched(lambda: layer(*called), called)])
-        with self.live, self._collecting():
-            self.output, *_ = stage(given) if layers else self._watched(lambda: stage(given), ())
-        self.forward = [value - self.before for value in self.live.trace]
-
-    def _watched(self, run: Callable[[], Any], called: Any) -> Any:
-        _, *others = called or (None,)
-        given = [tensor for tensor in _arguments(*others) if _storage(tensor) not in self.own] if called else []
-        self.arguments = tuple(_storage(tensor) for tensor in given if _storage(tensor) != _storage(called[0]))
-        for storage in self.arguments:  # tables live as long as any layer reads them: they are counted by themselves
-            self.live.forget(storage)
-        self.live.look()
-        self.before = self.live.trace[-1]
-        self.live.trace.clear()
-
-        def pack(tensor: Tensor) -> Tensor:
-            if _storage(tensor) not in self.own:
-                self.kept[_storage(tensor)] = float(tensor.untyped_storage().nbytes())
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor), self.counter:
-            return run()
-
-    def backward(self) -> list[float]:
-        """What lives by operator of the backward, or of its I: an output is a message, or the next layer's input."""
-        self.live.trace.clear()
-        self.live.forget(_storage(self.output))
-        gradient = torch.zeros_like(self.output)
-        with self.live, self._collecting(backward=True):
-            self.output.backward(gradient)
-        if self.put_off is not None and self.put_off.keeps([gradient]):  # the products that come last read it in W
-            self.waiting = float(gradient.untyped_storage().nbytes())
-        del gradient, self.output
-        return list(self.live.trace)
-
-    def weights(self) -> tuple[float, list[float]]:
-        """(Bytes that wait for W, what lives by operator of it). What I sends is gone."""
-        assert self.put_off is not None
-        if self.given.grad is not None:
-            self.live.forget(_storage(self.given.grad))
-        self.live.look()
-        waiting, arrived = self.live.trace[-1] + self.waiting, self.waiting
-        self.live.trace.clear()
-        with self.live:
-            self.put_off.deliver()
-        return waiting, [value + arrived for value in self.live.trace]
-
-    def _collecting(self, *, backward: bool = False) -> Any:
-        return nullcontext() if self.put_off is None else intercepting(self.put_off, backward=backward)
-
-
-class _Live(TorchDispatchMode):
-    """The bytes of storages that were made inside and are alive, after every operator."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.size = 0
-        self.trace: list[float] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(tensor) for tensor in tensors_of((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tensors_of(result):
-            if _storage(tensor) not in given:
-                self._note(tensor.untyped_storage())
-        self.look()
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.storages:
-            # A storage's Python object lives as long as the storage, whoever else holds it.
-            self.storages[key] = weakref.ref(storage, lambda _: self.forget(key)), size
-            self.size += size
-
-    def look(self) -> None:
-        """Count what is alive now."""
-        self.trace.append(float(self.size))
-
-    def forget(self, storage: int) -> None:
-        """Count this one no more."""
-        _, size = self.storages.pop(storage, (None, 0))
-        self.size -= size
-
-
-def _arguments(*values: Any) -> list[Tensor]:
-    return tensors_of(values)
-
-
-def _held(stage: nn.Module) -> Iterator[Tensor]:
-    yield from stage.parameters()
-    yield from stage.buffers()
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def rough(

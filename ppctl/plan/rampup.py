@@ -6,6 +6,7 @@ Knows what a size must divide and which schedules take any number of microbatche
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
 
@@ -27,6 +28,8 @@ class Size(NamedTuple):
     """A size on the way, below the global batch size."""
 
     segment: Segment
+    steps: int
+    """How many take it."""
     batch: Batch
 
 
@@ -35,11 +38,11 @@ def derive_sizes(values: ConfigValues, dp: int) -> tuple[Size, ...]:
     if values[RAMPUP] is None:
         return ()
     found = []
-    for segment in BatchSizes.of(values.config.train).segments[:-1]:
+    for segment, after in pairwise(BatchSizes.of(values.config.train).segments):
         batch = _batch(values, segment.size, dp)
         if batch is None:
             return ()
-        found.append(Size(segment, batch))
+        found.append(Size(segment, after.step - segment.step, batch))
     return tuple(found)
 
 

@@ -37,7 +37,8 @@ class Muon:
             name: {"step": torch.tensor(0.0), "momentum_buffer": torch.zeros_like(master)}
             for name, master in self.matrices.items()
         }
-        self.state: State = {name: {**own, **self.adamw.state}[name] for name in masters}
+        both = own | self.adamw.state
+        self.state: State = {name: both[name] for name in masters}
 
     @property
     def updates(self) -> int:

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from ppctl.comm.communicator import Communicator
 from ppctl.comm.groups import clock_offset, make_group
 from ppctl.comm.modes import Modes, pipeline_backend
-from ppctl.config.batch_rampup import Rampup, read_rampup
-from ppctl.config.batch_sizes import at_size
+from ppctl.config.batch_rampup import Rampup
+from ppctl.config.batch_sizes import at_size, rampup_of
 from ppctl.config.precision import weight_dtype
 from ppctl.config.schema import DataConfig, ModelConfig, RunConfig
 from ppctl.data.batches import Batches, HeldOutBatches
@@ -58,6 +58,7 @@ from ppctl.train.muon import Muon, make_optimizer
 from ppctl.train.optimizer import AdamW
 from ppctl.train.precision import Weights
 from ppctl.train.sharded import GatheredWeights, GradientScatter, ShardedWeights
+from ppctl.train.summed_weights import norm_groups, weights_and_sums
 from ppctl.wide_dtype import wide_dtype
 
 
@@ -186,9 +187,7 @@ class Session:
         """The batches of this rank's data-parallel share from a position on; None where it reads none."""
         if self.corpus is None:
             return None
-        given = self.config.train.batch_rampup
-        rampup = None if given is None else read_rampup(given)
-        return self._batches(self.corpus, sample_order, first_step, consumed_samples, rampup)
+        return self._batches(self.corpus, sample_order, first_step, consumed_samples, rampup_of(self.config.train))
 
     def held_out_batches(self, sample_order: int) -> HeldOutBatches | None:
         """This rank's share of what an evaluation reads; None where it reads none."""
@@ -269,7 +268,7 @@ def build_session(
     own_parts = WhichParts.at(grid.coordinates(rank) | grid.coordinates(rank, "expert"), plan.sizes)
     stages = _build_stages(config, plan, own_parts, own.stages, device, kernels, groups, parts)
     rows = {name: row for stage in stages.values() for name, row in stage.parameter_rows().items()}
-    weights, reducer = _weights(config, plan, stages, rows, groups)
+    weights, reducer = weights_and_sums(config, plan, stages, rows, groups)
     sp = config.parallel.sequence_parallel
     uses = tied_uses(plan.stages, config.model, grid.group_of("pp", rank))
     return Session(
@@ -295,7 +294,7 @@ def build_session(
             device=device,
             dtype=wide_dtype(getattr(torch, weight_dtype(config.parallel))),
             group=pp_group if plan.sizes.pp > 1 else None,
-            parts=_shared_norms(rows, own_parts, groups, sharded=isinstance(weights, ShardedWeights)),
+            parts=norm_groups(rows, own_parts, groups, sharded=isinstance(weights, ShardedWeights)),
         ),
         corpus=None if data is None else data.training,
         held_out=None if data is None else data.held_out,
@@ -366,54 +365,3 @@ def _ways(config: RunConfig, kernels: Kernels, groups: Mapping[str, ProcessGroup
         context_attention, group=groups["cp"], kernel=kernels.blocks, attend=partial(attend, kernels=kernels)
     )
     return {kind: make(kind, levels=levels) for kind in {"p2p", *([listed] if isinstance(listed, str) else listed)}}
-
-
-def _shared_norms(
-    rows: Mapping[str, Parameter], parts: WhichParts, groups: Mapping[str, ProcessGroup], *, sharded: bool
-) -> list[tuple[set[str], ProcessGroup]]:
-    """Names of parameters, and the ranks that hold the other parts of their gradients."""
-    found = []
-    if sharded:
-        spread = _expert_stacks(rows) if "edp" in groups else set()
-        found = [(rows.keys() - spread, groups.get("cp-dp", groups["dp"])), (spread, groups.get("edp", groups["dp"]))]
-    for axis in ("tp", "etp", "ep"):
-        if axis in groups:
-            found.append(({name for name, row in rows.items() if axis in parts.splits(row)}, groups[axis]))
-    return found
-
-
-def _expert_stacks(rows: Mapping[str, Parameter]) -> set[str]:
-    """The names of the parameters that hold one matrix for each expert."""
-    return {name for name, row in rows.items() if row.experts}
-
-
-def _weights(
-    config: RunConfig,
-    plan: Plan,
-    stages: Mapping[int, StageModel],
-    rows: Mapping[str, Parameter],
-    groups: Mapping[str, ProcessGroup],
-) -> tuple[Weights, GradientReducer | GradientScatter]:
-    """This rank's parameters, and what sums their gradients, whole or in parts.
-
-    Sums go over dp and cp; of experts, where these are other ranks, over those that hold the same ones.
-    """
-    sizes = plan.sizes
-    names = {number: list(stage.canonical_parameters()) for number, stage in stages.items()}
-    model = {name: p for stage in stages.values() for name, p in stage.canonical_parameters().items()}
-    spread = _expert_stacks(rows) if "edp" in groups else set()
-    dp_group = groups.get("cp-dp", groups["dp"])
-    edp_group = groups.get("edp", dp_group)
-    if sizes.dp * sizes.cp > 1 and config.parallel.data_parallel_sharding != "none":
-        full = config.parallel.data_parallel_sharding == "full"
-
-        def group_of(name: str) -> ProcessGroup:
-            return edp_group if name in spread else dp_group
-
-        sharded = GatheredWeights(names, model, group_of) if full else ShardedWeights(model, group_of)
-        return sharded, GradientScatter(names, sharded)
-    weights = Weights(model)
-    masters = {number: [weights.master[name] for name in own] for number, own in names.items()}
-    experts = [weights.master[name] for name in spread]
-    whole, spread_over = dp_group if sizes.dp * sizes.cp > 1 else None, edp_group if sizes.edp > 1 else None
-    return weights, GradientReducer(masters, whole, experts, spread_over)

@@ -124,12 +124,12 @@ def _inside(function: str) -> bool:
 @contextmanager
 def _without_norms_over(axis: str) -> Iterator[None]:
     """Of the norms of parts."""
-    shared = session._shared_norms
+    shared = session.norm_groups
 
     def some(rows: Any, parts: Any, groups: Any, **how: bool) -> list[Any]:
         return [(names, group) for names, group in shared(rows, parts, groups, **how) if group is not groups[axis]]
 
-    with patch.object(session, "_shared_norms", some):
+    with patch.object(session, "norm_groups", some):
         yield
 
 

@@ -17,7 +17,8 @@ from ppctl.foreign.describe import describe
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.growth import BATCHES, fitted, peak
 from ppctl.foreign.library import make_model, read_own_config
-from ppctl.foreign.measure import COUNTED, measure
+from ppctl.foreign.measure import measure
+from ppctl.foreign.measured_pass import COUNTED
 from ppctl.foreign.traits import names_of, traits_of
 from ppctl.foreign.valueless import valueless
 from ppctl.geometry.foreign_costs import measured_for, most

@@ -57,7 +57,7 @@ def test_what_a_cut_cannot_carry_is_named(case: str) -> None:
 
 
 def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_stage, "_make_buffers", lambda *_: None)
+    monkeypatch.setattr(foreign_stage, "make_buffers", lambda *_: None)
     with pytest.raises(CannotCut, match=r"model\.layers\.0: with the same hidden state before it"):
         prove(config_of("Llama"))
 

@@ -12,8 +12,8 @@ from ppctl.config.compose import compose
 from ppctl.config.resources import recipes
 from ppctl.errors import ConfigError, Problem
 from ppctl.plan import build_plan, schedule_choice
-from ppctl.plan.build import derive
 from ppctl.plan.config_values import ConfigValues, overrides_text, parse_overrides
+from ppctl.plan.derivation import derive
 from ppctl.plan.schedule_choice import Choice, settled
 from ppctl.plan.violations import Rule, Violation
 from ppctl.schedule.passes import lower

@@ -1,0 +1,76 @@
+"""The problems of words on the command line that name nothing, each with what was probably meant.
+
+Must not know what else a config says.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from ppctl.config.argv import ALIASES, PLACE
+from ppctl.config.checks import check
+from ppctl.config.flags import ABSENT, meant_by
+from ppctl.config.keys import did_you_mean, keys, nearest, sections, text_keys
+from ppctl.config.mapping import convert, not_a_section, unknown_key
+from ppctl.config.metadata import LATER
+from ppctl.config.quoting import quote
+from ppctl.config.resources import groups, is_file_name, recipes
+from ppctl.errors import ConfigError, Problem
+
+
+def not_an_override(word: str) -> Problem:
+    """The problem of a word on the command line that is neither an override nor a flag."""
+    close = nearest(word, recipes())
+    remedy = f"+recipe={close[0]}" if close else "ppctl --help"
+    return Problem("PP-E105", f"{word} is not an override, which is KEY=VALUE", remedy, PLACE)
+
+
+def no_such_option(group: str, option: str, options: Sequence[str]) -> Problem:
+    """The problem of an option that does not exist; a recipe may be meant as a file."""
+    if group == "recipe" and is_file_name(option) and option.endswith(".yaml"):
+        here = f"ppctl recipes copy quickstart {shlex.quote(option)}"
+        return Problem("PP-E104", f"there is no recipe file {option}", here, PLACE)
+    close = nearest(option, options)
+    message = f"there is no {group} {option}{did_you_mean(option, options)}"
+    if not close:
+        message += f"; there {'are' if len(options) > 1 else 'is'} {', '.join(options)}"
+    usual = "ppctl recipes" if group == "recipe" else f"{group}={options[0]}"
+    return Problem("PP-E104", message, f"{group}={close[0]}" if close else usual, PLACE)
+
+
+def no_such_key(key: str, text: str) -> Problem:
+    """The problem of a key that does not exist, or is a section; `text` is what it was to be set to."""
+    if key.split(".")[0] == "hydra":
+        return Problem("PP-E122", f"{key}: Hydra's own settings have no effect here; leave it out", place=PLACE)
+    if key in sections():
+        return not_a_section(key, PLACE)
+    last = key.rpartition(".")[2]
+    absent = next((why for word, why in ABSENT.items() if word in last.lower().split("_")), None)
+    if absent is not None:
+        return Problem("PP-E101", f"there is no key {key}: {absent}; leave it out", place=PLACE)
+    known = ALIASES.get(last) or meant_by(last)
+    if known is not None and text_keys()[known].facts.support.state == LATER:
+        coming = f"there is no key {key}, and {known} comes in a later release; leave it out"
+        return Problem("PP-E101", coming, place=PLACE)
+    close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
+    fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
+    return unknown_key(key, PLACE, close, next(iter(fitting), ""))
+
+
+def _fits(name: str, text: str) -> bool:
+    """Whether the value typed for a misspelt key is one that the key or group `name` takes."""
+    from ppctl.config.hydra_source import parse
+
+    key = ALIASES.get(name, name)
+    if key not in keys():
+        return text in groups().get(name, ())
+    try:
+        value = parse(f"{key}={quote(key, text)}").value()
+    except ConfigError:
+        return False
+    if "${" in str(value):
+        return False
+    section, _, field = key.rpartition(".")
+    config, wrong = convert({section: {field: value}} if section else {field: value}, str)
+    return not wrong and not any(problem.place.startswith(f"{key} = ") for problem in check(config, {}))
