@@ -51,7 +51,7 @@ def prepared(*typed: str) -> Launch:
         (["+recipe=quickstart", "launch.device_memory=1MiB"], 4, ["PP-E801"]),
         (["+recipe=quickstart", "checkpoint.resume=nowhere"], 3, ["PP-E615: checkpoint.resume=nowhere"]),
         (["model.from=org/name"], 2, ["hf download org/name --local-dir name", "model.from=name"]),
-        (["model.lora_rank=8"], 2, ["no key model.lora_rank: all weights are trained: there is no LoRA; leave it out"]),
+        (["model.lora_rank=8"], 2, ["no key model.lora_rank: adapters are asked for as model.lora.rank=16"]),
         (["train.profile=true"], 2, ["no key train.profile, and log.profile comes in a later release; leave it out"]),
         (["+recipe=quickstart", "launch.target=env"], 2, ["launch.target"]),
         (["+recipe=quickstart", "launch=slurm"], 2, ["PP-E629: launch.target=slurm takes effect", "ppctl submit +rec"]),
@@ -231,6 +231,13 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     assert other.config.model == launch.config.model
     assert (other.plan.sizes.pp, other.plan.sizes.vpp) != (launch.plan.sizes.pp, launch.plan.sizes.vpp)
     assert last_checkpoint(RunDir(Path(resume[1]).absolute())) is not None
+
+
+def test_a_run_without_a_recipe_names_none_of_other_peoples_models() -> None:
+    typed = ["model.num_layers=4", "pp=2", "steps=2", "launch.device=cpu"]
+    launch = prepared(*typed)
+    lines = train.ending(new_run(launch, Started("person")), launch, train.JobOutcome(0, "finished"), None)
+    assert not any("+recipe=" in line for line in lines) and lines[-1].endswith("steps=4")
 
 
 def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
