@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from ppctl.cli.console import byte_progress, note
@@ -76,6 +77,8 @@ def tokenize(args: argparse.Namespace) -> int:
                     raise DataError(
                         Problem("PP-E404", "there is no text to tokenize", place="\n".join(map(str, files)))
                     )
+    except DataError as error:  # the rules name keys of a config
+        raise DataError([_typed_as_flag(problem) for problem in error.problems]) from None
     except OSError as error:
         message = f"{error.filename or args.output} cannot be written: {error.strerror}"
         raise DataError(Problem("PP-E413", message, place="command line")) from None
@@ -84,9 +87,23 @@ def tokenize(args: argparse.Namespace) -> int:
         print(json.dumps({"prefix": str(prefix), **counts}))
     else:
         print(f"{prefix}.bin and .idx: {writer.documents:,} documents, {writer.tokens:,} tokens of {dtype.name}")
-        rows = -(-tokenizer.vocab_size // 64) * 64  # of the embedding: holds every id and divides evenly
-        note(f"train on it with: data.path={prefix} data.tokenizer={args.tokenizer} model.vocab_size={rows}")
+        note(f"train on it with: data.path={prefix} {_reading(args.tokenizer, tokenizer.vocab_size)}")
     return 0
+
+
+def _typed_as_flag(problem: Problem) -> Problem:
+    """The problem in words of this command: --tokenizer in place of the key."""
+    key = "data.tokenizer"
+    said, remedy = (text.replace(f"{key}=", "--tokenizer ") for text in (problem.message, problem.remedy))
+    return replace(problem, message=said, remedy=remedy, place=problem.place.replace(key, "--tokenizer"))
+
+
+def _reading(name: str, vocabulary: int) -> str:
+    """The overrides for a model that reads such tokens: the model of the same directory, or sizes."""
+    if name != "byte" and Path(name).expanduser().joinpath("config.json").is_file():
+        return f"model.from={name}"
+    rows = -(-vocabulary // 64) * 64  # of the embedding: holds every id and divides evenly
+    return f"data.tokenizer={name} model.vocab_size={rows}"
 
 
 def show(args: argparse.Namespace) -> int:

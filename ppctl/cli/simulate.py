@@ -16,6 +16,9 @@ from typing import Any
 from ppctl.cli.console import width
 from ppctl.cli.simulate_compare import print_comparison
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
+from ppctl.cli.train import program
+from ppctl.config.argv import retyped
+from ppctl.config.draft import SCHEDULE_FILE
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
@@ -172,11 +175,7 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
         message = f"--memory limits a search (--schedule {AUTO}), and {args.schedule or '--compare'} makes none"
         yield Problem("PP-E128", message, f"--schedule {AUTO}", place)
     if not args.compare and args.schedule not in (*SCHEDULES, AUTO):
-        from ppctl.config.keys import nearest
-
-        close = nearest(args.schedule, (*SCHEDULES, AUTO))
-        message = f"there is no schedule {args.schedule!r}: {', '.join((*SCHEDULES, AUTO))}"
-        yield Problem("PP-E128", message, f"--schedule {close[0] if close else '1f1b'}", place)
+        yield _unknown(args)
     for name, what in _TIMES.items():
         value = getattr(args, name)
         if not 0 <= value < float("inf"):
@@ -193,6 +192,21 @@ def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
     if actions > MOST_ACTIONS:
         message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
         yield Problem("PP-E128", message, "--microbatches 64", place)
+
+
+def _unknown(args: argparse.Namespace) -> Problem:
+    """A schedule that is none of the names; of a file the command that simulates it."""
+    from ppctl.config.keys import nearest
+
+    if args.schedule.lower().endswith(".csv"):
+        message = f"--schedule is a name, and {args.schedule} a file: ppctl plan simulates it, with a config's times"
+        typed = [f"pp={args.pp}", f"vpp={args.vpp or 1}", f"gbs={args.microbatches}", "mbs=1"]
+        remedy = f"{program()} plan {retyped([*typed, f'{SCHEDULE_FILE}={args.schedule}'])}"
+    else:
+        close = nearest(args.schedule, (*SCHEDULES, AUTO))
+        message = f"there is no schedule {args.schedule!r}: {', '.join((*SCHEDULES, AUTO))}"
+        remedy = f"--schedule {close[0] if close else '1f1b'}"
+    return Problem("PP-E128", message, remedy, "command line")
 
 
 def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:

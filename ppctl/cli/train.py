@@ -303,9 +303,10 @@ def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence
     where = shlex.quote(short_path(run.path))
     if outcome.exit_code == STOPPED:
         return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
-    recipe = launch.config.recipe if launch.config.recipe not in (None, "quickstart") else "deepseek_v3"
+    recipe = "deepseek_v3" if launch.config.recipe == "quickstart" else launch.config.recipe
     cut = None if overrides is None else _another_cut(launch.plan, overrides)
-    lines += ["", "next:", f"  {name} plan +recipe={recipe}"]
+    lines += ["", "next:"]
+    lines += [f"  {name} plan +recipe={recipe}"] if recipe else []
     lines += [f"  {name} train {cut}"] if cut else []
     return [*lines, f"  {name} resume {where} steps={2 * launch.config.train.steps}"]
 

@@ -93,9 +93,11 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
         return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:
+        key = _IN_SAMPLES[flag]
+        in_tokens = key.replace("_steps", "_tokens")
+        tokens = f": {in_tokens} = samples x data.seq_length" if in_tokens in text_keys() else ""
         return Foreign(
-            typed,
-            why=f"{_IN_SAMPLES[flag]} counts steps: divide by train.global_batch_size (where it grows, use tokens)",
+            typed, why=f"{key} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})"
         )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")

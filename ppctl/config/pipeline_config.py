@@ -34,7 +34,9 @@ class PipelineConfig:
     weight gradients zb_h1, zb_h2, interleaved_zero_bubble, zbv_zero_bubble, v_half, v_min, dualpipev, and auto: the one
     that is found for the stages' costs and the memory (`schedule_memory`)."""
     pp_schedule_csv: str | None = key(None, verbatim=True)
-    """File that holds a schedule in torch's CSV form; stands in for pp_schedule."""
+    """File that holds a schedule in torch's CSV form; stands in for pp_schedule. A row for each pp_rank, in it what the
+    rank does, in order: stage, F or B (or I and W), microbatch, as in 0F0,0F1,0B0,0B1. `ppctl plan --dump-schedule`
+    writes one to begin with; `ppctl explain PP-E216` says what must fit."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))
     """Sequences per microbatch: the micro batch size."""
     pp_batch_size: int = key(1, positive(MOST_SAMPLES))

@@ -85,6 +85,7 @@ class _Progress:
 
 def _summary(done: Done) -> str:
     family = f" of a {done.family} model" if done.family else ""
+    # Adapters are of no family: peft loads them beside the model that they were trained on.
     what = f"{done.parameters:,} parameters{family}, {done.tensors} tensors, {done.bytes:,} bytes"
     beside = [f"with {line}" for line in (done.tokenizer, done.settings) if line]
     return "\n".join([f"wrote {what}", *beside, *([done.left] if done.left else []), str(done.path)])

@@ -163,7 +163,7 @@ def _export_adapters(
         (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     parameters = sum(tensor.numel() for tensor in tensors.values())
     total = sum(tensor.nbytes for tensor in tensors.values())
-    return Done(out, "adapters (peft)", parameters, len(tensors), total, tokenizer)
+    return Done(out, "", parameters, len(tensors), total, tokenizer)
 
 
 def saved_model(state: Mapping[str, Any]) -> ModelConfig:

@@ -33,6 +33,13 @@ def test_what_a_page_links_to_exists(page: str) -> None:
     assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_no_command_of_a_page_has_lost_its_indentation(page: Path) -> None:
+    """Markdown would set it as prose, with its remark as a heading's or a sentence's words."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert re.findall(rf"^ppctl (?:{'|'.join(COMMANDS)}) .*", text, re.MULTILINE) == []
+
+
 def test_every_guide_is_reached_from_the_readme() -> None:
     reached = set(re.findall(r"\]\(docs/([a-z-]+\.md)\)", README))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= reached

@@ -73,7 +73,7 @@ def test_show_counts_and_shows_a_document(capsys: pytest.CaptureFixture[str]) ->
         (["tokenize", "none.txt", "also.txt", "x"], "PP-E401", "also.txt: no such file"),
         (["tokenize", ".", "x"], "PP-E401", "is a directory"),
         (["tokenize", "a.txt", "a.txt/x"], "PP-E413", "cannot be written"),
-        (["tokenize", "a.txt", "x", "--tokenizer", "nowhere"], "PP-E410", "nowhere"),
+        (["tokenize", "a.txt", "x", "--tokenizer", "nowhere"], "PP-E410", "--tokenizer nowhere: No such file"),
         (["tokenize", "b.jsonl", "a.txt"], "PP-E413", "OUT is the last word, and a.txt is a file that is there"),
         (["show", "nothing"], "PP-E412", "nothing.idx is missing"),
     ],
@@ -95,6 +95,21 @@ def test_all_bad_lines_are_told_at_once_and_what_was_there_stays(capsys: pytest.
     err = capsys.readouterr().err
     assert "bad.jsonl:2" in err and "bad.jsonl:3" in err
     assert {name: Path(name).read_bytes() for name in names() - {"bad.jsonl"}} == before
+
+
+@pytest.mark.parametrize("name", ["byte", "model"])
+def test_what_trains_on_the_tokens_is_the_model_beside_the_tokenizer(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    from tokenizers import Tokenizer, models
+
+    Path("model").mkdir()
+    Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")).save("model/tokenizer.json")
+    Path("model/config.json").write_text("{}")
+    assert main(["data", "tokenize", "a.txt", "x", "--tokenizer", name]) == 0
+    said = {"byte": "data.tokenizer=byte model.vocab_size=320", "model": "model.from=model"}[name]
+    assert capsys.readouterr().err == f"train on it with: data.path=x {said}\n"
 
 
 def test_no_text_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,7 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
     ("words", "told"),
     [
         ("--schedule 1f1bb --pp 2 --microbatches 3 --tf 1 --tb 2", "there is no schedule '1f1bb'"),
+        ("--schedule my.csv --pp 2 --microbatches 3 --tf 1 --tb 2", "gbs=3 mbs=1 pipeline.pp_schedule_csv=my.csv"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf -1 --tb nan", "--tf -1"),
         ("--schedule 1f1b --pp 2 --vpp 2 --microbatches 3 --tf 1 --tb 2", "one chunk per rank"),
         ("--schedule dualpipev --pp 2 --vpp 3 --microbatches 8 --tf 1 --tb 2", "--vpp 2"),

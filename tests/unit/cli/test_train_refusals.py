@@ -233,6 +233,13 @@ def test_the_next_commands_work(typed: list[str]) -> None:
     assert last_checkpoint(RunDir(Path(resume[1]).absolute())) is not None
 
 
+def test_a_run_without_a_recipe_names_none_of_other_peoples_models() -> None:
+    typed = ["model.num_layers=4", "pp=2", "steps=2", "launch.device=cpu"]
+    launch = prepared(*typed)
+    lines = train.ending(new_run(launch, Started("person")), launch, train.JobOutcome(0, "finished"), None)
+    assert not any("+recipe=" in line for line in lines) and lines[-1].endswith("steps=4")
+
+
 def test_an_interrupted_run_says_what_there_is_to_go_on_from() -> None:
     run = new_run(prepared(*QUICK), Started("person"))
     interrupted = train.JobOutcome(130, "interrupted", "interrupted")

@@ -134,7 +134,11 @@ def test_aliases_and_flags_name_keys_that_exist():
         (["--lr-decay-samples", "1000", "--global-batch-size=64"], "PP-E107", "optim.lr_decay_steps=16"),
         (["gbs=64", "--lr-decay-samples", "1000"], "PP-E107", "optim.lr_decay_steps=16"),
         (["--lr-decay-samples", "1000"], "PP-E107", "divide by train.global_batch_size"),
-        (["--lr-decay-samples", "9", "gbs=4", "train.batch_rampup=[2,2,8]"], "PP-E107", "where it grows, use tokens"),
+        (
+            ["--lr-decay-samples", "9", "gbs=4", "train.batch_rampup=[2,2,8]"],
+            "PP-E107",
+            "optim.lr_decay_tokens = samples x data.seq_length",
+        ),
         (["--lr-decay-samples", "70", "gbs=10"], "PP-E107", "optim.lr_decay_steps=7"),
         (["--lr-warmup-init", "1e-7"], "PP-E108", "a warm-up that begins above 0"),
         (["--lr-warmup-init", "0.0"], "PP-E109", "it is so in any case"),
