@@ -149,6 +149,8 @@ def show_conversation(args: argparse.Namespace) -> int:
     name = args.tokenizer or "byte"
     template = open_template(name, args.chat_template) if args.format == "chat" else None
     found = list(encode_conversations(matching(args.prefix, "{}")[0], load_tokenizer(name), template))
+    if not found:
+        raise DataError(Problem("PP-E422", "there is no conversation in the data", f"wc {args.prefix}", args.prefix))
     if not 0 <= args.document < len(found):
         message = f"{args.prefix} has conversations 0 to {len(found) - 1}, and {args.document} is not one of them"
         raise DataError(Problem("PP-E415", message, "--document 0", "command line"))

@@ -7,6 +7,7 @@ know rows, samples or torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ _LIKE = {
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles that are not those of templates."""
 _ASSISTANT = "assistant"
+_KINDS = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
 _MANY = 1024
 """Conversations that are encoded together: a library may spread them over the processor's cores."""
 
@@ -47,6 +49,8 @@ class Learned(NamedTuple):
 
     def runs(self) -> list[tuple[bool, str]]:
         """The text in pieces, and whether each is learned; an end that was added is `<end>`."""
+        if not len(self.tokens):
+            return []
         changes = [0, *(np.flatnonzero(np.diff(self.learned)) + 1).tolist(), len(self.tokens)]
         found = []
         for first, after in pairwise(changes):
@@ -72,7 +76,7 @@ def encode_conversations(files: list[Path], tokenizer: Tokenizer, template: Chat
     Raises DataError with the problems of all files, the first twenty; what was yielded before is to be thrown away.
     """
     problems: list[Problem] = []
-    found = (line if isinstance(line, Problem) else _text_of(line, template) for line in lines(files))
+    found = (_text_of(line, template) for line in lines(files))
     for batch in _batches(found, problems):
         if not problems:
             yield from _encoded(batch, tokenizer, around=template is None)
@@ -111,8 +115,18 @@ def _encoded(batch: list[_Text], tokenizer: Tokenizer, *, around: bool) -> Itera
         yield Learned(ids, learned, item.place, item.text, begins)
 
 
-def _text_of(line: Line, template: ChatTemplate | None) -> _Text | Problem:
-    return _completion(line) if template is None else _chat(line, template)
+def _text_of(line: Line | Problem, template: ChatTemplate | None) -> _Text | Problem:
+    if isinstance(line, Problem):
+        like = _LIKE[COMPLETION if template is None else CHAT]
+        return replace(line, remedy=like) if line.code == "PP-E403" else line
+    found = _completion(line) if template is None else _chat(line, template)
+    if isinstance(found, _Text):
+        try:
+            found.text.encode()
+        except UnicodeEncodeError as error:  # JSON may write half of a pair, which is no character
+            message = f"not UTF-8 text: {error.reason} at character {error.start} of the conversation"
+            return Problem("PP-E411", message, "leave the line out", line.place)
+    return found
 
 
 def _completion(line: Line) -> _Text | Problem:
@@ -125,10 +139,14 @@ def _completion(line: Line) -> _Text | Problem:
 def _chat(line: Line, template: ChatTemplate) -> _Text | Problem:
     messages = line.value.get("messages", line.value.get("conversations"))
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        return _wrong_form(line, CHAT, 'a list of messages under "messages"')
+        found = None if messages is None else f"{_KINDS.get(type(messages), 'another value')} there"
+        return _wrong_form(line, CHAT, 'a list of messages under "messages"', found)
     messages = [_message(each) for each in messages]
     if not all(isinstance(each.get("role"), str) for each in messages):
-        return _wrong_form(line, CHAT, 'messages with a "role" (or "from")')
+        return _wrong_form(line, CHAT, 'messages with a "role" (or "from")', "messages without")
+    if not all(map(_says_something, messages)):
+        wanted = 'messages with a "content" (or "value") that is text or a list of parts'
+        return _wrong_form(line, CHAT, wanted, "messages without")
     if not any(each["role"] == _ASSISTANT for each in messages):
         message = "nothing is learned from a conversation without a turn of the assistant"
         return Problem("PP-E422", message, "leave the line out", line.place)
@@ -174,6 +192,14 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": _SHAREGPT.get(role, role) if isinstance(role, str) else None, "content": given.get("value"), **rest}
 
 
-def _wrong_form(line: Line, form: str, wanted: str) -> Problem:
-    message = f"the line is not an object with {wanted} (data.format={form}) but {line.described}"
+def _says_something(message: Mapping[str, Any]) -> bool:
+    """Whether a template has words to write: what is none, it writes as "None". Calls of tools stand beside none."""
+    content = message.get("content")
+    if content is None:
+        return not message.keys() <= {"role", "content", "name"}
+    return isinstance(content, str) or (isinstance(content, list) and all(isinstance(part, dict) for part in content))
+
+
+def _wrong_form(line: Line, form: str, wanted: str, found: str | None = None) -> Problem:
+    message = f"the line is not an object with {wanted} (data.format={form}) but {found or line.described}"
     return Problem("PP-E418", message, _LIKE[form], line.place)

@@ -81,6 +81,10 @@ def test_of_a_prompt_with_its_completion_the_completion_and_an_end_are_learned(d
 
 BAD = {
     "no messages": ({"text": "a"}, CHATML, "PP-E418", "but an object of text"),
+    "an empty list": (chat(), CHATML, "PP-E418", "but a list that is empty or has other values there"),
+    "no content": (chat(("user", None), ("assistant", "a")), CHATML, "PP-E418", "but messages without"),
+    "content of numbers": (chat(("user", "a"), ("assistant", [1])), CHATML, "PP-E418", 'messages with a "content"'),
+    "half a pair": (chat(("user", "a"), ("assistant", "\ud83d")), CHATML, "PP-E411", "not UTF-8 text: surrogates"),
     "no role": ({"messages": [{"content": "a"}]}, CHATML, "PP-E418", 'messages with a "role"'),
     "nothing learned": (chat(("user", "a")), CHATML, "PP-E422", "without a turn of the assistant"),
     "no prefix": (chat(*TALK), THINKS, "PP-E420", "writes earlier turns otherwise when others follow"),
@@ -97,6 +101,27 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
     value, template, code, said = BAD[kind]
     (problem,) = refused(directory(template), value)
     assert problem.code == code and said in problem.message
+
+
+def test_a_turn_that_calls_a_tool_needs_no_content(directory):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    template = CHATML.replace("{{ m.content }}", "{{ m.content or 'calls' }}")
+    (one,) = encoded(directory(template), {"messages": [{"role": "user", "content": "a"}, calls]})
+    assert (True, "calls<|im_end|>\n") in one.runs()
+
+
+def test_a_line_that_is_no_json_is_shown_one_of_its_format(directory):
+    home = directory(CHATML)
+    (home / "data.jsonl").write_text("{not json\n")
+    with pytest.raises(DataError) as caught:
+        list(encode_conversations([home / "data.jsonl"], load_tokenizer(str(home)), open_template(str(home), None)))
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E403" and json.loads(problem.remedy or "")["messages"]
+
+
+def test_a_template_that_writes_nothing_leaves_nothing_to_show(directory):
+    (one,) = encoded(directory(""), chat(*TALK))
+    assert not len(one.tokens) and one.runs() == []
 
 
 def test_one_wrong_form_is_one_message(directory):
