@@ -106,10 +106,10 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
         if flag == "--optimizer" and value and not same[0].allows(meant):
             return Foreign(typed, why=table.found_in(table.LATER, "--sgd-momentum") or "", code="PP-E108")
         return _as_key(typed, same[0], meant)
-    if reason := table.found_in(table.LATER, flag):
-        return Foreign(typed, why=reason, code="PP-E108")
-    if key := table.found_in(table.WRITE, flag):
-        return Foreign(typed, why=f"{key} says something like it")
+    if later := table.found_in(table.LATER, flag):
+        return Foreign(typed, why=later, code="PP-E108")
+    if similar := table.found_in(table.WRITE, flag):
+        return Foreign(typed, why=f"{similar} says something like it")
     if reason := table.found_in(table.MEANINGLESS, flag):
         return Foreign(typed, why=reason, code="PP-E109")
     return _switched_off(typed, flag)

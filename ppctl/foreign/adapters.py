@@ -27,9 +27,10 @@ def add_adapters(model: nn.Module, adapters: Adapters, dtype: torch.dtype) -> nn
     except ImportError as missing:
         message = f"peft cannot be imported: {missing}"
         raise ConfigError(Problem("PP-E541", message, "pip install 'ppctl[lora]'", "model.lora")) from missing
+    alpha: Any = adapters.alpha  # any number, which peft divides by the rank
     config = peft.LoraConfig(
         r=adapters.rank,
-        lora_alpha=adapters.alpha,  # type: ignore[arg-type]  # a number, which peft divides by the rank
+        lora_alpha=alpha,
         target_modules=list(adapters.targets),
         lora_dropout=0.0,
         bias="none",
