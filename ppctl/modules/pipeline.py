@@ -272,6 +272,8 @@ class Pipeline:
         with torch.random.fork_rng([self.device] if on_gpu else []):
             for number in self._numbers * 2:  # the second time gradients are added to those of the first
                 program = self._program(number, batch, 0, survey, loss, [], last_call=True)
+                if program.around_backward is not None:  # what is not summed now would be added to the step's gradients
+                    program = replace(program, around_backward=partial(self._sync[number].around, 0))
                 is_last, split = number == self.placement.num_stages - 1, (number, 0) in schedule.split
                 dry_pass(program, self._ranks.rank, 0, self.device, is_last=is_last, split=split)
         for parameter, gradient in held:
