@@ -93,11 +93,12 @@ def foreign(flag: str, value: str, batch: str = "") -> Foreign | None:
     if flag in _IN_SAMPLES and value.isdigit() and batch.isdigit() and int(batch):
         return Foreign(typed, f"{_IN_SAMPLES[flag]}={-(-int(value) // int(batch))}")
     if flag in _IN_SAMPLES:
-        key = _IN_SAMPLES[flag]
-        in_tokens = key.replace("_steps", "_tokens")
+        in_steps = _IN_SAMPLES[flag]
+        in_tokens = in_steps.replace("_steps", "_tokens")
         tokens = f": {in_tokens} = samples x data.seq_length" if in_tokens in text_keys() else ""
         return Foreign(
-            typed, why=f"{key} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})"
+            typed,
+            why=f"{in_steps} counts steps: divide by train.global_batch_size (where it grows, use tokens{tokens})",
         )
     if AGREED.get(flag) == value:
         return Foreign(typed, why="it is so in any case", code="PP-E109")
