@@ -39,14 +39,14 @@ def comparison(runs: tuple[RunDir, RunDir]) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     """The comparison in tables: keys, then a dozen steps from the first common one to the last."""
-    ids = found["ids"]
-    rows = [("key", *ids), *((name, *map(value_text, pair)) for name, pair in found["keys"].items())]
-    lines = [aligned(rows) if found["keys"] else "no key differs", ""]
+    named = aligned(zip("AB", found["ids"], strict=True))
+    rows = [("key", *"AB"), *((name, *map(value_text, pair)) for name, pair in found["keys"].items())]
+    lines = [named, "", aligned(rows) if found["keys"] else "no key differs", ""]
     steps = found["steps"]
     if steps:
         last = len(steps) - 1
         chosen = sorted({round(n * last / (_ROWS - 1)) for n in range(_ROWS)}) if last >= _ROWS else range(last + 1)
-        heads = ("step", *(f"loss {name}" for name in ids), "difference", *(f"tokens/s {name}" for name in ids))
+        heads = ("step", "loss A", "loss B", "difference", "tokens/s A", "tokens/s B")
         lines.append(aligned([heads, *(_row(steps[n]) for n in chosen)], 6))
     else:
         lines.append("no step was done by both")
@@ -63,7 +63,7 @@ def _row(step: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _speeds(found: dict[str, Any]) -> list[tuple[str, float | None]]:
-    return list(zip(found["ids"], found["tokens_per_s"], strict=True))
+    return list(zip("AB", found["tokens_per_s"], strict=True))
 
 
 def _faster(found: dict[str, Any]) -> str:

@@ -49,12 +49,9 @@ FIXED = {
 AGREED = {"--lr-warmup-init": "0.0", "--rope-type": "rope"}
 """Flags one value of which is what ppctl does in any case."""
 
-ABSENT = {
-    "lora": "adapters are asked for as model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'",
-    "peft": "model.lora trains adapters through peft",
-    "adapter": "model.lora trains adapters through peft",
-}
-"""Parts of names by which people look for what ppctl does not have, and what to say."""
+ELSEWHERE = {word: "model.lora trains adapters" for word in ("lora", "peft", "adapter")}
+"""Parts of names by which people look for what ppctl has under another one, and what to say."""
+ADAPTERS = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
 
 
 def _keys_of(flag: str) -> list[Key]:

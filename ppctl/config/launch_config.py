@@ -124,11 +124,11 @@ class LogConfig:
     """Send the keys of metrics.jsonl to Weights & Biases as well."""
     trace: str | None = key(None, STEPS)
     """Steps in which every action of every rank is kept: 10:12 is steps 10 and 11. `ppctl trace` shows them."""
-    torch_profile: str | None = key(None, STEPS)
+    torch_profile: str | None = key(None, STEPS, known_as="profile")
     """Steps that torch's profiler records on every rank: profile_traces/iteration_N/rankM_trace.json in the run's
     directory, and on GPUs memory_snapshot/iteration_N/rankM_memory_snapshot.pickle."""
     gradients: str | None = key(None, STEPS)
     """Steps in which every rank's gradients are kept, and a fingerprint of every message. `ppctl parity A B` compares
     two runs by them."""
-    profile: bool = key(False, known_as="profile", support=Support(LATER, "measured costs per stage"))
+    profile: bool = key(False, support=Support(LATER, "measured costs per stage"))
     """Write the measured costs of every stage."""

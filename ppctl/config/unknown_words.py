@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ppctl.config.argv import ALIASES, PLACE
 from ppctl.config.checks import check
-from ppctl.config.flags import ABSENT, meant_by
+from ppctl.config.flags import ADAPTERS, ELSEWHERE, meant_by
 from ppctl.config.keys import did_you_mean, keys, nearest, sections, text_keys
 from ppctl.config.mapping import convert, not_a_section, unknown_key
 from ppctl.config.metadata import LATER
@@ -46,9 +46,9 @@ def no_such_key(key: str, text: str) -> Problem:
     if key in sections():
         return not_a_section(key, PLACE)
     last = key.rpartition(".")[2]
-    absent = next((why for word, why in ABSENT.items() if word in last.lower().split("_")), None)
-    if absent is not None:
-        return Problem("PP-E101", f"there is no key {key}: {absent}; leave it out", place=PLACE)
+    elsewhere = next((why for word, why in ELSEWHERE.items() if word in last.lower().split("_")), None)
+    if elsewhere is not None:
+        return Problem("PP-E101", f"there is no key {key}: {elsewhere}", ADAPTERS, PLACE)
     known = ALIASES.get(last) or meant_by(last)
     if known is not None and text_keys()[known].facts.support.state == LATER:
         coming = f"there is no key {key}, and {known} comes in a later release; leave it out"

@@ -120,10 +120,10 @@ def test_two_runs_are_compared_by_keys_losses_and_speed(
         runs["new"].add_metrics({"step": step, "loss": 5.5, "tokens_per_s": 512.0})
     assert main(["runs", "--compare", "old", "new"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:2] == [["key", "old", "new"], ["optim.lr", "0.0003", "0.001"]]
+    assert lines[:5] == [["A", "old"], ["B", "new"], [], ["key", "A", "B"], ["optim.lr", "0.0003", "0.001"]]
     assert ["1", "5.500000", "5.500000", "equal", "1,024", "512"] in lines
     assert ["2", "4.250000", "5.500000", "+1.25e+00", "1,024", "512"] in lines
-    assert lines[-1] == ["tokens/s,", "median:", "old", "1,024,", "new", "512", "(-50.0%)"]
+    assert lines[-1] == ["tokens/s,", "median:", "A", "1,024,", "B", "512", "(-50.0%)"]
     assert main(["runs", "--compare", "old", "new", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["keys"], found["done"]) == ({"optim.lr": [0.0003, 0.001]}, [2, 30])
