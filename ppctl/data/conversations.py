@@ -28,7 +28,7 @@ _LIKE = {
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles that are not those of templates."""
 _ASSISTANT = "assistant"
-_KINDS = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
+_KINDS: dict[type, str] = {list: "a list that is empty or has other values", str: "text", dict: "an object"}
 _MANY = 1024
 """Conversations that are encoded together: a library may spread them over the processor's cores."""
 
