@@ -49,6 +49,9 @@ def _conversations(data: DataConfig) -> Iterator[Finding]:
             if getattr(data, key) != usual:
                 message = f"data.{key} is for conversations, and data.format=text has documents"
                 yield (f"data.{key}", "data.format"), message, "data.format=chat"
+        if data.text_key != TEXT and data.path is None:
+            message = "data.text_key is a key of .jsonl files, and the interpreter's library is text"
+            yield ("data.text_key", "data.path"), message, f"data.text_key={TEXT}"
         return
     if data.text_key != TEXT:
         message = f"data.text_key is for data.format=text, and {data.format} has fields of its own"

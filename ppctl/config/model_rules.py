@@ -34,15 +34,16 @@ def _implementation(model: ModelConfig) -> Iterator[Finding]:
     """Rules on whose code runs."""
     if model.transformers is not None:
         return
+    takes = "model.implementation=transformers" if model.from_ else "model.from=DIR model.implementation=transformers"
     if model.implementation == "transformers" and model.from_ is None:
         message = "the code of transformers is for the model of a directory, and model.from names none"
         yield ("model.implementation", "model.from"), message, "model.implementation=auto"
     elif model.hf_overrides and model.implementation != "transformers":
         message = "hf_overrides are for models whose code is transformers', and this one's is ppctl's"
-        yield ("model.hf_overrides", "model.implementation"), message, "model.implementation=transformers"
-    elif model.lora:
+        yield ("model.hf_overrides", "model.implementation"), message, takes
+    elif model.lora and model.implementation != "transformers":  # else what stood against them was said
         message = "adapters stand beside the modules of transformers' code, and this model's is ppctl's"
-        yield ("model.lora", "model.implementation", "model.from"), message, "model.implementation=transformers"
+        yield ("model.lora", "model.implementation", "model.from"), message, takes
 
 
 def turns_heads(model: ModelConfig) -> bool:

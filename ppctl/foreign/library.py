@@ -58,7 +58,8 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
         raise _refused(directory, f"transformers {library.__version__} does not read its config: {error}") from None
     kind = config.model_type
     if unknown := [name for name in overrides if not hasattr(config, name)]:
-        raise _refused(directory, f"the config of {kind} has no field {', '.join(unknown)}")
+        message = f"{directory}: the config of {kind} has no field {', '.join(unknown)}"
+        raise ConfigError(Problem("PP-E527", f"{message}; leave it out", place="model.hf_overrides"))
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:

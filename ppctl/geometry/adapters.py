@@ -20,6 +20,10 @@ _WEIGHT = ".weight"
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
 
 
+MOST_RANK = 2**16
+"""More than any model has columns."""
+
+
 def read_adapters(given: Mapping[str, Any]) -> Adapters:
     """What `model.lora` says. Raises ValueError saying what is wrong."""
     lora = {name: value_text(value) for name, value in given.items()}
@@ -34,8 +38,8 @@ def read_adapters(given: Mapping[str, Any]) -> Adapters:
     if missing:
         raise ValueError(f"it needs {' and '.join(missing)}")
     rank = _number("rank", lora["rank"])
-    if rank < 1 or not rank.is_integer():
-        raise ValueError(f"rank={lora['rank']} is no number of columns")
+    if not 1 <= rank <= MOST_RANK or not rank.is_integer():
+        raise ValueError(f"rank={lora['rank']} is no whole number from 1 to {MOST_RANK}")
     targets = [word.strip(" '\"") for word in lora["targets"].strip("[] ").split(",")]
     if not all(targets):
         raise ValueError(f"targets={lora['targets']} names modules, and one of them is empty")
