@@ -55,12 +55,16 @@ def turn_on_recorders(run: RunDir) -> None:
 
 
 def recorders(module: object = None) -> dict[str, Dump]:
-    """The dump function of each recorder that this build of torch has, by backend."""
+    """The dump function of each recorder that this build of torch has, by backend; without NCCL's on the CPU."""
+    names = _NAMES
     if module is None:
+        import torch
         from torch._C import _distributed_c10d
 
         module = _distributed_c10d
-    found = {backend: getattr(module, name, None) for backend, name in _NAMES.items()}
+        if not torch.cuda.is_initialized():  # a build for CUDA would write an empty record
+            names = {backend: name for backend, name in names.items() if backend != "nccl"}
+    found = {backend: getattr(module, name, None) for backend, name in names.items()}
     return {backend: dump for backend, dump in found.items() if dump is not None}
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ppctl.rank import hang_dump
 from ppctl.rank.own_process import Listener
@@ -40,6 +41,7 @@ def test_the_flight_recorder_is_on_and_writes_into_the_run(run: RunDir, monkeypa
     hang_dump.write_records(run, 3, hang_dump.recorders())
     assert run.flight_records()[0] == Path(f"{prefix}gloo_rank_3")
     assert "entries" in pickle.loads(run.flight_record("gloo", 3).read_bytes())
+    assert torch.cuda.is_initialized() or [*hang_dump.recorders()] == ["gloo"], "also in a build for CUDA"
 
 
 def broken(collectives: bool, stacks: bool) -> bytes:
