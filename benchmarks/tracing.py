@@ -125,7 +125,7 @@ def _rank(rank: int, pairs: int, microbatches: int, root: str) -> None:
         run.write_plan(plan)
     dist.barrier()
     session = build_session(config, plan, rank, torch.device("cpu"), parts=Parts(connect=_connected))
-    trainer = Trainer(session, Words(microbatches), lambda: 0)  # type: ignore[arg-type]
+    trainer = Trainer(session, Words(microbatches), lambda: 0)  # type: ignore[arg-type]  # has what a step reads
     stamping = session.recorder
     silent = Silent(stamping.pp_rank, stamping.actions)
     silent._starts, silent._ends = stamping._starts, stamping._ends

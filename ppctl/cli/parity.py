@@ -171,7 +171,7 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
     job = LocalJob(run, plan.sizes.world, config.launch.env, limits=Limits.of(config.launch))
     with hold(run):
-        outcome = supervise(job, _StepLines())  # type: ignore[arg-type]
+        outcome = supervise(job, _StepLines())  # type: ignore[arg-type]  # of a stream, it uses write and flush
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")
         raise _Interrupted(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
