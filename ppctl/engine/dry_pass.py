@@ -30,15 +30,19 @@ def dry_pass(
     is_last: bool,
     training: bool = True,
     split: bool = False,
+    hands_back: bool = True,
 ) -> None:
     """Run one stage's forward of microbatch `mb`, and with `training` its backward, on values that mean nothing.
 
-    A `split` backward is run in its two halves.
+    A `split` backward is run in its two halves. Without `hands_back` it makes no gradient of the stage's input.
 
     Inputs have the shapes that the program's specs declare; where `run_schedule` lets them vary, declare usual ones.
     Parameters receive gradients. Raises EngineError, naming the stage's forward, with what failed as its cause.
     """
-    stage = Stage(program, is_last=is_last, training=training, deallocate_outputs=True, split=(mb,) * split)
+    halves = (mb,) * split
+    stage = Stage(
+        program, is_last=is_last, training=training, deallocate_outputs=True, split=halves, hands_back=hands_back
+    )
     actions = [Action(op, program.stage, mb) for op in ((F, I, W) if split else (F, B))]
     at = 0
     try:

@@ -81,7 +81,7 @@ class Engine:
         self.pp_rank = 0 if communicator is None else communicator.pp_rank
         _check(schedule, programs, communicator)
         self.actions = schedule.actions[self.pp_rank]
-        training = any(action.op in BACKWARDS for action in self.actions)
+        training = any(action.op in BACKWARDS for row in schedule.actions for action in row)
         last = schedule.placement.num_stages - 1
         variable = variable_shapes or (communicator is not None and communicator.modes.variable)
         split: dict[int, set[int]] = {}
@@ -91,7 +91,8 @@ class Engine:
             p.stage: Stage(
                 p,
                 is_last=p.stage == last,
-                training=training,
+                training=training and p.stage >= schedule.frozen_stages,
+                hands_back=schedule.gradient_leaves(p.stage),
                 deallocate_outputs=deallocate_pipeline_outputs,
                 variable_shapes=variable,
                 split=split.get(p.stage, ()),

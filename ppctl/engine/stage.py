@@ -89,6 +89,7 @@ class Stage:
         deallocate_outputs: bool,
         variable_shapes: bool = False,
         split: Collection[int] = (),
+        hands_back: bool = True,
     ) -> None:
         self.program = program
         self.split = split
@@ -98,6 +99,8 @@ class Stage:
         self.is_first = program.stage == 0
         self.is_last = is_last
         self.training = training
+        self.hands_back = hands_back
+        """Whether somebody needs the gradient of its input: autograd makes none otherwise."""
         self._keep_outputs = is_last or not deallocate_outputs
         self.inbox: dict[int, Arrival] = {}
         self.gradient_inbox: dict[int, Arrival] = {}
@@ -126,7 +129,10 @@ class Stage:
         if not self.training:
             self._forward_only(mb, arrival)
             return
-        leaves = () if arrival is None else tuple(t.detach().requires_grad_() for t in arrival.message)
+        leaves = () if arrival is None else tuple(t.detach() for t in arrival.message)
+        if self.hands_back:
+            for leaf in leaves:
+                leaf.requires_grad_()
         put_off = PutOff(self.program.whole) if mb in self.split else None
         with self._collecting(put_off):
             outputs = self.program.forward(mb, leaves)
@@ -165,7 +171,7 @@ class Stage:
         del edges, outputs, seeds
         gradients = tuple(leaf.grad for leaf in leaves)
         del leaves
-        if arrival is not None:
+        if arrival is not None and self.hands_back:
             self._hand_back(mb, gradients)
         del gradients
         arrivals = tuple(each for each in (arrival, gradient) if each is not None)

@@ -24,7 +24,7 @@ from ppctl.plan.prices import predicted, simulation_costs, step_timing
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, Proof, proved, settled
 from ppctl.plan.schedule_search import least_held
-from ppctl.plan.stages import tie_groups
+from ppctl.plan.stages import forwards_only, tie_groups
 from ppctl.plan.traffic import step_traffic
 from ppctl.plan.types import RankCost, SmallerBatch
 from ppctl.plan.violations import Judge, Violation, Violations, as_problems
@@ -71,8 +71,8 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
     config, model, stages, costs = values.config, values.config.model, derivation.stages, derivation.costs
     plain, decided = derivation.compute_only(batch.num_microbatches)
     proof = derivation.proof
-    if proof is None or proof.plain != plain:
-        proof = proved(values, plain)
+    if proof is None or proof.plain != plain or derivation.frozen_stages:
+        proof = proved(values, plain, derivation.frozen_stages)
     run = plain if proof.wrong else proof.schedule
     trace = predicted(run, simulation_costs(costs, stages))
     smaller, of_sizes = _smaller(derivation, proof)
@@ -109,6 +109,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *gathered(config, sizes, ranks),
             *offloaded(config, stages, costs, ranks),
             *checkpoint_copies(config, stages, sizes),
+            *forwards_only(derivation.frozen_stages),
             *put_off(config, stages, sizes, proof.schedule, batch.micro_batch_size),
             *origin(measured, cut.layout.canonical()),
         ),
@@ -130,7 +131,7 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
     for segment, steps, batch in derivation.smaller:
         count, config = batch.num_microbatches, at_size(values.config, segment.size)
         if count not in proofs:
-            proofs[count] = proved(values, derivation.compute_only(count)[0])
+            proofs[count] = proved(values, derivation.compute_only(count)[0], derivation.frozen_stages)
         proof = proofs[count]
         trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(derivation.costs, stages))
         ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(proof.schedule)
@@ -188,4 +189,4 @@ def _held(derivation: Derivation) -> Sequence[RankCost]:
     if derivation.choice.searched:
         return least_held(derivation.ways, derivation.batch.num_microbatches)
     plain, _ = derivation.compute_only(settled(values, derivation.choice, derivation.batch.num_microbatches))
-    return derivation.rank_costs(proved(values, plain).schedule)
+    return derivation.rank_costs(proved(values, plain, derivation.frozen_stages).schedule)

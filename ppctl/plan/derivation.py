@@ -36,7 +36,7 @@ from ppctl.plan.schedule_choice import (
 from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_file
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
-from ppctl.plan.stages import stage_specs
+from ppctl.plan.stages import frozen_stages, stage_specs
 from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Placement, Schedule
@@ -80,6 +80,11 @@ class Derivation:
         return stage_specs(self.values.config, self.cut.layout, self.batch.micro_batch_size, self.choice.placement)
 
     @cached_property
+    def frozen_stages(self) -> int:
+        """How many first stages have no backward."""
+        return frozen_stages(self.values.config.model, self.stages)
+
+    @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """What one microbatch takes on every stage."""
         layers, size = [stage.layers for stage in self.stages], self.batch.micro_batch_size
@@ -98,7 +103,8 @@ class Derivation:
         def way(placement: Placement) -> Way:
             stages = stage_specs(config, self.cut.layout, size, placement.kind)
             priced = rank_pricer(config, stages, self.sizes, size)
-            return Way(placement, stages, self.costs, priced, stages_held(config, stages, self.sizes, size))
+            held = stages_held(config, stages, self.sizes, size)
+            return Way(placement, stages, self.costs, priced, held, self.frozen_stages)
 
         return list(map(way, placements(self.sizes.pp, self.cut.vpp)))
 

@@ -221,10 +221,12 @@ def _of_size(smaller: SmallerBatch) -> dict[str, Any]:
 
 
 def _rows(schedule: Schedule) -> dict[str, Any]:
-    """Each rank's actions, and the pairs among them."""
+    """Each rank's actions, the pairs among them, and how many stages have no backward."""
     rows: dict[str, Any] = {"actions": [" ".join(map(str, row)) for row in schedule.actions]}
     if schedule.pairs:  # most have none, and a plan of before has no such key
         rows["pairs"] = [str(pair) for pair in sorted(schedule.pairs)]
+    if schedule.frozen_stages:
+        rows["frozen_stages"] = schedule.frozen_stages
     return rows
 
 
@@ -237,6 +239,7 @@ def _schedule(data: Mapping[str, Any], sizes: ParallelSizes) -> Schedule:
         {Channel.parse(text): size for text, size in data["capacities"].items()},
         data["batched"],
         frozenset(map(Pair.parse, data.get("pairs", ()))),
+        data.get("frozen_stages", 0),
     )
 
 

@@ -18,7 +18,7 @@ from ppctl.plan.types import Derived
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Schedule
 from ppctl.schedule.pairs import pair_up, put_off_weights
-from ppctl.schedule.passes import lower, run_weights_sooner
+from ppctl.schedule.passes import lower, run_weights_sooner, without_frozen
 from ppctl.schedule.policies import (
     AUTO,
     POLICIES,
@@ -231,9 +231,15 @@ class Proof(NamedTuple):
     wrong: list[Problem]
 
 
-def proved(values: ConfigValues, plain: Schedule) -> Proof:
-    """The lowered schedule, and all that is wrong with it, or with its forward-only twin where a capacity is set."""
+def proved(values: ConfigValues, plain: Schedule, frozen_stages: int = 0) -> Proof:
+    """The lowered schedule, without what frozen stages do not need, and all that is wrong with it, or with its
+    forward-only twin where a capacity is set.
+
+    `plain` has all backwards; only a file may be without those of the frozen stages.
+    """
     capacity, batched = values[CAPACITY], in_batches(values.config.parallel)
+    if plain.name == FROM_FILE and frozen_stages and verify(plain):
+        plain = without_frozen(plain, frozen_stages)
     if plain.name == FROM_FILE and (wrong := verify(plain)):
         unset, place = f"{CSV}=null", values.cite(CSV)
         of_file = [replace(each, remedy=each.remedy or unset, place=f"{each.place}\n{place}".strip()) for each in wrong]
@@ -243,6 +249,7 @@ def proved(values: ConfigValues, plain: Schedule) -> Proof:
     except ScheduleError:  # of the policies' schedules, only one with too long a warm-up hangs whatever the capacity
         return Proof(plain, plain, [replace(each, remedy="pipeline.extra_warmup=auto") for each in verify(plain)])
     schedule = free if capacity is None else lower(plain, capacity=capacity, batched=batched)
+    schedule = without_frozen(schedule, frozen_stages)
     wrong = verify(schedule)
     if capacity is None or batched:
         return Proof(plain, schedule, wrong)
@@ -255,8 +262,9 @@ def proved(values: ConfigValues, plain: Schedule) -> Proof:
     return Proof(plain, schedule, wrong)
 
 
-def presumed(values: ConfigValues, plain: Schedule) -> Proof:
+def presumed(values: ConfigValues, plain: Schedule, frozen_stages: int) -> Proof:
     """As `proved`, of an order that was made to be sound: judged only where a capacity is set, which may hold it up."""
     if values[CAPACITY] is not None:
-        return proved(values, plain)
-    return Proof(plain, lower(plain, batched=in_batches(values.config.parallel)), [])
+        return proved(values, plain, frozen_stages)
+    lowered = lower(plain, batched=in_batches(values.config.parallel))
+    return Proof(plain, without_frozen(lowered, frozen_stages), [])

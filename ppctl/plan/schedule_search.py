@@ -61,6 +61,7 @@ class Way(NamedTuple):
     costs: tuple[StageCost, ...]
     rank_costs: Callable[[Schedule], Sequence[RankCost]]
     held: Sequence[Held]
+    frozen_stages: int
 
 
 class Searched(NamedTuple):
@@ -116,12 +117,17 @@ def search_schedule(
     schedule = one_by_one(way.placement, num_microbatches)
     equation = f"schedule {AUTO}: one microbatch after another; other orders hold more, and are not searched"
     choice = Choice(AUTO, (Derived("schedule", AUTO, equation),), schedule, least=True)
-    return Searched(choice, _seconds(way, proved(values, schedule)))
+    return Searched(choice, _seconds(way, proved(values, schedule, way.frozen_stages)))
 
 
 def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microbatches: int) -> Choice | None:
-    """The schedule of a run's earlier plan, where that is for the same pipeline: a run keeps what was found for it."""
+    """The schedule of a run's earlier plan, where that is for the same pipeline: a run keeps what was found for it.
+
+    None where stages are frozen, whose backwards that plan is without: the same search finds the same order.
+    """
     if plan is None or plan.layout != layout or plan.num_microbatches != num_microbatches:
+        return None
+    if plan.schedule.frozen_stages:
         return None
     if (plan.sizes.pp, plan.sizes.vpp) != (sizes.pp, sizes.vpp):
         return None
@@ -134,8 +140,8 @@ def kept_choice(plan: Plan | None, layout: str, sizes: ParallelSizes, num_microb
 def timed(values: ConfigValues, ways: Sequence[Way], choice: Choice) -> float:
     """Seconds of a call under a choice that holds a schedule."""
     assert choice.schedule is not None
-    proof = proved(values, choice.schedule)
-    return next(_seconds(way, proof) for way in ways if way.placement == choice.schedule.placement)
+    way = next(each for each in ways if each.placement == choice.schedule.placement)
+    return _seconds(way, proved(values, choice.schedule, way.frozen_stages))
 
 
 def with_rival(choice: Choice, name: str, layout: str, seconds: float) -> Choice:
@@ -266,7 +272,7 @@ class _Search:
     def _proof(self, plain: Schedule) -> Proof:
         """Of a candidate, which lives as long as this search."""
         if id(plain) not in self.proofs:
-            self.proofs[id(plain)] = presumed(self.values, plain)
+            self.proofs[id(plain)] = presumed(self.values, plain, self.way.frozen_stages)
         return self.proofs[id(plain)]
 
     def _room(self, schedule: Schedule) -> list[float]:

@@ -44,6 +44,8 @@ LIFE_ENDS = WEIGHT_GRADIENTS
 """What ends the life of a microbatch on a stage: of its forward nothing is needed any more."""
 PASSED_ON = frozenset({F}) | INPUT_GRADIENTS
 """What works on the result of a neighbouring stage, and makes the result that the next one works on."""
+FORWARDS = frozenset({F, SEND_F, RECV_F})
+"""A forward, and what brings its input and takes its result on."""
 SENDS = frozenset({SEND_F, SEND_B})
 RECEIVES = frozenset({RECV_F, RECV_B})
 MESSAGES = SENDS | RECEIVES
@@ -191,6 +193,9 @@ class Schedule:
     are waited for, and what goes from one rank to another is matched in order, activations and gradients alike. Nothing
     travels while the rank computes.
 
+    The first `frozen_stages` stages train nothing: they have forwards alone, and no gradient crosses an edge into one of
+    them, nor the edge out of the last.
+
     `pairs` are forwards and backwards that a rank may run side by side. In its list the forward stands in front, and
     nothing but messages between the two: read as a list alone, they run in turn (`pairs.wrong_pairs` judges them).
     """
@@ -202,6 +207,7 @@ class Schedule:
     capacities: Mapping[Channel, int] = field(default_factory=dict)
     batched: bool = False
     pairs: frozenset[Pair] = frozenset()
+    frozen_stages: int = 0
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -218,6 +224,10 @@ class Schedule:
         """Per stage, whether messages over the edge into it are actions of the lists (never over local edges)."""
         stages = range(1, self.placement.num_stages)
         return (False, *(self.lowered and not self.placement.is_local(s - 1) for s in stages))
+
+    def gradient_leaves(self, stage: int) -> bool:
+        """Whether the gradient of a stage's input is made, and goes to the stage before."""
+        return stage > self.frozen_stages
 
     def queue(self, channel: Channel) -> Channel:
         """What keeps a channel's messages in order: the channel itself, or in batches one queue for both directions."""

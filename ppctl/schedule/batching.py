@@ -49,7 +49,7 @@ def _message(action: Action, schedule: Schedule) -> _Message | None:
     place = schedule.placement
     if op is Op.F and stage < place.num_stages - 1 and not place.is_local(stage):
         return _Message(Action(Op.SEND_F, stage, mb), Action(Op.RECV_F, stage + 1, mb))
-    if op in INPUT_GRADIENTS and stage > 0 and not place.is_local(stage - 1):
+    if op in INPUT_GRADIENTS and schedule.gradient_leaves(stage) and not place.is_local(stage - 1):
         return _Message(Action(Op.SEND_B, stage, mb), Action(Op.RECV_B, stage - 1, mb))
     return None
 

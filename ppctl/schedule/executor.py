@@ -217,7 +217,7 @@ def _tables(
         return _Work(inputs[s], ahead[s], seconds[Op.F][s], inputs[s + 1], goes_by)
 
     def backward(op: Op, s: int) -> _Work:
-        goes_by = back[s] if silent[s] else None
+        goes_by = back[s] if silent[s] and schedule.gradient_leaves(s) else None
         return _Work(gradients[s + 1], back[s + 1], seconds[op][s], gradients[s], goes_by)
 
     def alone(op: Op, s: int) -> _Work:

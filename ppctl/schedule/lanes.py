@@ -23,7 +23,8 @@ Wanted = dict[Key, list[Action]]
 
 
 def wanted_lanes(schedule: Schedule) -> list[Wanted]:
-    """What every rank has to run. What a schedule has anywhere (backwards, messages, sync) it has everywhere."""
+    """What every rank has to run. What a schedule has anywhere (messages, and on trained stages backwards and
+    sync) it has everywhere."""
     place, count = schedule.placement, schedule.num_microbatches
     ops = set(map(itemgetter(0), chain.from_iterable(schedule.actions)))
     messages, backward = bool(ops & MESSAGES), bool(ops & BACKWARDS)
@@ -33,15 +34,17 @@ def wanted_lanes(schedule: Schedule) -> list[Wanted]:
     for stage in range(place.num_stages):
         own = wanted[place.rank_of(stage)]
         own[Op.F, stage] = lane(Op.F, stage, count)
-        if backward:
+        trained = stage >= schedule.frozen_stages
+        if backward and trained:
             own |= _backwards(stage, count, split.get(stage, ()))
-        if sync:
+        if sync and trained:
             own[Op.REDUCE_GRAD, stage] = [Action(Op.REDUCE_GRAD, stage)]
         if stage and messages and not place.is_local(stage - 1):
             before = wanted[place.rank_of(stage - 1)]
-            for op in (Op.SEND_F, Op.RECV_B) if backward else (Op.SEND_F,):
+            both = backward and schedule.gradient_leaves(stage)
+            for op in (Op.SEND_F, Op.RECV_B) if both else (Op.SEND_F,):
                 before[op, stage - 1] = lane(op, stage - 1, count)
-            for op in (Op.RECV_F, Op.SEND_B) if backward else (Op.RECV_F,):
+            for op in (Op.RECV_F, Op.SEND_B) if both else (Op.RECV_F,):
                 own[op, stage] = lane(op, stage, count)
     return wanted
 

@@ -17,6 +17,7 @@ from ppctl.errors import Problem, ScheduleError
 from ppctl.schedule.action import (
     BACKWARDS,
     COMPUTE,
+    FORWARDS,
     INPUT_GRADIENTS,
     MESSAGES,
     PASSED_ON,
@@ -59,6 +60,30 @@ def lower(schedule: Schedule, *, capacity: int | None = None, batched: bool = Fa
     return add_messages(
         place_gradient_sync(schedule), dict.fromkeys((line.channel for line in _sent(schedule).lines), capacity)
     )
+
+
+def without_frozen(schedule: Schedule, frozen_stages: int) -> Schedule:
+    """The schedule without what its first `frozen_stages` stages do not need: their backwards, their sums of gradients,
+    and all messages of gradients to them.
+
+    Of a lowered schedule the rest stays in its place, so that frozen stages run no further ahead than before. It stays
+    sound: whatever is left waits for less, and of every channel's messages the same ones go at both ends.
+    """
+    if not frozen_stages:
+        return schedule
+    place = schedule.placement
+
+    def stays(action: Action) -> bool:
+        op, stage, _ = action
+        if op in (Op.SEND_B, Op.RECV_B):
+            return stage + (op is Op.RECV_B) > frozen_stages
+        return stage >= frozen_stages or op in FORWARDS
+
+    rows = tuple(tuple(filter(stays, row)) for row in schedule.actions)
+    used = {place.channel(action) for row in rows for action in row if action.op in MESSAGES}
+    capacities = {channel: size for channel, size in schedule.capacities.items() if channel in used}
+    pairs = frozenset(pair for pair in schedule.pairs if stays(pair.backward))
+    return replace(schedule, actions=rows, capacities=capacities, pairs=pairs, frozen_stages=frozen_stages)
 
 
 def run_weights_sooner(schedule: Schedule, most: int) -> Schedule:
@@ -255,7 +280,7 @@ def _routes(schedule: Schedule) -> _Routes:
 
     def route(send: Op, sender: int, receive: Op, receiver: int) -> _Route | None:
         source, target = place.rank_of(sender), place.rank_of(receiver)
-        if source == target:
+        if source == target or (send is Op.SEND_B and not schedule.gradient_leaves(sender)):
             return None
         channel = Channel(source, target, "F" if send is Op.SEND_F else "B")
         line = lines.setdefault(channel, _Line(channel))

@@ -157,10 +157,11 @@ class Trainer:
         self._begin(step)
         self.stages.first = 0
         for program in self.programs:
-            is_last = program.stage == len(s.plan.stages) - 1
-            for mb in self._representatives(program.stage):
-                split = (program.stage, mb) in s.plan.schedule.split
-                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last, split=split)
+            schedule, is_last = s.plan.schedule, program.stage == len(s.plan.stages) - 1
+            trained, back = program.stage >= schedule.frozen_stages, schedule.gradient_leaves(program.stage)
+            for mb in self._representatives(program.stage) if trained else ():
+                split = (program.stage, mb) in schedule.split
+                dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last, split=split, hands_back=back)
             s.stages[program.stage].train(False)
             dry_pass(program, s.own.pp_rank, 0, s.device, is_last=is_last, training=False)
             s.stages[program.stage].train()
