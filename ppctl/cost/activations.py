@@ -21,6 +21,7 @@ from ppctl.geometry.layers import (
     Kind,
     Layer,
     foreign_cost,
+    has_backward,
     holds_final_norm,
     layer_kinds,
     recomputed_modules,
@@ -70,13 +71,16 @@ def stage_activations(
         ahead = hidden - behind if number and setting.allocator.backward else 0.0
         in_backward = max(in_backward, backward + ahead)
         behind += stays
-    return StageActivations(round(passed + whole), round(passed + in_forward), round(in_backward), offloaded)
+    kept = passed + whole if any(has_backward(model, layer) for layer in held) else 0.0
+    return StageActivations(round(kept), round(passed + in_forward), round(in_backward), offloaded)
 
 
 def stage_pieces(model: ModelConfig, held: tuple[Layer, ...], setting: Setting, stage: int) -> StagePieces:
     """The same layer by layer; of layers that are recomputed together as one."""
     tokens, hidden = setting.tokens, setting.hidden_bytes(model)
-    runs, modules = recomputed_runs(setting.train, stage, held), recomputed_modules(setting.train, stage)
+    modules = recomputed_modules(setting.train, stage)
+    # A layer without a backward keeps nothing, and is computed once.
+    runs = [run for run in recomputed_runs(setting.train, stage, held) if has_backward(model, run[-1])]
 
     @cache
     def price(kind: Kind) -> tuple[float, float, float, float]:
@@ -129,10 +133,14 @@ def _with_tables(
     hidden = setting.hidden_bytes(model)
     # A stage without the embedding has a stand-in for its result, of zeros, and keeps what arrived.
     more = tables.made - tables.kept - (hidden if held[0].kind == "embedding" else 0)
-    pieces = {
-        place: piece._replace(forward=max(0.0, piece.forward + (more if held[place].kind == "decoder" else 0.0)))
-        for place, piece in found.items()
-    }
+    pieces = {}
+    for place, piece in found.items():
+        decoder = held[place].kind == "decoder"
+        # What no backward keeps is there while it is read: a layer's input, which is no message.
+        cost = foreign_cost(model, kinds[place][0], setting.element, setting.seq_length)
+        kept = held[place] in recomputed or (cost is not None and cost.keeps_input)
+        given = hidden if decoder and place and not kept else 0
+        pieces[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
     arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
     return StagePieces(pieces, 0, tables.kept + arrived + _router_logits(model, held, setting))
 

@@ -2,7 +2,7 @@
 
 Knows which matrix products a layer makes. Must not know devices, ranks or schedules. Counted as Megatron does: two
 operations per multiply-add, causal attention halved, active experts only, MTP and its output included, nothing for
-norms, rotations and softmax. A training step is three forwards. Recompute never counts.
+norms, rotations and softmax. A training step is three forwards, but for weights that are frozen. Recompute never counts.
 """
 
 from __future__ import annotations
@@ -60,6 +60,24 @@ def stage_flops(model: ModelConfig, layers: Iterable[Layer], micro_batch_size: i
     """Model FLOPs of one microbatch's forward through a stage, over all of its tp and cp ranks."""
     kinds = layer_kinds(model, layers)
     return sum(kind_flops(model, kind, micro_batch_size, seq_length) for kind in kinds)
+
+
+def stage_backward_flops(
+    model: ModelConfig, layers: Iterable[Layer], micro_batch_size: int, seq_length: int
+) -> int | None:
+    """The same of a backward where weights are frozen; None where it is two forwards.
+
+    Scores that a fused attention makes again do not count, as in a forward that is recomputed.
+    """
+    costs = [foreign_cost(model, kind, 4, seq_length) for kind in layer_kinds(model, layers)]
+    total = 0.0
+    for cost in costs:
+        if cost is None or cost.back is None:
+            return None
+        token = sum(half.token + half.constant / seq_length for half in cost.back)
+        pair = min(sum(half.pair for half in cost.back), 2 * cost.flops.pair)
+        total += micro_batch_size * seq_length * (token + seq_length * pair)
+    return round(total) if costs else None
 
 
 def kind_flops(model: ModelConfig, kind: Kind, batch: int, seq: int) -> int:

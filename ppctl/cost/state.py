@@ -17,7 +17,7 @@ from ppctl.cost.operands import Operands
 from ppctl.cost.parameters import Count, on_device
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
-from ppctl.schedule.action import INPUT_GRADIENTS, LIFE_ENDS, WEIGHT_GRADIENTS, Action, B, F, I, Op, W
+from ppctl.schedule.action import INPUT_GRADIENTS, LIFE_ENDS, WEIGHT_GRADIENTS, Action, B, F, I, Op, W, stages_with_backwards
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
@@ -177,6 +177,7 @@ def peaks(
     """
     frees, needs = _whole(bytes_of, while_backward) if ends is None else ends
     alive = most = held = largest = 0
+    trained = stages_with_backwards(actions)
     in_forward = bytes_of if while_forward is None else while_forward
     for op, stage, _ in actions:
         if op is F:
@@ -185,7 +186,10 @@ def peaks(
                 most = alive
             if held + in_forward[stage] > largest:
                 largest = held + in_forward[stage]
-            held += bytes_of[stage]
+            if stage in trained:
+                held += bytes_of[stage]
+            else:
+                alive -= 1
         elif op in frees:
             if held + needs[op][stage] > largest:
                 largest = held + needs[op][stage]
@@ -270,6 +274,7 @@ def most(
     came = [0] * len(bytes_of) if received is None else received
     rank, ahead = _Rank(stages), gathers_ahead(actions)
     left = Counter(action.stage for action in actions if action.op in WEIGHT_GRADIENTS)
+    trained = stages_with_backwards(actions)
     for call in range(calls - min(calls, 3), calls):  # those between the first and the last are alike
         for action in actions:
             op, stage, _ = action
@@ -278,8 +283,11 @@ def most(
                 if action in ahead:
                     rank.begin(ahead[action])
                 rank.note(while_forward[stage])
-                rank.activations += bytes_of[stage]
                 rank.receive(came[stage])
+                if stage in trained:
+                    rank.activations += bytes_of[stage]
+                else:
+                    rank.receive(-came[stage])
             if op in frees:
                 rank.note(needs[op][stage])
                 rank.activations -= frees[op][stage]

@@ -40,7 +40,8 @@ class Work(NamedTuple):
 
     module: str
     matmul: float = 0.0
-    """Operations in products with weights; the backward does as many for its inputs and again for the weights."""
+    """Operations in products with weights; the backward does as many for its inputs and again for the weights, unless
+    `back` says otherwise."""
     scores: float = 0.0
     """Operations of attention's scores and weighted values; the backward does 2.5 times as many, all for its inputs."""
     inputs: float = 0.0
@@ -56,6 +57,10 @@ class Work(NamedTuple):
     """The same in a backward, without what runs beside products: tokens that are gathered for weights' gradients."""
     context: ContextTraffic = ContextTraffic()
     """Of attention: bytes that it sends to its context-parallel group."""
+    back: tuple[float, float] | None = None
+    """Operations of a backward for inputs, attention's included, and for weights, where some of these are frozen."""
+    trained: float | None = None
+    """Of `weights` those whose gradients are added up; None: all."""
     experts: float = 0.0
     """Bytes of one copy of its tokens, 16 bits wide: dispatch and combine each send some copies."""
 
@@ -96,9 +101,11 @@ def _measured(rows: Sequence[Parameter], cost: LayerCost, setting: Setting) -> l
     matmul, scores = batch * length * flops.token, batch * length**2 * flops.pair
     kernels = 4 * len(rows)  # of a product, and three of what is beside it
     traffic = 3 * cost.kept.of(batch, length)
+    back = None if cost.back is None else (cost.back[0].of(batch, length), cost.back[1].of(batch, length))
+    trained = None if back is None else sum(row.elements for row in rows if row.gradient != "none")
     return [
-        Work("mlp", matmul, weights=weights, traffic=traffic, kernels=kernels),
-        Work("core_attn", scores=scores, kernels=2),
+        Work("mlp", matmul, weights=weights, traffic=traffic, kernels=kernels, back=back, trained=trained),
+        Work("core_attn", scores=scores, kernels=2, back=None if back is None else (0.0, 0.0)),
     ]
 
 
@@ -234,9 +241,14 @@ def part_seconds(work: Work, machine: Machine) -> PartSeconds:
     combined = expert_seconds(work.experts, machine)
     plain = work.traffic / machine.memory + work.kernels * efficiency.kernel + dispatched + combined
     plain += gathered + work.context.heads / machine.link(sizes.tp * work.context.exchanging)
-    added = work.weights * ACCUMULATED / machine.memory
+    added = (work.weights if work.trained is None else work.trained) * ACCUMULATED / machine.memory
+    ahead = product + max(scores, ring) + plain + sent
+    if work.back is not None:  # measured: a frozen weight has no gradient, and before the first trained one none has
+        inputs, weights = (operations / rate for operations in work.back)
+        beside = plain + work.traffic / machine.memory
+        return PartSeconds(ahead, inputs + beside if inputs else 0.0, weights + added if weights else 0.0)
     return PartSeconds(
-        product + max(scores, ring) + plain + sent,
+        ahead,
         product + max(again, 2 * ring) + gathered + plain + sent_back + work.traffic / machine.memory,
         work.matmul / rate + added,
     )

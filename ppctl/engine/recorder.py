@@ -101,7 +101,7 @@ class Recorder:
             first_start=min(start for _, start, _ in stamps),
             last_end=max(end for _, _, end in stamps),
             forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
-            backward={stage: mean for (is_forward, stage), mean in means.items() if not is_forward},
+            backward={stage: means.get((False, stage), 0.0) for _, stage in means},
         )
 
 

@@ -19,6 +19,7 @@ from ppctl.errors import PpctlError
 from ppctl.foreign.describe import describe, proved
 from ppctl.foreign.library import read_own_config
 from ppctl.foreign.proof import drops_of
+from ppctl.geometry.foreign_model import Adapters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--describe", type=Path, metavar="OUT")
     parser.add_argument("--overrides", type=json.loads, default={}, metavar="JSON")
+    parser.add_argument("--adapters", type=json.loads, metavar="JSON")
     args = parser.parse_args(argv)
     if args.describe is not None:
-        args.describe.write_text(_described(args.directory, args.overrides), encoding="utf-8")
+        args.describe.write_text(_described(args.directory, args.overrides, args.adapters), encoding="utf-8")
         return 0
     try:
         found = _examine(args.directory)
@@ -44,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _described(directory: Path, overrides: Mapping[str, str]) -> str:
+def _described(directory: Path, overrides: Mapping[str, str], adapters: Sequence[Any] | None) -> str:
     """JSON: the description as text, or the problems."""
     try:
-        return json.dumps({"model": describe(directory, overrides).to_text()})
+        asked = None if adapters is None else Adapters.from_list(adapters)
+        return json.dumps({"model": describe(directory, overrides, asked).to_text()})
     except PpctlError as error:
         return json.dumps({"problems": [problem.to_json() for problem in error.problems]})
 

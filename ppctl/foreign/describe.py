@@ -13,17 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ppctl.errors import ConfigError, Problem
+from ppctl.foreign.adapters import add_adapters, shapes_of
 from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
 from ppctl.foreign.measure import measure, rough
 from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, line_of, prove
 from ppctl.foreign.routers import router_logits
-from ppctl.foreign.traits import names_of, traits_of
-from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind, RouterLogits
+from ppctl.foreign.traits import names_of, training_of, traits_of
+from ppctl.geometry.adapters import frozen, with_adapters
+from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -57,8 +60,11 @@ def refuse_dropout(config: Any, directory: Path) -> None:
         raise ConfigError(Problem("PP-E529", message, remedy, str(directory)))
 
 
-def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
-    """Read, prove and measure. Raises ConfigError: as `read_own_config`, PP-E528, and PP-E529 for dropout."""
+def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> ForeignModel:
+    """Read, prove and measure, with adapters where these are trained.
+
+    Raises ConfigError: as `read_own_config`, PP-E528, PP-E529 for dropout, and as `add_adapters`.
+    """
     config = read_own_config(directory, overrides)
     refuse_dropout(config, directory)
     proof = proved(config, directory)
@@ -68,14 +74,19 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     _compare(anatomy, named, directory)
     rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
     structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)
-    different = list(dict.fromkeys(zip(structures, traits, strict=True)))
     experts = _experts(config)
+    notes = list(_notes(anatomy, experts))
+    if adapters is not None:
+        rows = {name: frozen(row) for name, row in rows.items()}
+        structures = _adapted(blank, anatomy, adapters, structures)
+        traits = [(*own, *more) for own, more in zip(traits, training_of(structures), strict=True)]
+        notes.append(_trained(structures, adapters))
+    different = list(dict.fromkeys(zip(structures, traits, strict=True)))
     size = int(getattr(config, "hidden_size", 0) or rows[anatomy.uses[0]].shape[1])
     positions = next((n for name in _POSITIONS if isinstance(n := getattr(config, name, None), int)), _UNBOUNDED)
     examples = [[*zip(structures, traits, strict=True)].index(each) for each in different]
-    notes = list(_notes(anatomy, experts))
     try:
-        measured = measure(*_without_routers(config, anatomy), examples, size, positions)
+        measured = measure(*_without_routers(config, anatomy), examples, size, positions, adapters)
     except (*CODE_FAILS, NotImplementedError) as error:
         measured = rough([kind for kind, _ in different], size, partial(_active, experts=experts))
         notes.append(f"its costs are estimated from its matrices, since its code reads values ({type(error).__name__})")
@@ -106,8 +117,30 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
         },
         active=active,
         notes=tuple(notes),
+        adapters=adapters,
         router_logits=_router_logits(config, directory, anatomy, size, examples),
     )
+
+
+def _adapted(
+    blank: nn.Module, anatomy: Anatomy, adapters: Adapters, structures: Sequence[tuple[Parameter, ...]]
+) -> list[tuple[Parameter, ...]]:
+    """By layer, its rows with those of its adapters, and all others frozen. Changes the model."""
+    shapes = shapes_of(add_adapters(blank, adapters, anatomy, torch.float32))
+    found = []
+    for index, rows in enumerate(structures):
+        prefix, pattern = f"{anatomy.layer(index)}.", f"{anatomy.layers}.{{layer}}."
+        own = {name.replace(prefix, pattern, 1): shape for name, shape in shapes.items() if name.startswith(prefix)}
+        found.append(with_adapters(rows, own))
+    return found
+
+
+def _trained(structures: Sequence[Sequence[Parameter]], adapters: Adapters) -> str:
+    """What is trained, in words."""
+    trained = sum(row.size for rows in structures for row in rows if row.gradient != "none")
+    where = f" in {len(adapters.layers)} of {len(structures)} layers" if adapters.layers else ""
+    named = f"{trained:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)}{where}"
+    return f"{named} are trained, all others are frozen"
 
 
 def _compare(anatomy: Anatomy, names: Sequence[str], directory: Path) -> None:

@@ -249,7 +249,7 @@ def build_foreign_stage(
     """
     whole = make_model(config_from(foreign.config), "meta", dtype).train()
     if foreign.adapters is not None:
-        whole = add_adapters(whole, foreign.adapters, dtype)
+        whole = add_adapters(whole, foreign.adapters, foreign.anatomy, dtype)
     stage = ForeignStage(whole, foreign.anatomy, spec.layers, device, adapted=foreign.adapters is not None)
     rows = {row.name: row for row in stage.parameter_rows().values()}
     expected = stage_parameters(model, spec.layers)

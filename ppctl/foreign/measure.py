@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppctl.foreign.adapters import add_adapters
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.growth import BATCHES, fitted, peak
 from ppctl.foreign.library import make_model
@@ -23,7 +24,7 @@ from ppctl.foreign.measured_pass import PassCosts, held_tensors, pass_costs, sto
 from ppctl.foreign.miniature import lower_windows
 from ppctl.foreign.valueless import tensors_of, valueless
 from ppctl.geometry.foreign_costs import Growth, LayerCost, Measured, Peak
-from ppctl.geometry.foreign_model import Anatomy
+from ppctl.geometry.foreign_model import Adapters, Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Parameter
 
@@ -37,7 +38,14 @@ _LEAST = 16
 _WIDTHS = {4: torch.float32, 2: torch.bfloat16}
 
 
-def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, positions: int) -> tuple[Measured, ...]:
+def measure(
+    config: Any,
+    anatomy: Anatomy,
+    kinds: Sequence[int],
+    hidden: int,
+    positions: int,
+    adapters: Adapters | None = None,
+) -> tuple[Measured, ...]:
     """Of a model and its layers with the indices `kinds`, one of each kind, which allows so many `positions`.
 
     In float32 and bfloat16; for sequences that are longer than a window, or chunk, of its attention once more. Raises
@@ -52,7 +60,10 @@ def measure(config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, po
             continue
         longest = min(_LONGEST, positions, window or positions) if whole else min(_LONGEST, positions)
         for element, dtype in _WIDTHS.items():
-            model = _Model(make_model(shape, "meta", dtype).train(), anatomy, kinds, hidden, dtype)
+            blank = make_model(shape, "meta", dtype).train()
+            if adapters is not None:
+                blank = add_adapters(blank, adapters, anatomy, dtype)
+            model = _Model(blank, anatomy, kinds, hidden, dtype, adapters is not None)
             most = min(longest, _LONGEST_LOOP) if model.loops() else longest
             found.append(model.measured(element, above, (most // 4, most // 2, most)))
     return tuple(found)
@@ -67,6 +78,7 @@ class _Model:
     kinds: Sequence[int]
     hidden: int
     dtype: torch.dtype
+    adapted: bool = False
 
     def loops(self) -> bool:
         """Whether a layer goes from token to token."""
@@ -93,12 +105,22 @@ class _Model:
         return Measured(element, above, tuple(tables), before, first, last, tuple(parts))
 
     def _stage(self, layers: Sequence[Layer]) -> ForeignStage:
-        return ForeignStage(deepcopy(self.blank), self.anatomy, layers)
+        return ForeignStage(deepcopy(self.blank), self.anatomy, layers, adapted=self.adapted)
 
     def _given(self, stage: ForeignStage, rows: int, length: int) -> Tensor:
         if stage.embeds:
             return torch.zeros(rows, length, dtype=torch.int64)
-        return torch.zeros(rows, length, self.hidden, dtype=self.dtype, requires_grad=True)
+        # Before the first layer that is trained nobody needs a gradient.
+        wanted = not stage.own or min(stage.own) > self.first
+        return torch.zeros(rows, length, self.hidden, dtype=self.dtype, requires_grad=wanted)
+
+    @property
+    def first(self) -> int:
+        """The first layer that has something to train; -1 where what stands before the layers is trained."""
+        if not self.adapted:
+            return -1
+        trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
+        return min(int(name.removeprefix(f"{self.anatomy.layers}.").split(".")[0]) for name in trained)
 
     def _tables(self, rows: int, length: int) -> _Tables:
         """What a forward makes for its layers, once for all of them: seen from behind the last kind of layer."""
@@ -126,8 +148,8 @@ class _Model:
     ) -> LayerCost:
         """One part; `numbers` are the tables that it is called with, in the order of its arguments."""
         flops, longest = fitted(batches, [each.flops for each in found]), max(length for _, length in batches)
-        if causal:  # half of all pairs are masked: a token does not see those behind it
-            flops = Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
+        if causal:
+            flops = _causal(flops, longest)
         one = found[0]
         keeps = {n for storage, n in zip(one.arguments, numbers, strict=True) if storage in one.kept}
         kept = [
@@ -135,6 +157,9 @@ class _Model:
             for each in found
         ]
         waiting = [each.waiting for each in found]
+        halves = [fitted(batches, [getattr(each, name) for each in found]) for name in ("input_flops", "weight_flops")]
+        if causal:
+            halves = [_causal(half, longest) for half in halves]
 
         def beside(name: str, there: Sequence[float]) -> Peak:
             return peak(
@@ -153,7 +178,16 @@ class _Model:
             in_weights=beside("weights", waiting),
             reads=tuple(sorted(set(numbers))),
             keeps=tuple(sorted(keeps)),
+            back=(halves[0], halves[1]) if self.adapted else None,
         )
+
+
+def _causal(flops: Growth, longest: int) -> Growth:
+    """Of operations of attention with whole rows: half of all pairs are masked, a token does not see those behind it.
+
+    Operations for all sequences alike (of matrices alone) count by token.
+    """
+    return Growth(0.0, flops.token + flops.constant / longest, flops.pair / 2)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.valueless import grouped_flops, tensors_of
@@ -29,9 +29,12 @@ COUNTED = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
         query, key, value
     ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
+        sdpa_backward_flop_count(grad, query, key, value)
+    ),
     _aten._grouped_mm: lambda one, other, *_, **__: grouped_flops(one, other),
 }
-"""Operators whose operations torch's counter does not know, of a forward."""
+"""Operators whose operations torch's counter does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class PassCosts:
     inputs: list[float]
     weights: list[float]
     waiting: float
+    input_flops: float
+    """Of the I."""
+    weight_flops: float
 
 
 def pass_costs(stage: ForeignStage, given: Tensor) -> PassCosts:
@@ -62,7 +68,9 @@ def pass_costs(stage: ForeignStage, given: Tensor) -> PassCosts:
     split = _Pass(stage, given, PutOff(stage.whole))
     inputs = split.backward()
     waiting, weights = split.weights()
-    flops = float(whole.counter.get_total_flops())
+    flops, input_flops, weight_flops = (
+        float(each.get_total_flops()) for each in (whole.counter, split.of_inputs, split.of_weights)
+    )
     return PassCosts(
         flops,
         whole.kept,
@@ -74,6 +82,8 @@ def pass_costs(stage: ForeignStage, given: Tensor) -> PassCosts:
         inputs,
         weights,
         waiting,
+        input_flops,
+        weight_flops,
     )
 
 
@@ -83,7 +93,9 @@ class _Pass:
     def __init__(self, stage: ForeignStage, given: Tensor, put_off: PutOff | None = None) -> None:
         self.stage, self.given, self.put_off = stage, given, put_off
         given.grad = None
-        self.counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+        self.counter, self.of_inputs, self.of_weights = (
+            FlopCounterMode(display=False, custom_mapping=COUNTED) for _ in range(3)
+        )
         self.live, self.kept = _Live(), dict[int, float]()
         self.arguments: tuple[int, ...] = ()
         self.before = self.waiting = 0.0
@@ -119,8 +131,9 @@ class _Pass:
         self.live.trace.clear()
         self.live.forget(storage_of(self.output))
         gradient = torch.zeros_like(self.output)
-        with self.live, self._collecting(backward=True):
-            self.output.backward(gradient)
+        with self.live, self._collecting(backward=True), self.of_inputs:
+            if self.output.requires_grad:
+                self.output.backward(gradient)
         if self.put_off is not None and self.put_off.keeps([gradient]):  # the products that come last read it in W
             self.waiting = float(gradient.untyped_storage().nbytes())
         del gradient, self.output
@@ -134,7 +147,7 @@ class _Pass:
         self.live.look()
         waiting, arrived = self.live.trace[-1] + self.waiting, self.waiting
         self.live.trace.clear()
-        with self.live:
+        with self.live, self.of_weights:
             self.put_off.deliver()
         return waiting, [value + arrived for value in self.live.trace]
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ppctl.geometry.foreign_model import Anatomy
+from ppctl.geometry.rows import Parameter
 
 Traits = tuple[tuple[str, str], ...]
 """(Where in a layer, what is there), of that in which layers differ."""
@@ -44,6 +45,18 @@ def _tells(values: Sequence[Any], layers: int) -> bool:
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     numbered = numbers and different == len(values) > 1
     return not numbered and (different > 1 or len(values) < layers)
+
+
+def training_of(layers: Sequence[Sequence[Parameter]]) -> list[Traits]:
+    """By layer, what its backward is, where weights are frozen: none before the first layer that has something to
+    train, in that one no gradient of its input, and behind it that alone in layers with nothing to train."""
+    trained = [any(row.gradient != "none" for row in rows) for rows in layers]
+    first = trained.index(True)
+    found: list[Traits] = []
+    for index, own in enumerate(trained):
+        backward = "none" if index < first else "of its weights" if index == first else "" if own else "of its input"
+        found.append((("backward", backward),) if backward else ())
+    return found
 
 
 def names_of(kinds: Sequence[Traits]) -> list[str]:

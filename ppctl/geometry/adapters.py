@@ -1,24 +1,42 @@
 """Adapters as rows of the table of parameters: what `model.lora` asks for, beside frozen weights.
 
-Knows which modules get adapters and of which shapes. Must not know peft, which makes them on the ranks
-(`foreign/adapters`), torch or files.
+Knows what may be asked for, and what a layer's rows become. Must not know peft, which makes adapters
+(`foreign/adapters`, which also knows the modules of a model), torch or files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
 
 from ppctl.config.keys import value_text
-from ppctl.geometry.foreign_model import Adapters, ForeignModel
+from ppctl.config.limits import MOST_STAGES
+from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter
 
 _SETTINGS = {"dropout": ("0", "its draws would depend on the cut"), "bias": ("none", "biases are frozen")}
 """Settings of peft that have one value here: the value, and why."""
-_WEIGHT = ".weight"
+_OTHERS = {
+    "modules_to_save": "modules beside adapters are frozen here",
+    "target_parameters": "tensors that are no module's weight have none here",
+    "use_dora": "adapters have no magnitudes here",
+    "use_rslora": "adapters are scaled by alpha / rank here",
+    "rank_pattern": "all adapters have one rank here",
+    "alpha_pattern": "all adapters have one alpha here",
+    "exclude_modules": "targets are named one by one here",
+    "layers_to_transform": "its name here is layers",
+    "target_modules": "its name here is targets",
+    "r": "its name here is rank",
+    "lora_alpha": "its name here is alpha",
+    "lora_dropout": "adapters have no dropout here",
+    "init_lora_weights": "adapters start as peft's gaussian",
+}
+"""Other names of peft's, and what is so here."""
+_KEYS = ("rank", "targets", "alpha", "layers", *_SETTINGS)
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
-
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 MOST_RANK = 2**16
 """More than any model has columns."""
@@ -31,19 +49,37 @@ def read_adapters(given: Mapping[str, Any]) -> Adapters:
         value = lora.get(name, only)
         if value != only and not (only == "0" and _number(name, value) == 0):
             raise ValueError(f"{name}={value} is refused, because {why}: model.lora.{name}={only}")
-    unknown = [name for name in lora if name not in ("rank", "targets", "alpha", *_SETTINGS)]
+    unknown = [name for name in lora if name not in _KEYS]
     if unknown:
-        raise ValueError(f"it has rank, targets and alpha, and nothing called {', '.join(unknown)}")
+        known = [f"{name} of peft's ({_OTHERS[name]})" if name in _OTHERS else name for name in unknown]
+        raise ValueError(f"it has rank, targets, alpha and layers, and nothing called {', '.join(known)}")
     missing = [name for name in ("rank", "targets") if not lora.get(name)]
     if missing:
         raise ValueError(f"it needs {' and '.join(missing)}")
     rank = _number("rank", lora["rank"])
     if not 1 <= rank <= MOST_RANK or not rank.is_integer():
         raise ValueError(f"rank={lora['rank']} is no whole number from 1 to {MOST_RANK}")
-    targets = [word.strip(" '\"") for word in lora["targets"].strip("[] ").split(",")]
+    targets = _words(lora["targets"])
     if not all(targets):
         raise ValueError(f"targets={lora['targets']} names modules, and one of them is empty")
-    return Adapters(int(rank), _number("alpha", lora.get("alpha", lora["rank"])), tuple(dict.fromkeys(targets)))
+    layers = _layers(lora["layers"]) if "layers" in lora else ()
+    return Adapters(int(rank), _number("alpha", lora.get("alpha", lora["rank"])), tuple(dict.fromkeys(targets)), layers)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip(" '\"") for word in text.strip("[] ").split(",")]
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """`[0,4-7]`: indexes of layers, from 0, and ranges of them, both ends included."""
+    found: set[int] = set()
+    for word in _words(text):
+        match = _RANGE.fullmatch(word)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not first <= last < MOST_STAGES:
+            raise ValueError(f"layers={text} names decoder layers from 0 on, as [0,4-7]; {word or 'nothing'} is none")
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))
 
 
 def _number(name: str, text: str) -> float:
@@ -56,48 +92,26 @@ def _number(name: str, text: str) -> float:
     return value
 
 
-def with_adapters(foreign: ForeignModel, adapters: Adapters) -> ForeignModel:
-    """The same model with its weights frozen and adapters in its decoder layers.
-
-    Raises ValueError for a target that no layer has as a module with a matrix, or that stands outside the layers.
-    """
-    outside = [row.name for row in (*foreign.first, *foreign.last)]
-    known = sorted({_module(row) for kind in foreign.kinds for row in kind.rows if len(row.shape) == 2} - {""})
-    for target in adapters.targets:
-        if target not in known or any(f".{name}".endswith(f".{target}{_WEIGHT}") for name in outside):
-            raise ValueError(f"{target} is no module in the decoder layers; they have {', '.join(known)}")
-    kinds = tuple(kind._replace(rows=tuple(_beside(kind.rows, adapters))) for kind in foreign.kinds)
-    first, last = (tuple(map(_frozen, rows)) for rows in (foreign.first, foreign.last))
-    trained = sum(row.size for number in foreign.layers for row in kinds[number].rows if row.gradient != "none")
-    note = f"{trained:,} parameters of adapters of rank {adapters.rank} on {', '.join(adapters.targets)} are trained"
-    notes = (*foreign.notes, f"{note}, all others are frozen")
-    return foreign._replace(
-        kinds=kinds, first=first, last=last, active=foreign.active + trained, notes=notes, adapters=adapters
-    )
-
-
 def is_adapter(name: str) -> bool:
     """Whether a canonical name is that of a part of an adapter."""
     return name.endswith((_FIRST, _SECOND))
 
 
-def _beside(rows: tuple[Parameter, ...], adapters: Adapters) -> list[Parameter]:
-    """The rows of a layer: every weight, frozen, with the two parts of its adapter behind it."""
+def with_adapters(rows: Iterable[Parameter], made: Mapping[str, tuple[int, ...]]) -> tuple[Parameter, ...]:
+    """The rows of a layer: every weight, frozen, with the two parts of its adapter behind it, if it has one.
+
+    `made` are the shapes of all parts of adapters in the layer, by name.
+    """
     found = []
     for row in rows:
-        found.append(_frozen(row))
-        if len(row.shape) == 2 and _module(row) in adapters.targets:
-            outputs, inputs = row.shape
-            base = row.name.removesuffix(_WEIGHT)
-            found.append(Parameter(base + _FIRST, (adapters.rank, inputs), "matrix", start="adapter"))
-            found.append(Parameter(base + _SECOND, (outputs, adapters.rank), "matrix", start="zeros"))
-    return found
+        found.append(frozen(row))
+        for part, start in ((_FIRST, "adapter"), (_SECOND, "zeros")):
+            name = row.name.removesuffix(".weight") + part
+            if row.name.endswith(".weight") and name in made:
+                found.append(Parameter(name, made[name], "matrix", start=start))  # type: ignore[arg-type]  # of Start
+    return tuple(found)
 
 
-def _frozen(row: Parameter) -> Parameter:
+def frozen(row: Parameter) -> Parameter:
+    """The row of a parameter that is not trained."""
     return row._replace(gradient="none")
-
-
-def _module(row: Parameter) -> str:
-    """The last part of the name of the module whose weight it is; empty for other parameters."""
-    return row.name.removesuffix(_WEIGHT).rpartition(".")[2] if row.name.endswith(_WEIGHT) else ""

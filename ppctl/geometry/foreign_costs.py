@@ -62,6 +62,9 @@ class LayerCost(NamedTuple):
     """The tables that it is called with: recomputed, it keeps all of them."""
     keeps: tuple[int, ...] = ()
     """Of these the ones that it keeps for its backward."""
+    back: tuple[Growth, Growth] | None = None
+    """Operations of both halves of a backward, for the input's gradient and for weights'. None where all weights are
+    trained: both together are two forwards."""
 
     def scaled(self, factor: float) -> LayerCost:
         """In numbers that are so many times as wide as those that were measured."""
@@ -140,7 +143,8 @@ def measured_from(data: Sequence[Any]) -> tuple[Measured, ...]:
 
 
 def _cost(data: Sequence[Any]) -> LayerCost:
-    flops, kept, keeps_input, forward, backward, inputs, put_off, weights, reads, keeps = data
+    flops, kept, keeps_input, forward, backward, inputs, put_off, weights, reads, keeps, *more = data
+    back = more[0] if more else None
     return LayerCost(
         flops=Growth(*flops),
         kept=Growth(*kept),
@@ -152,6 +156,7 @@ def _cost(data: Sequence[Any]) -> LayerCost:
         in_weights=_peak(weights),
         reads=tuple(reads),
         keeps=tuple(keeps),
+        back=None if back is None else (Growth(*back[0]), Growth(*back[1])),
     )
 
 

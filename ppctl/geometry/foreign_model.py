@@ -8,7 +8,7 @@ or files: a child process describes the model once (`ppctl.foreign.describe`), a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -75,7 +75,15 @@ class Adapters(NamedTuple):
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The last parts of the names of the modules that have one."""
+    """The ends of the names of the modules that have one: `q_proj`, `self_attn.q_proj`."""
+    layers: tuple[int, ...] = ()
+    """The decoder layers that have them; empty: all."""
+
+    @classmethod
+    def from_list(cls, data: Sequence[Any]) -> Adapters:
+        """From JSON; of before there were layers, too."""
+        rank, alpha, targets, *layers = data
+        return cls(rank, alpha, tuple(targets), *map(tuple, layers))
 
 
 class RouterLogits(NamedTuple):
@@ -159,7 +167,7 @@ class ForeignModel(NamedTuple):
             logits = None if logits is None else RouterLogits(*logits)
             first, last = _rows(data.pop("first")), _rows(data.pop("last"))
             given = data.pop("adapters", None)
-            adapters = None if given is None else Adapters(given[0], given[1], tuple(given[2]))
+            adapters = None if given is None else Adapters.from_list(given)
             others: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("stages", "layers", "notes")}
             return cls(
                 anatomy=anatomy,
@@ -184,6 +192,16 @@ def _rows(rows: list[Any]) -> tuple[Parameter, ...]:
 def described(text: str) -> ForeignModel:
     """The model that `model.transformers` describes; each text is read once."""
     return ForeignModel.from_text(text)
+
+
+@cache
+def first_trained(text: str) -> int:
+    """The first decoder layer that has something to train; 0 where what stands before them is trained."""
+    found = described(text)
+    if any(row.gradient != "none" for row in found.first):
+        return 0
+    trained = [any(row.gradient != "none" for row in kind.rows) for kind in found.kinds]
+    return next((index for index, kind in enumerate(found.layers) if trained[kind]), found.anatomy.count)
 
 
 def foreign_of(model: ModelConfig) -> ForeignModel | None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 from ppctl.config.moe_layer_freq import moe_layer_pattern
 from ppctl.config.schema import ModelConfig, TrainConfig
 from ppctl.geometry.foreign_costs import LayerCost
-from ppctl.geometry.foreign_model import foreign_of
+from ppctl.geometry.foreign_model import described, first_trained, foreign_of
 
 KindName = Literal["embedding", "decoder", "mtp", "loss"]
 """embedding: the token table; mtp: a multi-token prediction module; loss: the output projection and cross entropy."""
@@ -113,6 +113,16 @@ def foreign_cost(model: ModelConfig, kind: Kind, element: int, length: int) -> L
     """What a layer of transformers costs in numbers of `element` bytes; None for ppctl's own."""
     foreign = foreign_of(model)
     return None if foreign is None else foreign.measured_in(element, length).cost(kind.name, kind.structure)
+
+
+def has_backward(model: ModelConfig, layer: Layer) -> bool:
+    """Whether a gradient of this layer is of use: not where nothing in it, nor in a layer before, is trained."""
+    if model.transformers is None or layer.kind == "loss":
+        return True
+    foreign, first = described(model.transformers), first_trained(model.transformers)
+    if layer.kind == "embedding":
+        return any(row.gradient != "none" for row in foreign.first)
+    return layer.index >= first
 
 
 def cp_comm_type(model: ModelConfig, layer: Layer) -> str:

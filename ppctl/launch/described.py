@@ -21,19 +21,19 @@ import ppctl
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.files import read_text, write_atomically
-from ppctl.geometry.foreign_model import VERSION, ForeignModel
+from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel
 
 _COMMAND = (sys.executable, "-m", "ppctl.foreign")
 
 
-def describe(directory: Path, overrides: Mapping[str, str]) -> str:
+def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> str:
     """The text of `model.transformers`: proved and measured before, or now, which takes some ten seconds.
 
     Raises ConfigError: PP-E520 without a config.json, PP-E526 where torch or transformers is not here, PP-E527 to
-    PP-E529 for models that cannot be trained so.
+    PP-E529 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they cannot have.
     """
     config = read_config_file(directory)
-    kept = _cache() / f"{_digest(config, overrides)}.json"
+    kept = _cache() / f"{_digest(config, overrides, adapters)}.json"
     with suppress(OSError, ValueError):
         text = read_text(kept)
         ForeignModel.from_text(text)  # a disk that was full may have left half of it
@@ -45,6 +45,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         answer = Path(temporary) / "answer.json"
         command = [*_COMMAND, str(directory), "--describe", str(answer), "--overrides", json.dumps(dict(overrides))]
+        command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
         try:
@@ -66,13 +67,14 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> str:
     return text
 
 
-def _digest(config: Mapping[str, object], overrides: Mapping[str, str]) -> str:
+def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
     """Of all that an answer depends on."""
     versions = [VERSION, ppctl.__version__]
-    for package in ("torch", "transformers"):
+    for package in ("torch", "transformers", *([] if adapters is None else ["peft"])):
         with suppress(metadata.PackageNotFoundError):
             versions.append(metadata.version(package))
-    text = json.dumps([config, dict(overrides), versions], sort_keys=True)
+    asked = [config, dict(overrides), versions, *([] if adapters is None else [adapters])]
+    text = json.dumps(asked, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

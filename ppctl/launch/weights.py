@@ -25,9 +25,9 @@ from ppctl.families.config_json import TRAINING, known_families, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
 from ppctl.families.safetensors import read_directory
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
-from ppctl.geometry.adapters import read_adapters, with_adapters
+from ppctl.geometry.adapters import read_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
-from ppctl.geometry.foreign_model import ForeignModel, foreign_of
+from ppctl.geometry.foreign_model import Adapters, ForeignModel, foreign_of
 from ppctl.launch.described import describe
 from ppctl.runs import find_checkpoint
 
@@ -63,7 +63,7 @@ def model_values(
     """The fields of ModelConfig that the source sets; of a directory by `model.implementation`, its overrides and its
     adapters.
 
-    Raises ConfigError as `read_config`, `describe` and `adapted`.
+    Raises ConfigError as `read_config`, `describe` and `asked_adapters`.
     """
     path = find_weights(text)
     if not (path / CONFIG).is_file():
@@ -74,8 +74,7 @@ def model_values(
     if implementation == "transformers" or (
         implementation == "auto" and config.get("model_type") not in known_families()
     ):
-        found = ForeignModel.from_text(describe(path, overrides))
-        found = adapted(found, lora) if lora else found
+        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None))
         return {**found.sizes, "transformers": found.to_text()}
     family, model = read_config(config, str(path / CONFIG))
     not_set = TRAINING - {field.ours for field in family.fields}
@@ -94,11 +93,10 @@ def values_of(
     return values if tokenizer is None else values | {"data.tokenizer": tokenizer}
 
 
-def adapted(foreign: ForeignModel, lora: Mapping[str, Any]) -> ForeignModel:
-    """The model with the adapters of `model.lora`. Raises ConfigError: PP-E540 for what is no adapter of this model,
-    PP-E541 where peft is not here."""
+def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
+    """The adapters of `model.lora`. Raises ConfigError: PP-E540 for what are none, PP-E541 where peft is not here."""
     try:
-        found = with_adapters(foreign, read_adapters(lora))
+        found = read_adapters(lora)
     except ValueError as error:
         remedy = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
         raise ConfigError(Problem("PP-E540", f"model.lora: {error}", remedy, "model.lora")) from None

@@ -39,10 +39,6 @@ from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simul
 from ppctl.schedule.trace import Span, Trace, busy_time, step_time
 from ppctl.topology import ParallelSizes
 
-OPERATIONS = 3
-"""A step's model FLOPs are three forwards': the backward is twice one. Recomputation does not count."""
-
-
 def stage_costs(
     config: RunConfig,
     layers: Iterable[Sequence[Layer]],
@@ -182,7 +178,7 @@ def step_timing(
     )
     step = calls * pipeline + optimizer
     tokens = config.train.global_batch_size * config.data.seq_length
-    flops = OPERATIONS * sum(s.flops_forward for s in stages) * schedule.num_microbatches * calls * sizes.dp
+    flops = sum(s.flops for s in stages) * schedule.num_microbatches * calls * sizes.dp
     rate = flops / step / sizes.world if pipeline else 0.0
     rows: list[list[Span]] = [[] for _ in range(trace.pp)]
     for span in trace.spans:

@@ -20,7 +20,7 @@ from ppctl.plan.memory import setting_of
 from ppctl.plan.plan import Plan
 from ppctl.plan.types import StageSpec
 from ppctl.rehearsal_record import STEP, Rehearsed, StageMemory
-from ppctl.schedule.action import LIFE_ENDS, Action, F, Op
+from ppctl.schedule.action import LIFE_ENDS, Action, F, Op, stages_with_backwards
 from ppctl.topology import RankGrid
 
 _ROUNDS = (2, 3, 4, 5, 6, 8, 12, 16)
@@ -145,6 +145,7 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
     The memory of received messages is used again, and never given back: it counts as much as there ever was at once.
     """
     held = waiting = pool = 0
+    trained = stages_with_backwards(actions)
     for index, action in enumerate(actions):
         if action.op is Op.REDUCE_GRAD:
             yield Step(index, held + pool)
@@ -156,7 +157,10 @@ def replayed(actions: Sequence[Action], stages: Mapping[int, StageMemory]) -> It
             waiting += memory.received
             pool = max(pool, waiting)
             yield Step(index, held + pool + max(memory.in_forward, own))
-            held += own
+            if action.stage in trained:
+                held += own
+            else:
+                waiting -= memory.received
         else:
             yield Step(index, held + pool + memory.in_backward)
             held -= own

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.cost.flops import stage_flops
+from ppctl.cost.flops import stage_backward_flops, stage_flops
 from ppctl.cost.parameters import replicated_parameters, stage_count, trained_count
 from ppctl.cost.state import PRECISIONS, Precision
 from ppctl.geometry.canonical_names import embedding_uses, uses_of_embedding
@@ -54,6 +54,7 @@ def stage_specs(
                 params=stage_count(model, layers).total(),
                 replicated_params=replicated_parameters(model, layers),
                 flops_forward=stage_flops(model, layers, micro_batch_size, config.data.seq_length),
+                flops_backward=stage_backward_flops(model, layers, micro_batch_size, config.data.seq_length),
             )
         )
         crossing = sends

@@ -49,11 +49,19 @@ class StageSpec:
     """Of these, copies of a parameter whose canonical owner is an earlier use (tied output, MTP's embedding)."""
     flops_forward: int
     """Model FLOPs of one microbatch's forward (matrix products; causal attention halved; active experts only)."""
+    flops_backward: int | None = None
+    """The same of its backward, where some weights are frozen; None: two forwards."""
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of one microbatch's forward and backward. What is computed again does not count."""
+        return self.flops_forward + (2 * self.flops_forward if self.flops_backward is None else self.flops_backward)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the layers by name."""
         edges = {edge: [fields_of(spec) for spec in getattr(self, edge)] for edge in ("receives", "sends")}
-        return {**fields_of(self), "layers": list(map(str, self.layers)), **edges}
+        found = {**fields_of(self), "layers": list(map(str, self.layers)), **edges}
+        return {key: value for key, value in found.items() if value is not None}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageSpec:

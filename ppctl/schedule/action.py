@@ -7,7 +7,7 @@ tensors or configuration. Standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -369,6 +369,11 @@ def deps(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     if op is RECV_B:
         return (Action(SEND_B, stage + 1, mb),)
     return tuple(weight_gradient_of(stage, m, schedule) for m in range(schedule.num_microbatches))
+
+
+def stages_with_backwards(actions: Iterable[Action]) -> frozenset[int]:
+    """The stages of a list whose microbatches live on behind their forwards."""
+    return frozenset(action.stage for action in actions if action.op in LIFE_ENDS)
 
 
 def input_gradient_of(stage: int, mb: int, schedule: Schedule) -> Action:

@@ -85,7 +85,7 @@ class StepFigures:
         tokens = s.config.train.global_batch_size * s.config.data.seq_length
         world = s.plan.sizes.world
         # Forward plus twice backward, over every microbatch of every data-parallel rank.
-        flops = 3 * sum(spec.flops_forward for spec in s.plan.stages) * s.microbatches_of_all
+        flops = sum(spec.flops for spec in s.plan.stages) * s.microbatches_of_all
         tflops = flops / seconds / world / 1e12
         return {
             "tokens": tokens,

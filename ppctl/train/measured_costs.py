@@ -36,7 +36,7 @@ def gather_costs(
     """
     rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     forward, backward = _medians([step.forward for step in steps]), _medians([step.backward for step in steps])
-    dist.gather_object(({stage: (forward[stage], backward.get(stage, 0.0)) for stage in forward}, spans), rows)
+    dist.gather_object(({stage: (forward[stage], backward[stage]) for stage in forward}, spans), rows)
     if rows is None:
         return None
     measured = {stage: seconds for row, _ in rows for stage, seconds in row.items()}
