@@ -2,7 +2,7 @@
 
 Knows which matrix products a layer makes. Must not know devices, ranks or schedules. Counted as Megatron does: two
 operations per multiply-add, causal attention halved, active experts only, MTP and its output included, nothing for
-norms, rotations and softmax. A training step is three forwards, but for weights that are frozen. Recompute never counts.
+norms, rotations and softmax. A step is three forwards, unless weights are frozen. Recompute never counts.
 """
 
 from __future__ import annotations

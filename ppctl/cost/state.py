@@ -17,7 +17,18 @@ from ppctl.cost.operands import Operands
 from ppctl.cost.parameters import Count, on_device
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
-from ppctl.schedule.action import INPUT_GRADIENTS, LIFE_ENDS, WEIGHT_GRADIENTS, Action, B, F, I, Op, W, stages_with_backwards
+from ppctl.schedule.action import (
+    INPUT_GRADIENTS,
+    LIFE_ENDS,
+    WEIGHT_GRADIENTS,
+    Action,
+    B,
+    F,
+    I,
+    Op,
+    W,
+    stages_with_backwards,
+)
 from ppctl.schedule.sync_events import gathers_ahead
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 

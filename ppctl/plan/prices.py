@@ -39,6 +39,7 @@ from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simul
 from ppctl.schedule.trace import Span, Trace, busy_time, step_time
 from ppctl.topology import ParallelSizes
 
+
 def stage_costs(
     config: RunConfig,
     layers: Iterable[Sequence[Layer]],

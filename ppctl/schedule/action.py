@@ -193,8 +193,7 @@ class Schedule:
     are waited for, and what goes from one rank to another is matched in order, activations and gradients alike. Nothing
     travels while the rank computes.
 
-    The first `frozen_stages` stages train nothing: they have forwards alone, and no gradient crosses an edge into one of
-    them, nor the edge out of the last.
+    The first `frozen_stages` stages train nothing: they have forwards alone, and no gradient comes to any of them.
 
     `pairs` are forwards and backwards that a rank may run side by side. In its list the forward stands in front, and
     nothing but messages between the two: read as a list alone, they run in turn (`pairs.wrong_pairs` judges them).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
@@ -17,6 +18,8 @@ from oracle.data import microbatches
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from ppctl.comm.channels import DirectEnd
+from ppctl.comm.message_batches import BatchedEnd
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -43,20 +46,42 @@ CUTS: dict[str, dict[str, Any]] = {
     ),
     "pp=2, split backwards": dict(pp=2, vpp=1, pp_schedule="zb_h1"),
 }
+LATE: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]]]] = {
+    "1f1b, one stage trained": (dict(pp=3, vpp=1, layout="E|t*2|t*2L"), 3, [(3, 0), (3, 0), (0, 0)]),
+    "1f1b, two stages trained": (dict(pp=3, vpp=1, layout="E|t*2|t*2L"), 1, [(3, 0), (3, 0), (0, 3)]),
+    "interleaved, recomputed": (
+        dict(pp=2, vpp=2, layout="E|tt|t|tL", recompute_granularity="full", recompute_method="uniform"),
+        3,
+        [(6, 0), (3, 0)],
+    ),
+    "interleaved": (dict(pp=2, vpp=2, layout="E|t|tt|tL"), 1, [(6, 0), (3, 3)]),
+    "zb_h1": (dict(pp=2, vpp=1, pp_schedule="zb_h1"), 3, [(3, 0), (0, 0)]),
+    "zbv": (dict(pp=2, vpp=2, layout="E|t|tt|tL", pp_schedule="zbv_zero_bubble"), 1, [(3, 3), (3, 0)]),
+    "gpipe, batched messages": (
+        dict(pp=3, vpp=1, layout="E|t*2|t*2L", pp_schedule="gpipe", overlap_p2p_comm=False, batch_p2p_comm=True),
+        1,
+        [(3, 0), (3, 0), (0, 3)],
+    ),
+}
+"""A cut, the first layer with adapters, and how many activations and gradients each rank sends in a step."""
 
 
 def run_config(text: Path, cut: str, kind: str = "Llama") -> RunConfig:
-    config = run_of(text, m=3, **CUTS[cut])
+    return config_of(text, CUTS[cut], kind, LORA)
+
+
+def config_of(text: Path, cut: dict[str, Any], kind: str, lora: dict[str, str]) -> RunConfig:
+    config = run_of(text, m=3, **cut)
     directory = text.parent / kind
-    model = asdict(config.model) | dict(_values(directory)) | {"from_": str(directory), "lora": LORA}
+    model = asdict(config.model) | dict(_values(directory, **lora)) | {"from_": str(directory), "lora": lora}
     config.model = ModelConfig(**model)
     config.train.steps = STEPS
     return config
 
 
 @cache
-def _values(directory: Path) -> Any:
-    return model_values(str(directory), "transformers", {}, LORA)
+def _values(directory: Path, **lora: str) -> Any:
+    return model_values(str(directory), "transformers", {}, lora)
 
 
 def train(mapping: dict, directory: str, resumed: str | None = None) -> tuple[list, list, dict, dict, set]:
@@ -82,16 +107,35 @@ def train(mapping: dict, directory: str, resumed: str | None = None) -> tuple[li
     return [r["loss"] for r in records], [r["grad_norm"] for r in records], weights, frozen, gradients
 
 
+def train_and_count(mapping: dict, directory: str) -> tuple[tuple, Counter[str]]:
+    """In a rank: the same, and the messages that left it, by direction."""
+    sent: Counter[str] = Counter()
+
+    def counting(send: Any) -> Any:
+        def counted(end: Any, message: Any) -> None:
+            sent[end.channel.direction] += 1
+            send(end, message)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for end in (DirectEnd, BatchedEnd):
+            patch.setattr(end, "send", counting(end.send))
+        return train(mapping, directory), sent
+
+
 @cache
-def by_a_plain_loop(text: Path, kind: str) -> tuple[list, list, dict[str, Tensor], dict[str, Tensor]]:
+def by_a_plain_loop(text: Path, kind: str, first: int = 0) -> tuple[list, list, dict[str, Tensor], dict[str, Tensor]]:
     """The whole model with peft in one process, its adapters filled with the run's first values."""
     import peft
 
-    config = run_config(text, "pp=2", kind)
+    config = config_of(text, CUTS["pp=2"], kind, late(first))
     optim = config.optim
     base = model_of(kind)
     before = {name: p.detach().clone() for name, p in base.named_parameters()}
     lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], lora_dropout=0.0)
+    if first:
+        lora.layers_to_transform = list(range(first, 4))
     model = peft.inject_adapter_in_model(lora, base)
     adapters = {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -118,8 +162,13 @@ def by_a_plain_loop(text: Path, kind: str) -> tuple[list, list, dict[str, Tensor
     return losses, norms, {name: p.detach() for name, p in adapters.items()}, before
 
 
-def hold(found: list, text: Path, kind: str, first: int = 0) -> None:
-    losses, norms, adapters, before = by_a_plain_loop(text, kind)
+def late(layer: int) -> dict[str, str]:
+    """Adapters from this layer on."""
+    return LORA | ({"layers": f"[{layer}-3]"} if layer else {})
+
+
+def hold(found: list, text: Path, kind: str, first: int = 0, layer: int = 0) -> None:
+    losses, norms, adapters, before = by_a_plain_loop(text, kind, layer)
     assert len(set(losses)) == STEPS
     seen: set[str] = set()
     for own_losses, own_norms, own, frozen, gradients in found:
@@ -157,6 +206,17 @@ def own_cache() -> Iterator[None]:
 )
 def test_adapters_in_any_cut_have_the_bits_of_peft_in_one_process(text: Path, tmp_path: Path, cut: str, kind: str):
     hold(run_ranks(train, 2, to_mapping(run_config(text, cut, kind)), str(tmp_path), timeout=300.0), text, kind)
+
+
+@pytest.mark.parametrize("way", [way if way == "zbv" else pytest.param(way, marks=pytest.mark.whole) for way in LATE])
+def test_stages_before_the_first_adapter_run_forwards_alone_and_get_no_gradient(text: Path, tmp_path: Path, way: str):
+    cut, layer, sent = LATE[way]
+    config = config_of(text, cut, "Llama", late(layer))
+    found = run_ranks(train_and_count, cut["pp"], to_mapping(config), str(tmp_path), timeout=300.0)
+    hold([each for each, _ in found], text, "Llama", layer=layer)
+    assert [(counts["F"], counts["B"]) for _, counts in found] == [
+        (STEPS * ahead, STEPS * back) for ahead, back in sent
+    ]
 
 
 def test_a_checkpoint_goes_on_in_another_cut_and_peft_loads_its_adapters(text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ranks import run_ranks
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import DataConfig, LaunchConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from ppctl.foreign.describe import describe
-from ppctl.geometry.foreign_model import ForeignModel
+from ppctl.geometry.foreign_model import Adapters, ForeignModel
 from ppctl.plan import RankCost
 from ppctl.plan.build import build_plan
 from ppctl.train.session import build_session
@@ -55,17 +56,30 @@ GRID = [(kind, way, width) for kind in MODELS for way in WAYS for width in ("flo
 SAMPLE = [("GptOss", "split", "float32"), ("Llama", "interleaved", "bfloat16"), ("Llama", "recomputed", "bfloat16")]
 
 
+ADAPTED = {
+    "everywhere": Adapters(8, 8.0, ("q_proj", "v_proj", "down_proj")),
+    "last": Adapters(8, 8.0, ("q_proj", "o_proj"), (3,)),
+    "second": Adapters(8, 8.0, ("k_proj", "up_proj"), (1,)),
+}
+WITH_ADAPTERS = [("Llama", way, width, asked) for way in WAYS for width in ("float32", "bfloat16") for asked in ADAPTED]
+SAMPLE_ADAPTED = [
+    ("Llama", "1f1b", "float32", "everywhere"),
+    ("Llama", "interleaved", "bfloat16", "last"),
+    ("Llama", "split", "float32", "second"),
+]
+
+
 @cache
-def described(kind: str, directory: Path) -> ForeignModel:
+def described(kind: str, directory: Path, adapted: str = "") -> ForeignModel:
     import transformers  # here, because ranks that import this file need none
 
     getattr(transformers, f"{kind}Config")(**MODELS[kind]).save_pretrained(directory / kind)
-    return describe(directory / kind, {})
+    return describe(directory / kind, {}, ADAPTED.get(adapted))
 
 
-def run_of(text: Path, kind: str, way: str, width: str) -> RunConfig:
+def run_of(text: Path, kind: str, way: str, width: str, adapted: str = "") -> RunConfig:
     """The run of a case, on two pp_ranks."""
-    found = described(kind, text.parent)
+    found = described(kind, text.parent, adapted)
     config = RunConfig(
         model=ModelConfig(**found.sizes, transformers=found.to_text()),
         parallel=ParallelConfig(
@@ -113,7 +127,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def hold(text: Path, cases: list[tuple[str, str, str]]) -> None:
+def hold(text: Path, cases: Sequence[tuple[str, ...]]) -> None:
     """All cases in the same two ranks."""
     mappings = [to_mapping(run_of(text, *case)) for case in cases]
     off = []
@@ -127,6 +141,17 @@ def hold(text: Path, cases: list[tuple[str, str, str]]) -> None:
 @pytest.mark.timeout(300)
 def test_live_storages_at_the_peak_are_the_planned_bytes(text: Path) -> None:
     hold(text, SAMPLE)
+
+
+@pytest.mark.timeout(300)
+def test_live_storages_beside_adapters_are_the_planned_bytes(text: Path) -> None:
+    hold(text, SAMPLE_ADAPTED)
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(900)
+def test_live_storages_beside_adapters_are_the_planned_bytes_in_every_way(text: Path) -> None:
+    hold(text, WITH_ADAPTERS)
 
 
 @pytest.mark.whole
