@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,10 @@ Message = Mapping[str, Any]
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Around what a template generates, until it is rendered: two of Unicode's noncharacters, which no text may hold."""
 _SETTINGS = "tokenizer_config.json"
+_TURNS = "ppctl_turns"
+"""The name of the filter around what a loop goes through."""
+MOST_TURNS = 10_000_000
+"""Turns of loops of one rendering, which take seconds; a call counts as fifty. A template that goes on never ends."""
 _KEYWORD = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -50,10 +54,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        environment = _Counting(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _to_json
+        self._environment = environment
         environment.globals["raise_exception"] = _refuse
         self.place, self.marks = place, dict(marks)
         self.says_what_is_generated = _KEYWORD.search(source) is not None
@@ -73,6 +76,7 @@ class ChatTemplate:
         """
         if any(mark in json.dumps([*messages, tools], ensure_ascii=False) for mark in (_BEGIN, _END)):
             raise RenderingFailed("the conversation holds U+FDD0 or U+FDD1, which are no characters")
+        self._environment.left = MOST_TURNS
         try:
             text = self._template.render(
                 messages=[dict(message) for message in messages],
@@ -155,6 +159,37 @@ def _without_marks(text: str) -> Rendered:
         else:
             length += len(piece)
     return Rendered("".join(pieces[::2]), tuple(generated))
+
+
+class _Counting(ImmutableSandboxedEnvironment):
+    """Counts the turns of all loops of a template and what it calls, and ends a rendering that has too many.
+
+    Counted, not timed: on a slow machine the same conversations are refused as on a fast one.
+    """
+
+    left = MOST_TURNS
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        found = super()._parse(source, name, filename)
+        for loop in found.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno)
+        self.filters[_TURNS] = self._turns
+        return found
+
+    def call(self, context: Any, callee: Any, /, *arguments: Any, **named: Any) -> Any:
+        """As the sandbox's, counted."""
+        self._count(50)
+        return super().call(context, callee, *arguments, **named)
+
+    def _turns(self, items: Any) -> Iterator[Any]:
+        for item in items:
+            self._count()
+            yield item
+
+    def _count(self, turns: int = 1) -> None:
+        self.left -= turns
+        if self.left < 0:
+            raise TemplateError(f"its loops have more than {MOST_TURNS:,} turns: it does not seem to end")
 
 
 class _Generation(Extension):

@@ -8,6 +8,7 @@ import pytest
 from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYSTEM, chat, tokenizer_directory
 
 from ppctl.config.schema import DataConfig
+from ppctl.data import chat_template
 from ppctl.data.chat_template import open_template
 from ppctl.data.conversations import encode_conversations
 from ppctl.data.load import load_data, load_tokenizer
@@ -101,6 +102,28 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
     value, template, code, said = BAD[kind]
     (problem,) = refused(directory(template), value)
     assert problem.code == code and said in problem.message
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n < 40 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}{{ f(0) }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_refused_by_what_it_counts(directory, monkeypatch, template):
+    monkeypatch.setattr(chat_template, "MOST_TURNS", 20_000)
+    (problem,) = refused(directory(template), chat(*TALK))
+    assert problem.code == "PP-E420" and "loops have more than 20,000 turns" in problem.message
+
+
+def test_loops_that_are_counted_know_where_they_are(directory):
+    template = (
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{% else %}-"
+        "{% endfor %}{% for m in messages[::-1] %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    (one,) = encoded(directory(template), chat(("user", "a"), ("assistant", "b"), ("user", "c")))
+    assert one.text == "1/2False2/2Truecba"
 
 
 def test_a_turn_that_calls_a_tool_needs_no_content(directory):
