@@ -90,6 +90,7 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
         overrides=dict(overrides),
         transformers=library_version(),
         stages=proof.stages,
+        gradients=proof.gradients,
         anatomy=anatomy,
         first=first,
         last=last,

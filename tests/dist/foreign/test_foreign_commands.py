@@ -63,6 +63,56 @@ def test_a_directory_trains_resumes_in_another_cut_and_is_exported(here: Path) -
     assert kept.exists()
 
 
+def logits(directory: Path) -> torch.Tensor:
+    """Of a directory that transformers loads whole."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(32).view(2, 16)).logits
+    return found
+
+
+def test_an_imported_directory_trains_as_the_directory_and_is_exported(here: Path) -> None:
+    run(here, "ckpt", "import", "--hf", "cohere", "imported")
+    run(here, "ckpt", "export", "--hf", "imported/checkpoints/step-0", "unchanged")
+    assert torch.equal(logits(here / "unchanged"), logits(here / "cohere"))
+    for source in ("cohere", "imported"):
+        typed = (f"model.from={source}", "data.path=corpus.txt", *RUN, "pp=2", "steps=2", f"log.name=from_{source}")
+        run(here, "train", *typed)
+    direct, imported = (next((here / "runs" / f"from_{source}").iterdir()) for source in ("cohere", "imported"))
+    assert losses(imported) == losses(direct)
+    run(here, "ckpt", "export", "--hf", str(imported), "trained")
+    run(here, "ckpt", "export", "--hf", str(direct), "directly")
+    assert torch.equal(logits(here / "trained"), logits(here / "directly"))
+    assert not torch.equal(logits(here / "trained"), logits(here / "cohere"))
+
+
+def test_a_known_family_is_imported_for_transformers_code_where_that_is_asked_for(here: Path) -> None:
+    model_of("Mixtral").save_pretrained(here / "mixtral")  # its experts are stored one by one
+    run(here, "ckpt", "import", "--hf", "mixtral", "stacked", "--for", "model.implementation=transformers")
+    names = read_manifest(here / "stacked" / "checkpoints" / "step-0").tensors
+    assert any(name.endswith("experts.gate_up_proj") for name in names)
+    run(here, "ckpt", "export", "--hf", "stacked/checkpoints/step-0", "back")
+    assert torch.equal(logits(here / "back"), logits(here / "mixtral"))
+
+
+def test_an_import_says_what_it_does_not_read(here: Path) -> None:
+    (here / "no_weights").mkdir()
+    (here / "no_weights" / "config.json").write_text((here / "cohere" / "config.json").read_text())
+    refused = {
+        ("nowhere", "OUT"): "PP-E520: nowhere is no model directory",
+        ("no_weights", "OUT"): "PP-E538",
+        ("cohere", "OUT", "--for", "pp=2"): "PP-E105: --for pp=2",
+        ("cohere", "OUT", "--for", "model.implementation=ppctl"): "PP-E520",
+    }
+    for words, text in refused.items():
+        done = ppctl("ckpt", "import", "--hf", *words, cwd=here, timeout=120, XDG_CACHE_HOME=str(here / "cache"))
+        assert done.returncode in (2, 3) and text in done.stderr and "Traceback" not in done.stderr, words
+        assert not (here / "OUT").exists()
+
+
 @pytest.mark.whole
 def test_a_run_in_two_starts_has_the_losses_of_one(here: Path) -> None:
     typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "optim.warmup_steps=0", "optim.min_lr=3e-4")
