@@ -36,16 +36,31 @@ class StepLoss:
             if not self.scales:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
+    def check(self, output: Any, labels: Any) -> None:
+        """Raise ConfigError (PP-E130) for a result that cross entropy cannot be taken of. It may be without values."""
+        if self.function is not None:
+            return
+        logits = _logits_of(output)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
+            what = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+            message = f"without loss_fn the model returns logits [rows, tokens, words] for labels {list(labels.shape)}"
+            raise ConfigError(Problem("PP-E130", f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)"))
+
     def __call__(self, output: Any, labels: Any) -> Tensor:
         """The share of one microbatch."""
         if self.function is not None:
             loss: Tensor = self.function(output, labels)
         else:
-            logits = output if isinstance(output, Tensor) else output.logits
+            self.check(output, labels)
+            logits = _logits_of(output)
             mask = _mask(labels)
             wanted = labels.clamp(min=0)  # NO_TOKEN is no index
             loss = microbatch_loss(logits, wanted, mask, mask.sum().clamp(min=1) if self.total is None else self.total)
         return loss / self.shares if self.scales else loss
+
+
+def _logits_of(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
 
 
 def _are_tokens(labels: Any) -> bool:
