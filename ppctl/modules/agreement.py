@@ -61,7 +61,9 @@ def agreed(
 
 
 def _in_python(problem: Problem) -> Problem:
-    """An exception of a rank, for the author of a program: it stands on that rank's own output, in no run's logs."""
+    """A problem for the author of a program: a rank's exception stands on its own output, and there is no run."""
+    if problem.code == "PP-E505":
+        return replace(problem, remedy="df -h; ls -ld" + (f" '{problem.place}'" if problem.place else ""))
     if problem.code != "PP-E507":
         return problem
     return replace(problem, code=FAILED, remedy="the traceback above the exception of that rank")
@@ -101,10 +103,11 @@ class SameCall:
 
     def __init__(self, ranks: AgreeingRanks) -> None:
         self.alone = ranks.size == 1
-        self.group: Any = None if self.alone else ranks.group or dist.group.WORLD
-        if not self.alone and torch.device("cpu") not in self.group._device_types:
-            members = dist.get_process_group_ranks(self.group)
-            self.group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        group: Any = None if self.alone else ranks.group or dist.group.WORLD
+        if not self.alone and torch.device("cpu") not in group._device_types:
+            members = dist.get_process_group_ranks(group)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.group = group
 
     def __call__(self, text: str | None) -> bool:
         """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing."""

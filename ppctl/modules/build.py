@@ -90,6 +90,24 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
     return source
 
 
+def check_kinds(model: Any, config: Any, loss_fn: Any, parallelize: Any) -> None:
+    """Raise ConfigError (PP-E130) for arguments that are not what `pipeline` takes."""
+    loss = loss_fn if loss_fn is not None else getattr(config, "loss_fn", None)
+    kinds = (
+        ("model", isinstance(model, nn.Module | str | os.PathLike), model, "a module, or the directory of a model"),
+        ("config", isinstance(config, PipelineConfig), config, "ppctl.PipelineConfig(pp_schedule='1f1b')"),
+        ("loss_fn", loss is None or callable(loss), loss, "a function of the model's result and the labels"),
+        ("parallelize", parallelize is None or callable(parallelize), parallelize, "a function of a stage's module"),
+    )
+    problems = [
+        Problem(CODE, f"{name}={value!r} is a {type(value).__name__}", remedy)
+        for name, right, value, remedy in kinds
+        if not right
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def _check_values(config: PipelineConfig) -> None:
     """Raise ConfigError (PP-E130) naming every field whose value is beyond its limit."""
     problems = []

@@ -28,6 +28,7 @@ from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.modules.agreement import CODE, SameCall, agreed
 from ppctl.modules.batch import Batch, divide
 from ppctl.modules.build import (
+    check_kinds,
     device_of,
     placement_of,
     schedule_of,
@@ -84,7 +85,8 @@ def pipeline(
     cannot be followed, PP-E131 for names, PP-E132 for a module that cannot be cut, PP-E526 to PP-E529 and PP-E538 as
     `model.from=DIR` does.
     """
-    wanted = config or PipelineConfig()
+    wanted = PipelineConfig() if config is None else config
+    check_kinds(model, wanted, loss_fn, parallelize)
     if loss_fn is not None:
         wanted = replace(wanted, loss_fn=loss_fn)
     place = device_of(device)
@@ -248,13 +250,14 @@ class Pipeline:
             self._broken = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise
 
-    def _begin(self, given: Any, *, training: bool) -> Batch:
+    def _begin(self, given: Any, *, training: bool = True) -> Batch:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
         if self._broken and self._ranks.size > 1:
             message = f"an earlier step ended amid its messages, which other ranks may wait for: {self._broken}"
             raise ConfigError(Problem("PP-E554", message, "end all ranks, and start them from a checkpoint"))
         known: Batch | None = None
         with suppress(Exception):  # all ranks raise it, below
+            _check_gradients(training)
             known = divide(given, self.config, self.device)
         call = "a step" if training else "an evaluation"
         ready = known is not None and known.shapes in self._known
@@ -265,7 +268,7 @@ class Pipeline:
         batch, survey = agreed(
             self._ranks,
             "look at the batch",
-            partial(self._look_at, given),
+            partial(self._look_at, given, training),
             own=True,
             told=lambda found: f"{call} of {found[0].shapes}",
         )
@@ -308,12 +311,14 @@ class Pipeline:
         if on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def _look_at(self, given: Any) -> tuple[Batch, Survey]:
+    def _look_at(self, given: Any, training: bool) -> tuple[Batch, Survey]:
+        _check_gradients(training)
         batch = divide(given, self.config, self.device)
         loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
         survey = self._source.look_at(first)
-        if survey.output is not None:
-            loss.check(survey.output, first.labels)
+        ends = self.placement.num_stages - 1 in self._numbers
+        if survey.output is not None and (ends or self.config.loss_fn is None):
+            loss.try_out(survey.output, first.labels, self.device)
         wanted, sent = self.config.dtype, {edge.dtype for edge in survey.edges}
         wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
         if wanted is not None and sent - {wanted}:
@@ -390,6 +395,13 @@ class Pipeline:
             raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
 
 
+def _check_gradients(training: bool) -> None:
+    """Raise ConfigError (PP-E130) for a step where nothing has a gradient."""
+    if training and not torch.is_grad_enabled():
+        message = "gradients are switched off here (no_grad or inference_mode), and a step makes them"
+        raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
+
+
 def _given(batch: Any, named: Mapping[str, Any]) -> Any:
     """A batch as it was given, or by keyword."""
-    return named if batch is None and named else (batch, named) if named else batch
+    return named if batch is None and named else {"batch": batch, **named} if named else batch

@@ -137,7 +137,8 @@ class TransformersModel:
         rows, length = tokens.shape
         table = self.config.get_text_config()
         state = torch.empty(rows, length, table.hidden_size, dtype=self.dtype, device="meta")
-        return Survey((state,) * (self.num_stages - 1))
+        logits = torch.empty(rows, length, table.vocab_size, dtype=self.dtype, device="meta")
+        return Survey((state,) * (self.num_stages - 1), output=logits)
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """As `Source`."""

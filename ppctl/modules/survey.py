@@ -72,12 +72,13 @@ def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         message = f"the model's forward cannot be followed on tensors without values: {type(error).__name__}: {reason}"
-        remedy = _BY_HAND if any(words in str(error) for words in _READS) else _AS_IT_IS
+        remedy = _BY_HAND if any(words in str(error) for words in _READS) else _ALONE
         raise ConfigError(Problem(CODE, message, remedy, _line_of(error))) from None
 
 
 _READS = ("meta tensor", "meta device", "data-dependent", "is_nonzero", "_local_scalar_dense")
 """Words of torch's where code asks a tensor for its values."""
+_ALONE = "the model by itself with these arguments: where that runs, so does this"
 _BY_HAND = "the value as an argument that is no tensor, such as step({'x': x, 'masked': bool(mask.any()), 'labels': y})"
 
 

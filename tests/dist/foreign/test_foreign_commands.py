@@ -213,3 +213,19 @@ def test_a_plan_refuses_by_name_and_its_remedies_work(here: Path, monkeypatch: p
         if remedy:
             assert remedy in found[0].remedy.splitlines()
             assert not planned([*typed, remedy])[2]
+
+
+ALONE = {
+    "model.lora.rank=0": "PP-E540",
+    "model.hf_overrides.hidden_size=wide": "PP-E552",
+    "model.hf_overrides.rope_parameters.rope_theta=1": "PP-E101",
+}
+
+
+@pytest.mark.parametrize("typed", ALONE)
+def test_what_stands_against_a_model_is_not_followed_by_what_is_not_wrong(
+    here: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    *_, problems = planned([f"model.from={here / 'cohere'}", f"data.path={here / 'corpus.txt'}", *RUN, typed])
+    assert [problem.code for problem in problems] == [ALONE[typed]]
