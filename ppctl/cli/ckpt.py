@@ -26,10 +26,11 @@ from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run
 
 if TYPE_CHECKING:
-    from ppctl.config.schema import RunConfig
+    from ppctl.config.schema import ModelConfig, RunConfig
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DIFFERENT, BROKEN = 1, 3
+_IMPLEMENTATION, _OVERRIDES = "model.implementation", "model.hf_overrides."
 _SHOWN = 20
 """Tensors that `diff` shows by default."""
 
@@ -82,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--json", action="store_true", help="print one JSON object")
     words = "the last option: would a run with these KEY=VALUE load it, names, shapes, dtypes and optimizer?"
     _add_for(verify, words)
-    _add_for(importing, "the last option, with --dcp and --torch-dist: the model, as ppctl plan takes it")
+    words = "the last option: the model as ppctl plan takes it (--dcp, --torch-dist); whose code runs it (--hf: "
+    _add_for(importing, words + f"{_IMPLEMENTATION}, {_OVERRIDES}FIELD)")
 
 
 def _add_for(parser: argparse.ArgumentParser, words: str) -> None:
@@ -301,13 +303,40 @@ def _import(args: argparse.Namespace) -> int:
     name, source = _format(args)
     options = ["--format", name, *["--no-mtp"] * args.no_mtp]
     if name != "hf":
-        model = _planned(args.overrides or ()).model
-        model = replace(model, mtp_num_layers=None) if args.no_mtp else model
-        options += ["--model", json.dumps(asdict(model))]
-    elif args.overrides is not None:
-        message = "--for is for --dcp and --torch-dist: the config.json of a Hugging Face directory describes the model"
-        raise ConfigError(Problem("PP-E105", message, f"ppctl ckpt import --hf '{source}' '{args.out}'"))
+        model: ModelConfig | None = _planned(args.overrides or ()).model
+        model = replace(model, mtp_num_layers=None) if args.no_mtp and model is not None else model
+    else:
+        model = _described(source, args.overrides or ())
+    options += [] if model is None else ["--model", json.dumps(asdict(model))]
     return _convert("import", source, args.out, *options)
+
+
+def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
+    """The model of a Hugging Face directory whose code is transformers'; None of one that ppctl's own blocks build.
+
+    `words` are the keys that say whose code it is, and which fields of its config.json are others. Raises ConfigError:
+    PP-E105 for other keys, else as `model.from=DIR` does.
+    """
+    from ppctl.config.keys import keys
+    from ppctl.config.schema import ModelConfig
+    from ppctl.families.directory import read_config_file
+    from ppctl.launch.weights import model_values
+
+    read_config_file(Path(source))  # a checkpoint, which model.from may be, is none
+    implementation, overrides = "auto", dict[str, str]()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == _IMPLEMENTATION and keys()[key].allows(value):
+            implementation = value
+        elif key.startswith(_OVERRIDES) and equals and len(key) > len(_OVERRIDES):
+            overrides[key.removeprefix(_OVERRIDES)] = value
+        else:
+            message = f"--for {word}: the config.json of a Hugging Face directory describes the model"
+            remedy = f"ppctl ckpt import --hf '{source}' OUT --for {_IMPLEMENTATION}=transformers"
+            raise ConfigError(Problem("PP-E105", message, remedy, "command line"))
+    values = dict(model_values(source, implementation, overrides))
+    given = {"implementation": implementation, "hf_overrides": overrides}
+    return None if values.get("transformers") is None else ModelConfig(**values | given)
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import ppctl
+from ppctl.cli.model_proof import prove
 from ppctl.cli.table import aligned
 from ppctl.errors import ConfigError, Problem
 from ppctl.launch.environment import Started, choose_port, detect, rank_environment
@@ -45,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", default=".", metavar="DIR", help=words)
     words = "prove instead that this Hugging Face directory's model can be cut, with its own code (needs transformers)"
     parser.add_argument("--model", metavar="DIR", help=words)
+    parser.add_argument("--anew", action="store_true", help="with --model: prove it again, though the answer is kept")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print. The exit code is 1 if something is wrong, else 0; of --model as `_prove`."""
+    """Measure and print. The exit code is 1 if something is wrong, else 0; of --model as `prove`."""
     if args.model is not None:
-        return _prove(args.model, as_json=args.json)
+        return prove(Path(args.model), anew=args.anew, as_json=args.json)
     if not 1 <= args.ranks <= 64:
         raise ConfigError(Problem("PP-E641", f"--ranks {args.ranks}: 1 to 64 processes", "--ranks 2", "command line"))
     started = detect(os.environ)
@@ -66,12 +68,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found, wrong)))
     return int(bool(wrong))
-
-
-def _prove(directory: str, *, as_json: bool) -> int:
-    """Prove in a child, which needs torch and prints, that a model can be cut. 0 proved, 2 no such model or no cut."""
-    command = [sys.executable, "-m", "ppctl.foreign", directory, *["--json"] * as_json]
-    return subprocess.run(command, check=False).returncode
 
 
 def _measure(ranks: int) -> dict[str, Any]:

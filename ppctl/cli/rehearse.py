@@ -27,6 +27,7 @@ from ppctl.cli.timeline import add_timeline_argument, unwritable, write_timeline
 from ppctl.config.compose import Composed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, PpctlError, Problem, TrainingError
+from ppctl.launch.described import absent_for
 from ppctl.plan import Plan
 from ppctl.plan.rehearsal import kinds_of, shortened
 from ppctl.plan.rehearsal_result import Rehearsal
@@ -96,6 +97,8 @@ def _not_rehearsed(config: RunConfig) -> Iterator[Problem]:
     if find_spec("torch") is None:
         message = "torch is not installed here, and a rehearsal runs the model's own code"
         yield Problem("PP-E604", message, "pip install torch")
+    else:
+        yield from absent_for(config.model)
     if parallel.enable_autocast:
         message = "autocast chooses dtypes by the kind of device, and a rehearsal's devices are of none"
         yield Problem("PP-E128", message, "parallel.enable_autocast=false")

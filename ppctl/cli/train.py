@@ -31,6 +31,7 @@ from ppctl.config.keys import keys_with, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, MemoryPlanError, PpctlError, Problem
 from ppctl.hang.limits import Limits
+from ppctl.launch.described import absent_for
 from ppctl.launch.environment import Started, detect
 from ppctl.launch.machine import choose_device, count_gpus, shortage, with_overrides
 from ppctl.launch.outcome import DONE, INTERRUPTED, STOPPED, JobOutcome
@@ -134,6 +135,8 @@ def adapt_to_machine(
     if find_spec("torch") is None:
         remedy = f"{shlex.quote(sys.executable)} -m pip install torch"
         problems.append(Problem("PP-E604", "torch is not installed here, and training needs it", remedy))
+    else:
+        problems += absent_for(config.model)
     if started.is_rank and started.world_size != world:
         problems.append(_other_world(started, world, arguments))
     elif not started.is_rank and config.launch.target == "env":

@@ -109,6 +109,8 @@ def converted_value(name: str, value: Any) -> Any:
         return dtype_name(value)
     if key.type is Any:
         return _plain(value)
+    if key.name == "model.hf_overrides" and isinstance(value, Mapping):  # null is a field's value like others
+        value = {name: "null" if each is None else each for name, each in value.items()}
     for member in members(key.type):
         try:
             return _as(member, value)

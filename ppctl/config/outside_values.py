@@ -43,6 +43,9 @@ def take_model(draft: Draft, typed: set[str], read_model: ReadModel, *, scaled: 
         values = read_model(source, *asked)
     except PpctlError as error:
         draft.problems += error.problems
+        for name in ("hf_overrides", "lora"):  # of a model of which nothing is known they are not wrong besides
+            draft.put(f"model.{name}", None)  # first, since a mapping would be added to the wrong one
+            draft.put(f"model.{name}", {})
         return
     if values.get("model.transformers") is not None:
         now = {name: draft.get(name) for name in sorted(typed)}

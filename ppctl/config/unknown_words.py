@@ -45,6 +45,8 @@ def no_such_key(key: str, text: str) -> Problem:
         return Problem("PP-E122", f"{key}: Hydra's own settings have no effect here; leave it out", place=PLACE)
     if key in sections():
         return not_a_section(key, PLACE)
+    if (within := _within_a_field(key, text)) is not None:
+        return within
     last = key.rpartition(".")[2]
     elsewhere = next((why for word, why in ELSEWHERE.items() if word in last.lower().split("_")), None)
     if elsewhere is not None:
@@ -56,6 +58,18 @@ def no_such_key(key: str, text: str) -> Problem:
     close = [known] if known else nearest(key, [*text_keys(), *ALIASES, *groups()])
     fitting = [shlex.quote(f"{name}={text}") for name in close if _fits(name, text)]
     return unknown_key(key, PLACE, close, next(iter(fitting), ""))
+
+
+def _within_a_field(key: str, text: str) -> Problem | None:
+    """The problem of a value inside of a field of a model's config.json: a field is set as a whole."""
+    mapping = "model.hf_overrides"
+    field, _, inner = key.removeprefix(f"{mapping}.").partition(".")
+    if not key.startswith(f"{mapping}.") or not inner:
+        return None
+    message = f"{key}: a field of config.json is set as a whole, as JSON with all that it has"
+    value = text if text.replace(".", "", 1).isdecimal() or text in ("true", "false", "null") else f'"{text}"'
+    example = f'{mapping}.{field}={{"{inner}": {value}}}'
+    return Problem("PP-E101", message, shlex.quote(example), PLACE)
 
 
 def _fits(name: str, text: str) -> bool:

@@ -92,6 +92,8 @@ class StagePrice(NamedTuple):
     """What one microbatch keeps from its F to its B, or to its I."""
     put_off: int
     """What it keeps from its I to its W, where the backward is split."""
+    message: float = 0.0
+    """Seconds of a message to the next stage, and of its gradient's way back: router logits grow from hop to hop."""
 
     @property
     def seconds(self) -> float:

@@ -13,13 +13,14 @@ known.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ppctl.cost.layout_scores import Candidate, Price, Scores, Space, StagePrice
 from ppctl.layout.rules import even_counts
-from ppctl.schedule.action import Action, Schedule
+from ppctl.schedule.action import Action, Channel, Schedule
 from ppctl.schedule.executor import execute
 from ppctl.schedule.simulate import Costs
 
@@ -67,25 +68,21 @@ def search_layout(
     schedule: Schedule,
     price: Price,
     *,
-    message: float = 0.0,
     limit: int | None = None,
 ) -> SearchResult:
-    """Search. `schedule` may be lowered; `message` is seconds per message; `limit` is bytes of a device.
+    """Search. `schedule` may be lowered; `limit` is bytes of a device.
 
     Where nothing fits into `limit`, the best is what exceeds it least.
     """
-    return _Search(num_layers, has_mtp, schedule, price, message, limit).run()
+    return _Search(num_layers, has_mtp, schedule, price, limit).run()
 
 
 class _Search:
-    def __init__(
-        self, num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, message: float, limit: int | None
-    ) -> None:
+    def __init__(self, num_layers: int, has_mtp: bool, schedule: Schedule, price: Price, limit: int | None) -> None:
         stages, pp = schedule.placement.num_stages, schedule.placement.pp
         self.space = Space(num_layers, stages, range(stages - pp, stages) if has_mtp else range(-1, 0))
         self.scores = Scores(schedule, price, limit)
         self.schedule = schedule
-        self.message = message
         self.short, self.left_out = _shortened(schedule)
         self.weight = sum(map(len, self.short.actions))
         self.found: dict[Candidate, Simulated] = {}
@@ -152,7 +149,7 @@ class _Search:
         if candidate not in self.found:
             prices = self.scores.stage_prices(candidate)
             pace = max(self.scores.rank_seconds([price.seconds for price in prices]))
-            seconds = _step_time(self.short, prices, self.message) + self.left_out * pace
+            seconds = _step_time(self.short, prices) + self.left_out * pace
             self.found[candidate] = Simulated(candidate, seconds, self.scores.peak(prices))
         return self.found[candidate]
 
@@ -161,7 +158,7 @@ class _Search:
         if not self.left_out:
             return found
         prices = self.scores.stage_prices(found.candidate)
-        return replace(found, step_time=_step_time(self.schedule, prices, self.message))
+        return replace(found, step_time=_step_time(self.schedule, prices))
 
 
 def _starts(space: Space, scores: Scores) -> Iterator[Candidate]:
@@ -217,14 +214,19 @@ def _filled_to(bound: float, space: Space, scores: Scores, home: int) -> list[in
     return counts
 
 
-def _step_time(schedule: Schedule, prices: Sequence[StagePrice], message: float) -> float:
+def _step_time(schedule: Schedule, prices: Sequence[StagePrice]) -> float:
     costs = Costs(
         forward=[price.forward for price in prices],
         backward=[price.input_gradient + price.weight_gradient for price in prices],
         input_gradient=[price.input_gradient for price in prices],
         weight_gradient=[price.weight_gradient for price in prices],
     )
-    return max(ends[-1] for ends in execute(schedule, costs.seconds(), lambda _: message).ends if ends)
+    rank_of, messages = schedule.placement.rank_of, defaultdict[Channel, float](float)
+    for stage, price in enumerate(prices[:-1]):
+        here, there = rank_of(stage), rank_of(stage + 1)
+        for channel in (Channel(here, there, "F"), Channel(there, here, "B")):
+            messages[channel] = max(messages[channel], price.message)
+    return max(ends[-1] for ends in execute(schedule, costs.seconds(), messages.__getitem__).ends if ends)
 
 
 def _shortened(schedule: Schedule) -> tuple[Schedule, int]:

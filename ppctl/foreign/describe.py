@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,16 +37,21 @@ _UNBOUNDED = 1 << 20
 """Positions of a model whose config names no limit."""
 
 
-def proved(config: Any, directory: Path) -> Proof:
-    """The proof that a model can be cut. Raises ConfigError (PP-E528) naming what stands against it."""
+def proved(config: Any, directory: Path, overrides: Mapping[str, str] = MappingProxyType({})) -> Proof:
+    """The proof that a model can be cut. Raises ConfigError (PP-E528) naming what stands against it; `overrides` are
+    the fields that were typed, which may not fit each other."""
     try:
         return prove(config)
     except CannotCut as error:
-        raise _uncut(config, directory, error) from error
+        raise _uncut(config, directory, error, overrides) from error
 
 
-def _uncut(config: Any, directory: Path, error: CannotCut) -> ConfigError:
-    message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
+def _uncut(
+    config: Any, directory: Path, error: CannotCut, overrides: Mapping[str, str] = MappingProxyType({})
+) -> ConfigError:
+    typed = ", ".join(f"model.hf_overrides.{name}={value}" for name, value in overrides.items())
+    beside = f" with {typed}" if typed else ""
+    message = f"{config.model_type} at {directory}{beside} cannot be cut into stages: {error}"
     remedy = "model.hf_overrides.output_router_logits=false" if "router" in str(error) else ""
     return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
@@ -67,7 +73,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
     """
     config = read_own_config(directory, overrides)
     refuse_dropout(config, directory)
-    proof = proved(config, directory)
+    proof = proved(config, directory, overrides)
     anatomy = proof.anatomy
     blank = make_model(config, "meta").train()
     named = [*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank)]
@@ -101,6 +107,7 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
         overrides=dict(overrides),
         transformers=library_version(),
         stages=proof.stages,
+        gradients=proof.gradients,
         anatomy=anatomy,
         first=first,
         last=last,

@@ -7,6 +7,8 @@ how a description becomes a stage with initial weights. Must not know families, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +68,7 @@ class ForeignStage(nn.Module, StageModel):
         self.empty = not layers
         self._arrived: Tensor | None = None
         self._arrived_logits: Sequence[Tensor] = ()
+        self._beside: Mapping[str, Tensor] = {}
         self.model = model
         untie(model, anatomy)
         for name, module in model.named_modules():
@@ -78,20 +81,26 @@ class ForeignStage(nn.Module, StageModel):
         self._own_layers = {index: _own_layer(self._layer(index), anatomy.layer(index)) for index in self.own}
         self._connect()
 
-    def forward(self, *inputs: Tensor, tokens: Tensor | None = None, packing: Packing = ROWS) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        *inputs: Tensor,
+        tokens: Tensor | None = None,
+        packing: Packing = ROWS,
+        beside: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> tuple[Tensor, ...]:
         """As `StageModel`: token ids [b, s] or hidden state [b, s, h] in, hidden state or logits [b, s, words] out.
 
         Where the model's own code adds to the loss (`anatomy.routers`), a hidden state has beside it what the routers
         of all layers before the cut recorded, [routers, b * s, experts], if there are any; and the logits, in training,
         that further part of the loss (a number). Rows are whole sequences: `packing` with documents or positions is
-        refused.
+        refused. `beside` is what the model's forward gets by name on every stage: a mask, positions.
         """
         if packing.documents is not None or packing.positions is not None:
             raise ValueError("a model of transformers takes rows as they are, without documents or positions")
         given, *logits = inputs
         if self.empty:
             return tuple(each.clone() for each in inputs)
-        self._arrived = None if self.embeds else given
+        self._arrived, self._beside = None if self.embeds else given, beside
         self._arrived_logits = [each for stacked in logits for each in stacked.unbind()]
         try:
             return self._called(given)
@@ -100,15 +109,17 @@ class ForeignStage(nn.Module, StageModel):
             outputs = (state.clone() if state is given else state,)
             return (*outputs, _stacked(departed.router_logits)) if departed.router_logits else outputs
         finally:
-            self._arrived, self._arrived_logits = None, ()
+            self._arrived, self._arrived_logits, self._beside = None, (), {}
 
     def _called(self, given: Tensor) -> tuple[Tensor, ...]:
         """What the whole model returns; raises _Departed at the cut behind this stage."""
         if self.adds_to_loss and self.ends:
             logits, added = call(self.model, **self._begin(given))
             return (logits,) if added is None else (logits, added)
-        with rows_are_whole():
-            return (self.model(**self._begin(given), use_cache=False, return_dict=True).logits,)
+        # Positions that are given may say where documents begin, which the model's own code looks for.
+        with nullcontext() if "position_ids" in self._beside else rows_are_whole():
+            given_to_all = {**self._begin(given), **self._beside}
+            return (self.model(**given_to_all, use_cache=False, return_dict=True).logits,)
 
     @property
     def adds_to_loss(self) -> bool:

@@ -21,15 +21,26 @@ from ppctl.config.limits import MOST_STAGES
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file
+from ppctl.foreign.overrides import overridden
+
+_OLDEST = 5
+"""Of transformers' versions: before it models record, name and convert otherwise."""
 
 
 def _transformers() -> Any:
-    """The library. Raises ConfigError (PP-E526) where it is not installed or cannot be imported."""
+    """The library. Raises ConfigError (PP-E526) where it is not installed, cannot be imported or is too old."""
     try:
-        return importlib.import_module("transformers")
+        library = importlib.import_module("transformers")
     except ImportError as error:
-        message = f"transformers is needed for a model's own code, and cannot be imported: {error}"
-        raise ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'")) from error
+        raise _without_library(f"cannot be imported: {error}") from error
+    if int(library.__version__.partition(".")[0]) < _OLDEST:
+        raise _without_library(f"is {library.__version__} here: version {_OLDEST} or later is needed")
+    return library
+
+
+def _without_library(reason: str) -> ConfigError:
+    message = f"transformers is needed for a model's own code, and {reason}"
+    return ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'"))
 
 
 def library_version() -> str:
@@ -47,19 +58,15 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     """The config of a model directory, of the class that its model_type has in transformers; `overrides` of its fields.
 
     Raises ConfigError: PP-E520 without a readable config.json, PP-E526, PP-E527 for what is no causal language model of
-    transformers: an encoder and a decoder, several modalities, programs that come with the directory; and PP-E550.
+    transformers: an encoder and a decoder, several modalities, programs that come with the directory; PP-E550, and
+    PP-E552 for overrides that are none of its fields or not of their kind.
     """
     read_config_file(directory)  # says what is wrong with the file in ppctl's words
     library = _transformers()
-    try:
-        fields = {name: _value(text) for name, text in overrides.items()}
-        config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise _refused(directory, f"transformers {library.__version__} does not read its config: {error}") from None
+    config = _config_in(library, directory)
+    if overrides:
+        config = overridden(config, overrides, lambda fields: _config_in(library, directory, **fields))
     kind = config.model_type
-    if unknown := [name for name in overrides if not hasattr(config, name)]:
-        message = f"{directory}: the config of {kind} has no field {', '.join(unknown)}"
-        raise ConfigError(Problem("PP-E527", f"{message}; leave it out", place="model.hf_overrides"))
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
     if config.get_text_config() is not config:
@@ -85,12 +92,14 @@ def _refuse_quantised(config: Any, directory: Path) -> None:
         raise ConfigError(Problem("PP-E550", message, remedy, str(directory / CONFIG)))
 
 
-def _value(text: str) -> Any:
-    """A field's value as it was typed: a number, true, null, a list; else text."""
+def _config_in(library: Any, directory: Path, **fields: Any) -> Any:
+    """As transformers reads it, with these fields. Raises ConfigError (PP-E527) in the words of the library."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return text
+        return library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
+    except Exception as error:  # each class has rules and errors of its own
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = " ".join(lines[-1:]) if fields else " ".join(lines[:2])
+        raise _refused(directory, f"transformers {library.__version__} does not read its config: {reason}") from None
 
 
 def _refused(directory: Path, reason: str) -> ConfigError:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from ppctl.errors import CheckpointError, Problem
 from ppctl.families.safetensors import Stored, read_directory
 from ppctl.foreign.library import Conversions, make_model
 
-_FLOATS = ("F64", "F32", "BF16", "F16")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _UNREAD = ("rotary_emb.inv_freq",)
 """Ends of names of tensors in old files that are not needed."""
 
@@ -49,6 +50,13 @@ class StoredWeights:
             name for name, each in self._headers.items() if each.dtype not in _FLOATS and not name.endswith(_UNREAD)
         ]
         self._refuse("holds tensors whose dtype transformers' own code is not trained with", other)
+        mixed = [name for name in shapes if len({self._headers[part].dtype for _, part in self._parts[name]}) > 1]
+        self._refuse("holds the parts of one tensor in several dtypes", mixed)
+
+    def spec(self, name: str) -> Tensor:
+        """Shape and dtype that `tensor` will give, on the meta device."""
+        dtype = _FLOATS[self._headers[self._parts[name][0][1]].dtype]
+        return torch.empty(self.shapes[name], dtype=dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its canonical name, on the CPU. Raises CheckpointError (PP-E524) for one of another shape."""

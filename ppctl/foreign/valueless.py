@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ppctl.weight_gradients.put_off import PLAIN
 
 _aten = torch.ops.aten
-_GROUPED = _aten._grouped_mm.default
+GROUPED = _aten._grouped_mm.default
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _largest(scores: Tensor, count: int, dim: int = -1, largest: bool = True, in
     return values, chosen
 
 
-def _grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def grouped(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """The result of a grouped product has a shape; torch's own stand-in for tensors without values takes bf16 alone."""
     if one.dim() == 2 and other.dim() == 2:  # of columns and rows, for each group one matrix
         assert offs is not None
@@ -99,7 +99,7 @@ def _chosen(func: Any) -> Callable[..., Any]:
 _INDEXED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     _aten.topk.default: _largest,
-    _GROUPED: _grouped,
+    GROUPED: grouped,
     **{func: _chosen(func) for func in _INDEXED},
 }
 

@@ -126,6 +126,8 @@ class ForeignModel(NamedTuple):
     """What is trained in place of the weights, which are frozen then."""
     router_logits: RouterLogits | None = None
     """Of models whose code adds a loss over the routers of all layers."""
+    gradients: int = 0
+    """How many were compared in the proof; 0 where it was made by an older ppctl."""
 
     def routed(self, layers: int) -> int:
         """How many tensors the routers of the first so many layers record: a hop behind these carries them all."""

@@ -16,66 +16,116 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import ppctl
+from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.families.directory import read_config_file
 from ppctl.files import read_text, write_atomically
-from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel
+from ppctl.geometry.foreign_model import VERSION, Adapters, ForeignModel, foreign_of
 
 _COMMAND = (sys.executable, "-m", "ppctl.foreign")
+_EXTRAS = {
+    "transformers": ("PP-E526", ("torch", "transformers"), "torch and transformers run a model's own code"),
+    "lora": ("PP-E541", ("peft",), "adapters are its code"),
+}
+"""Extra of ppctl's -> the code of its problem, its packages, and what they are for."""
+_CODE = ("foreign", "geometry", "model", "weight_gradients")
+"""Packages of ppctl's on which an answer depends."""
 
 
-def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> str:
-    """The text of `model.transformers`: proved and measured before, or now, which takes some ten seconds.
+class Description(NamedTuple):
+    """What is known of a model."""
+
+    text: str
+    """The text of `model.transformers`."""
+    kept: Path | None
+    """Where it was read; None where it was found just now."""
+
+
+def describe(
+    directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None, *, anew: bool = False
+) -> Description:
+    """Proved and measured before, for the same config and versions; else, or with `anew`, now: some ten seconds.
 
     Raises ConfigError: PP-E520 without a config.json, PP-E526 where torch or transformers is not here, PP-E527 to
-    PP-E529 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they cannot have.
+    PP-E529, PP-E550 and PP-E552 for models that cannot be trained so, PP-E540 to PP-E542 for adapters that they
+    cannot have.
     """
     config = read_config_file(directory)
     kept = _cache() / f"{_digest(config, overrides, adapters)}.json"
     with suppress(OSError, ValueError):
-        text = read_text(kept)
+        text = "" if anew else read_text(kept)
         ForeignModel.from_text(text)  # a disk that was full may have left half of it
-        return text
-    missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
-    if missing:
-        message = f"{' and '.join(missing)} cannot be found: a model's own code needs both"
-        raise ConfigError(Problem("PP-E526", message, "pip install 'ppctl[transformers]'", str(directory)))
-    with tempfile.TemporaryDirectory() as temporary:
-        answer = Path(temporary) / "answer.json"
-        command = [*_COMMAND, str(directory), "--describe", str(answer), "--overrides", json.dumps(dict(overrides))]
-        command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
-        try:
-            found = json.loads(answer.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            last = next(
-                (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"exit {done.returncode}"
-            )
-            message = f"the model at {directory} could not be looked at: {last}"
-            raise ConfigError(
-                Problem("PP-E528", message, f"ppctl doctor --model '{directory}'", str(directory))
-            ) from None
+        return Description(text, kept)
+    if problem := absent("transformers", str(directory)):
+        raise ConfigError(problem)
+    found = _ask(directory, overrides, adapters)
     if "problems" in found:
         raise ConfigError([Problem(**problem) for problem in found["problems"]])
     text = str(found["model"])
     with suppress(OSError):  # a home that cannot be written to: the next start asks again
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, text)
-    return text
+    return Description(text, None)
+
+
+def absent(extra: str, place: str = "") -> list[Problem]:
+    """The problem of a library that a model's own code needs and this machine lacks: of `transformers`, or `lora`."""
+    code, packages, why = _EXTRAS[extra]
+    missing = [package for package in packages if find_spec(package) is None]
+    if not missing:
+        return []
+    message = f"{' and '.join(missing)} cannot be found: {why}"
+    return [Problem(code, message, f"pip install 'ppctl[{extra}]'", place)]
+
+
+def absent_for(model: ModelConfig) -> list[Problem]:
+    """The problems of all libraries that the code of a model needs and this machine lacks."""
+    foreign = foreign_of(model)
+    if foreign is None:
+        return []
+    adapters = [] if foreign.adapters is None else absent("lora", "model.lora")
+    return [*absent("transformers", f"model.from = {model.from_}"), *adapters]
+
+
+def _ask(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None) -> dict[str, Any]:
+    """The answer of a child. Raises ConfigError (PP-E528) where it ends without one."""
+    with tempfile.TemporaryDirectory() as temporary:
+        answer = Path(temporary) / "answer.json"
+        command = [*_COMMAND, str(directory), str(answer), "--overrides", json.dumps(dict(overrides))]
+        command += [] if adapters is None else ["--adapters", json.dumps(adapters)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        try:
+            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            last = lines[-1] if lines else f"exit {done.returncode}"
+            message = f"the model at {directory} could not be looked at: {last}"
+            raise ConfigError(Problem("PP-E528", message, place=str(directory))) from None
+    return found
 
 
 def _digest(config: Mapping[str, object], overrides: Mapping[str, str], adapters: Adapters | None) -> str:
-    """Of all that an answer depends on."""
-    versions = [VERSION, ppctl.__version__]
+    """Of all that an answer depends on: proof and costs are those of both dtypes, with the loss that every run has and
+    the attention that the config names."""
+    versions = [VERSION, ppctl.__version__, _digest_of_code()]
     for package in ("torch", "transformers", *([] if adapters is None else ["peft"])):
         with suppress(metadata.PackageNotFoundError):
             versions.append(metadata.version(package))
     asked = [config, dict(overrides), versions, *([] if adapters is None else [adapters])]
     text = json.dumps(asked, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _digest_of_code() -> str:
+    """Of the files that make an answer: another commit of one version has others."""
+    package, found = Path(ppctl.__file__).parent, hashlib.sha256()
+    for file in sorted(file for name in _CODE for file in (package / name).glob("*.py")):
+        found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def _cache() -> Path:

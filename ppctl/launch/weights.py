@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +27,7 @@ from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
 from ppctl.geometry.adapters import read_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.geometry.foreign_model import Adapters, ForeignModel, foreign_of
-from ppctl.launch.described import describe
+from ppctl.launch.described import absent, describe
 from ppctl.runs import find_checkpoint
 
 KEY = "model.from"
@@ -74,7 +73,7 @@ def model_values(
     if implementation == "transformers" or (
         implementation == "auto" and config.get("model_type") not in known_families()
     ):
-        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None))
+        found = ForeignModel.from_text(describe(path, overrides, asked_adapters(lora) if lora else None).text)
         return {**found.sizes, "transformers": found.to_text()}
     family, model = read_config(config, str(path / CONFIG))
     not_set = TRAINING - {field.ours for field in family.fields}
@@ -100,9 +99,8 @@ def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
     except ValueError as error:
         remedy = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
         raise ConfigError(Problem("PP-E540", f"model.lora: {error}", remedy, "model.lora")) from None
-    if find_spec("peft") is None:
-        message = "peft cannot be found: adapters are its code"
-        raise ConfigError(Problem("PP-E541", message, "pip install 'ppctl[lora]'", "model.lora"))
+    if problem := absent("lora", "model.lora"):
+        raise ConfigError(problem)
     return found
 
 

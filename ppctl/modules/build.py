@@ -6,7 +6,8 @@ Knows process groups and how a config's fields become values. Must not know how 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.config.keys import keys
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.devices import group_backends
-from ppctl.errors import CheckpointError, ConfigError, Problem, ScheduleError
+from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.modules.agreement import agreed, refuse_unlike
 from ppctl.modules.sources import (
     OwnModel,
     Source,
@@ -38,6 +41,8 @@ CODE = "PP-E130"
 
 def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Source:
     """What is cut, agreed on by all ranks; a model of transformers is proved by the first one."""
+    agreed(ranks, "read the config", lambda: _check_values(config))
+    refuse_unlike(ranks, "configs", _told(config))
     if config.pp_schedule_csv is None:
         agreed(ranks, "read the config", lambda: wanted_policy(config))
     pp = ranks.size
@@ -45,6 +50,7 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
     patched = config.patch_inner_model and config.patch_causal_lm_model
     if directory is None and not (patched and is_transformers(model)):
         own: Source = agreed(ranks, "cut the model", lambda: OwnModel(model, config, pp), own=True)
+        refuse_unlike(ranks, "models", _shapes_of(model))
         return own
     if not patched:
         message = "a directory is run by transformers' code, whose forward does not take hidden states"
@@ -67,7 +73,13 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
             return None
         place = directory or Path(type(model).__name__)
         refuse_dropout(its_config, place)
-        return proved(its_config, place).anatomy
+        anatomy = proved(its_config, place).anatomy
+        if anatomy.routers:
+            message = (
+                "output_router_logits=True: the model's own code adds to its loss, and a pipeline's is that of logits"
+            )
+            raise ConfigError(Problem(CODE, message, "model.config.output_router_logits = False", str(place)))
+        return anatomy
 
     anatomy = agreed(ranks, "prove that the model can be cut", proof)
     source: TransformersModel = agreed(
@@ -78,32 +90,49 @@ def source_of(model: Any, config: PipelineConfig, ranks: AgreeingRanks) -> Sourc
     return source
 
 
-def agreed(ranks: AgreeingRanks, what: str, work: Callable[[], Any], *, own: bool = False, same: bool = False) -> Any:
-    """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
+def check_kinds(model: Any, config: Any, loss_fn: Any, parallelize: Any) -> None:
+    """Raise ConfigError (PP-E130) for arguments that are not what `pipeline` takes."""
+    loss = loss_fn if loss_fn is not None else getattr(config, "loss_fn", None)
+    kinds = (
+        ("model", isinstance(model, nn.Module | str | os.PathLike), model, "a module, or the directory of a model"),
+        ("config", isinstance(config, PipelineConfig), config, "ppctl.PipelineConfig(pp_schedule='1f1b')"),
+        ("loss_fn", loss is None or callable(loss), loss, "a function of the model's result and the labels"),
+        ("parallelize", parallelize is None or callable(parallelize), parallelize, "a function of a stage's module"),
+    )
+    problems = [
+        Problem(CODE, f"{name}={value!r} is a {type(value).__name__}", remedy)
+        for name, right, value, remedy in kinds
+        if not right
+    ]
+    if problems:
+        raise ConfigError(problems)
 
-    With `same` the ranks' batches have to be alike.
-    """
-    mine: list[Any] = []
 
-    def attempt() -> Any:
-        mine.append(work())
-        return mine[0][0].shapes if same else None if own else mine[0]
+def _check_values(config: PipelineConfig) -> None:
+    """Raise ConfigError (PP-E130) naming every field whose value is beyond its limit."""
+    problems = []
+    for field in fields(config):
+        key = keys().get(f"pipeline.{field.name}")
+        if key is None or key.limit is None:
+            continue
+        value, sound = getattr(config, key.attribute), False
+        with suppress(TypeError, ValueError, AttributeError):  # of another type than the field's
+            sound = key.allows(value)
+        if not sound:
+            message = f"{key.field}={value!r} must be {key.limit.words}"
+            problems.append(Problem(CODE, message, f"{key.field}={key.default!r}"))
+    if problems:
+        raise ConfigError(problems)
 
-    def conclude(found: list[Any]) -> Any:
-        if same and len(set(found)) > 1:
-            told = ", ".join(f"rank {rank} {shapes}" for rank, shapes in enumerate(found))
-            raise ConfigError(
-                Problem(CODE, f"ranks were given different batches: {told}", "the same batch on every rank")
-            )
-        return found[0]
 
-    try:
-        verdict = ranks.agree(what, attempt, conclude)
-    except CheckpointError as error:
-        if all(problem.code.startswith("PP-E5") for problem in error.problems):
-            raise
-        raise ConfigError(error.problems) from error.__cause__
-    return mine[0] if own else verdict
+def _told(config: PipelineConfig) -> str:
+    """The fields that all ranks must have alike; functions are compared by nobody."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))
+
+
+def _shapes_of(model: nn.Module) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in model.state_dict().items())
 
 
 def placement_of(config: PipelineConfig, pp: int, num_stages: int) -> Placement:
@@ -153,7 +182,14 @@ def _schedule_in(path: str) -> Schedule:
 def device_of(asked: torch.device | str | None) -> torch.device:
     """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
     if asked is not None:
-        found = torch.device(asked)
+        try:
+            found = torch.device(asked)
+        except RuntimeError as error:
+            raise ConfigError(
+                Problem(CODE, f"device={asked!r}: {str(error).splitlines()[0]}", "device='cpu'")
+            ) from None
+        if found.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(Problem(CODE, f"device={asked!r}, and torch sees no GPU here", "device='cpu'"))
         return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))

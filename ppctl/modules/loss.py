@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.errors import ConfigError, Problem
@@ -36,16 +37,49 @@ class StepLoss:
             if not self.scales:
                 self.total = torch.stack([_mask(each.labels).sum() for each in microbatches]).sum().clamp(min=1)
 
+    def try_out(self, output: Any, labels: Any, device: torch.device) -> None:
+        """Raise ConfigError (PP-E130) where no loss can be taken of such a result, which is without values.
+
+        A `loss_fn` is called once with zeros, ahead of all messages: what it raises is raised here.
+        """
+        if self.function is None:
+            self._check(output, labels)
+            return
+        if not all(isinstance(each, Tensor) for each in tree_leaves(output)):
+            return  # of an object of the model's own, which zeros cannot stand for
+        zeros = tree_map(
+            lambda each: torch.zeros_like(each, device=device).requires_grad_(each.is_floating_point()), output
+        )
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            found = self.function(zeros, labels)
+        if not isinstance(found, Tensor) or found.dim():
+            what = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            remedy = "loss_fn=lambda output, labels: torch.nn.functional.mse_loss(output, labels)"
+            raise ConfigError(Problem("PP-E130", f"loss_fn returns {what}, and a loss is one number", remedy))
+
+    def _check(self, output: Any, labels: Any) -> None:
+        """Raise ConfigError (PP-E130) for a result that cross entropy cannot be taken of."""
+        logits = _logits_of(output)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != labels.shape:
+            what = list(logits.shape) if isinstance(logits, Tensor) else type(output).__name__
+            message = f"without loss_fn the model returns logits [rows, tokens, words] for labels {list(labels.shape)}"
+            raise ConfigError(Problem("PP-E130", f"{message}, not {what}", "PipelineConfig(loss_fn=your_loss)"))
+
     def __call__(self, output: Any, labels: Any) -> Tensor:
         """The share of one microbatch."""
         if self.function is not None:
             loss: Tensor = self.function(output, labels)
         else:
-            logits = output if isinstance(output, Tensor) else output.logits
+            self._check(output, labels)
+            logits = _logits_of(output)
             mask = _mask(labels)
             wanted = labels.clamp(min=0)  # NO_TOKEN is no index
             loss = microbatch_loss(logits, wanted, mask, mask.sum().clamp(min=1) if self.total is None else self.total)
         return loss / self.shares if self.scales else loss
+
+
+def _logits_of(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
 
 
 def _are_tokens(labels: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ppctl.config.keys import nearest
 from ppctl.errors import ConfigError, Problem
 
 FIELD = "module_fqns_per_model_part"
@@ -87,7 +88,7 @@ def cut_by_names(model: nn.Module, parts: Sequence[Sequence[str]] | None, pp: in
 
 
 def _unknown(name: str, part: int, modules: dict[str, nn.Module]) -> Problem:
-    near = [path for path in modules if path and path.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = nearest(name, [path for path in modules if path], limit=_SHOWN)
     known = near or [path for path in modules if path and "." not in path]
     message = f"{FIELD}: part {part} names {name!r}, and the model has no such module"
     return Problem(CODE, message, f"one of {', '.join(known[:_SHOWN])}")

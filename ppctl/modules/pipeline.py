@@ -25,10 +25,10 @@ from ppctl.engine.dry_pass import dry_pass
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.modules.agreement import CODE, SameCall, agreed
 from ppctl.modules.batch import Batch, divide
 from ppctl.modules.build import (
-    CODE,
-    agreed,
+    check_kinds,
     device_of,
     placement_of,
     schedule_of,
@@ -85,7 +85,8 @@ def pipeline(
     cannot be followed, PP-E131 for names, PP-E132 for a module that cannot be cut, PP-E526 to PP-E529 and PP-E538 as
     `model.from=DIR` does.
     """
-    wanted = config or PipelineConfig()
+    wanted = PipelineConfig() if config is None else config
+    check_kinds(model, wanted, loss_fn, parallelize)
     if loss_fn is not None:
         wanted = replace(wanted, loss_fn=loss_fn)
     place = device_of(device)
@@ -121,26 +122,31 @@ class Pipeline:
         self._known: dict[str, tuple[Survey, Schedule, Schedule]] = {}
         self._communicator: Communicator | None = None
         self._schedule: Schedule | None = None
+        self._same = SameCall(ranks)
+        self._broken = ""
+        """What ended a step amid its messages."""
 
     # --- what a training loop uses -----------------------------------------------------------------------------------
 
-    def step(self, batch: Any) -> Tensor | None:
+    def step(self, batch: Any = None, **named: Any) -> Tensor | None:
         """Forward and backward of a batch: gradients are added to `.grad`. The loss on the rank of the last stage.
 
-        Every rank gives the same batch, `(inputs, labels)` or a mapping with `labels`: masks and positions are made of
-        it on every stage. Its rows are microbatches of `pp_microbatch_size`; with `pp_batch_size` above 1 they run in
-        several schedule calls. The loss is the sum of its microbatches' shares (`StepLoss`). Raises ConfigError
-        (PP-E130, PP-E132) on all ranks.
+        Every rank gives the same batch, `(inputs, labels)` or a mapping with `labels`, or that by keyword
+        (`step(input_ids=..., attention_mask=..., labels=...)`): masks and positions are made of it on every stage. Its
+        rows are microbatches of `pp_microbatch_size`; with `pp_batch_size` above 1 they run in several schedule calls.
+        The loss is the sum of its microbatches' shares (`StepLoss`). Raises ConfigError (PP-E130, PP-E132; PP-E553 for
+        an exception of the user's code) on all ranks before any message; PP-E554 where an earlier step ended amid its
+        messages.
         """
-        return self._run(batch, training=True)
+        return self._run(_given(batch, named), training=True)
 
-    def eval(self, batch: Any) -> Tensor | None:
+    def eval(self, batch: Any = None, **named: Any) -> Tensor | None:
         """The loss of a batch in evaluation mode, without gradients, on the rank of the last stage; else as `step`."""
         modes = {each: each.training for module in self._modules.values() for each in module.modules()}
         for module in self._modules.values():
             module.eval()
         try:
-            return self._run(batch, training=False)
+            return self._run(_given(batch, named), training=False)
         finally:
             for each, training in modes.items():
                 each.training = training
@@ -216,7 +222,7 @@ class Pipeline:
     # --- how it runs -------------------------------------------------------------------------------------------------
 
     def _run(self, given: Any, *, training: bool) -> Tensor | None:
-        batch = self._begin(given)
+        batch = self._begin(given, training=training)
         survey, schedule, forwards = self._known[batch.shapes]
         loss = StepLoss(self.config, batch.microbatches)
         held = self._hold_tied() if training else {}
@@ -229,7 +235,7 @@ class Pipeline:
                 self._program(number, batch, first, survey, loss, losses, last_call=first == calls[-1])
                 for number in self._numbers
             ]
-            run_schedule(schedule if training else forwards, programs, self._communicator)
+            self._run_schedule(schedule if training else forwards, programs)
         if training:
             for tied in self._ties:
                 tied.sum()
@@ -237,14 +243,35 @@ class Pipeline:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
         return torch.stack(losses).sum() if losses else None
 
-    def _begin(self, given: Any) -> Batch:
+    def _run_schedule(self, schedule: Schedule, programs: list[StageProgram]) -> None:
+        try:
+            run_schedule(schedule, programs, self._communicator)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise
+
+    def _begin(self, given: Any, *, training: bool = True) -> Batch:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""
-        with suppress(ConfigError):  # all ranks raise it, below
+        if self._broken and self._ranks.size > 1:
+            message = f"an earlier step ended amid its messages, which other ranks may wait for: {self._broken}"
+            raise ConfigError(Problem("PP-E554", message, "end all ranks, and start them from a checkpoint"))
+        known: Batch | None = None
+        with suppress(Exception):  # all ranks raise it, below
+            _check_gradients(training)
             known = divide(given, self.config, self.device)
-            if known.shapes in self._known:
-                return known
+        call = "a step" if training else "an evaluation"
+        ready = known is not None and known.shapes in self._known
+        if self._same(f"{call} of {known.shapes}" if known is not None and ready else None):
+            assert known is not None  # the text is there
+            return known
         batch: Batch
-        batch, survey = agreed(self._ranks, "look at the batch", partial(self._look_at, given), same=True, own=True)
+        batch, survey = agreed(
+            self._ranks,
+            "look at the batch",
+            partial(self._look_at, given, training),
+            own=True,
+            told=lambda found: f"{call} of {found[0].shapes}",
+        )
         place, number = self.placement, batch.per_call
         schedule = agreed(self._ranks, "make the schedule", lambda: schedule_of(self.config, place, number))
         forwards = lower(forwards_alone(place, number))
@@ -284,10 +311,14 @@ class Pipeline:
         if on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def _look_at(self, given: Any) -> tuple[Batch, Survey]:
+    def _look_at(self, given: Any, training: bool) -> tuple[Batch, Survey]:
+        _check_gradients(training)
         batch = divide(given, self.config, self.device)
-        StepLoss(self.config, batch.microbatches)
-        survey = self._source.look_at(batch.microbatches[0])
+        loss, first = StepLoss(self.config, batch.microbatches), batch.microbatches[0]
+        survey = self._source.look_at(first)
+        ends = self.placement.num_stages - 1 in self._numbers
+        if survey.output is not None and (ends or self.config.loss_fn is None):
+            loss.try_out(survey.output, first.labels, self.device)
         wanted, sent = self.config.dtype, {edge.dtype for edge in survey.edges}
         wanted = getattr(torch, wanted) if isinstance(wanted, str) else wanted
         if wanted is not None and sent - {wanted}:
@@ -362,3 +393,15 @@ class Pipeline:
         if shards and self._source.ties:
             message = "parameters that several modules share have one gradient per use, and fully_shard divides each"
             raise ConfigError(Problem(CODE, message, "a model with tie_word_embeddings=False"))
+
+
+def _check_gradients(training: bool) -> None:
+    """Raise ConfigError (PP-E130) for a step where nothing has a gradient."""
+    if training and not torch.is_grad_enabled():
+        message = "gradients are switched off here (no_grad or inference_mode), and a step makes them"
+        raise ConfigError(Problem(CODE, message, "pipeline.eval(batch), or pipeline.step(batch) outside of it"))
+
+
+def _given(batch: Any, named: Mapping[str, Any]) -> Any:
+    """A batch as it was given, or by keyword."""
+    return named if batch is None and named else {"batch": batch, **named} if named else batch

@@ -21,6 +21,7 @@ from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.layout import even_layout
 from ppctl.layout.reader import read_layout
+from ppctl.model.loss import NO_TOKEN
 from ppctl.modules.batch import Microbatch
 from ppctl.modules.names import CODE as NAMES_CODE
 from ppctl.modules.names import cut_by_names
@@ -100,6 +101,7 @@ class TransformersModel:
         self.config, self.anatomy, self.dtype = config, anatomy, dtype
         self.weights: Callable[[str], Tensor] | None = None
         """A tensor by its name; None leaves them without values."""
+        self._own_loss = wanted.loss_fn is None
         letters = _letters(wanted, anatomy, pp)
         self.num_stages = len(letters)
         self.layers: list[list[Layer]] = []
@@ -128,25 +130,53 @@ class TransformersModel:
         return stage
 
     def look_at(self, microbatch: Microbatch) -> Survey:
-        """As `Source`."""
-        rows, length = self._tokens(microbatch).shape
+        """As `Source`. Labels that are the tokens themselves are refused, too: nothing shifts them here."""
+        tokens, _ = self._arguments(microbatch)
+        if self._own_loss:
+            _refuse_unshifted(tokens, microbatch.labels)
+        rows, length = tokens.shape
         table = self.config.get_text_config()
         state = torch.empty(rows, length, table.hidden_size, dtype=self.dtype, device="meta")
-        return Survey((state,) * (self.num_stages - 1))
+        logits = torch.empty(rows, length, table.vocab_size, dtype=self.dtype, device="meta")
+        return Survey((state,) * (self.num_stages - 1), output=logits)
 
     def run(self, module: Any, arrived: Tensor | None, microbatch: Microbatch) -> Any:
         """As `Source`."""
-        return module(self._tokens(microbatch) if arrived is None else arrived)[0]
+        tokens, beside = self._arguments(microbatch)
+        return module(tokens if arrived is None else arrived, beside=beside)[0]
 
-    def _tokens(self, microbatch: Microbatch) -> Tensor:
-        named = [name for name in microbatch.named if name != "input_ids"]
-        given = microbatch.positional or tuple(microbatch.named.values())
-        tokens = given[0] if len(given) == 1 else None
-        if named or not isinstance(tokens, Tensor) or tokens.dim() != 2:
-            what = f", not {', '.join(named)}" if named else ""
-            message = f"a model of transformers takes whole rows of token ids [rows, tokens]{what}"
-            raise ConfigError(Problem("PP-E130", message, "step((input_ids, labels))"))
-        return tokens
+    def _arguments(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Token ids [rows, tokens], and what the model's forward is given beside them on every stage."""
+        named = {name: value for name, value in microbatch.named.items() if value is not None}
+        beside = {**dict(zip(["input_ids"], microbatch.positional, strict=False)), **named}
+        tokens = beside.pop("input_ids", None)
+        others = [name for name, value in beside.items() if name not in _BESIDE or not isinstance(value, Tensor)]
+        if len(microbatch.positional) > 1:
+            others.append(f"{len(microbatch.positional)} arguments without names")
+        if others or not isinstance(tokens, Tensor) or tokens.dim() != 2:
+            what = f", not {', '.join(others)}" if others else ""
+            message = f"a model of transformers takes input_ids [rows, tokens], {' and '.join(_BESIDE)}{what}"
+            remedy = "step(input_ids=tokens, attention_mask=mask, labels=labels)"
+            raise ConfigError(Problem("PP-E130", message, remedy))
+        return tokens, beside
+
+
+_BESIDE = ("attention_mask", "position_ids")
+"""Arguments of a model of transformers that its own code makes masks and positions of, on every stage."""
+
+
+def _refuse_unshifted(tokens: Tensor, labels: Any) -> None:
+    """Raise ConfigError (PP-E130) for labels that transformers' own loss would shift: token n is compared with itself.
+
+    Read once for each shape of a batch. A row of one token alone looks like that when it is shifted.
+    """
+    if not isinstance(labels, Tensor) or labels.shape != tokens.shape or not bool((tokens != tokens[:, :1]).any()):
+        return
+    counts = labels != NO_TOKEN
+    if bool((~counts | (labels == tokens)).all()) and bool(counts.any()):
+        message = "the labels are the tokens themselves: they are compared place by place, and nothing shifts them here"
+        remedy = "labels=torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
+        raise ConfigError(Problem("PP-E130", message, remedy))
 
 
 def _letters(wanted: PipelineConfig, anatomy: Anatomy, pp: int) -> tuple[str, ...]:

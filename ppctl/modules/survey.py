@@ -8,9 +8,11 @@ would be lost without a word. Must not know stages' programs or ranks.
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ class Survey:
     """What travels from each part to the next one, on meta."""
     forms: Forms = field(default_factory=dict)
     """By module, what it returns, on meta."""
+    output: Any = None
+    """What the model returns, on meta; None where that was not seen."""
 
 
 def blank_of(model: nn.Module) -> nn.Module:
@@ -68,7 +72,21 @@ def look_at(blank: nn.Module, cut: Cut, arguments: Arguments, aware: Collection[
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         message = f"the model's forward cannot be followed on tensors without values: {type(error).__name__}: {reason}"
-        raise ConfigError(Problem(CODE, message, _AS_IT_IS)) from error
+        remedy = _BY_HAND if any(words in str(error) for words in _READS) else _ALONE
+        raise ConfigError(Problem(CODE, message, remedy, _line_of(error))) from None
+
+
+_READS = ("meta tensor", "meta device", "data-dependent", "is_nonzero", "_local_scalar_dense")
+"""Words of torch's where code asks a tensor for its values."""
+_ALONE = "the model by itself with these arguments: where that runs, so does this"
+_BY_HAND = "the value as an argument that is no tensor, such as step({'x': x, 'masked': bool(mask.any()), 'labels': y})"
+
+
+def _line_of(error: Exception) -> str:
+    """The line of the user's code in which an exception began."""
+    libraries = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}\n{frames[-1].line}" if frames else ""
 
 
 _AS_IT_IS = "a forward that takes hidden states itself, with patch_inner_model=False patch_causal_lm_model=False"
@@ -91,11 +109,11 @@ def _follow(blank: nn.Module, cut: Cut, arguments: Arguments, aware: frozenset[s
     watch = _Watch(blank, cut, aware)
     try:
         with watch:
-            blank(*arguments[0], **arguments[1])
+            output = blank(*arguments[0], **arguments[1])
     finally:
         watch.remove_hooks()
     watch.conclude()
-    return Survey(tuple(watch.edges), watch.forms)
+    return Survey(tuple(watch.edges), watch.forms, output)
 
 
 class _Watch(TorchDispatchMode):

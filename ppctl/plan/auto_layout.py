@@ -56,15 +56,16 @@ def balanced_cut(
     def priced(layers: tuple[Layer, ...], stage: int) -> StagePrice:
         cost = pricing(stage, layers, False)
         state, activation, put_off = held_bytes(config, stage, layers, sizes, batch.micro_batch_size)
-        return StagePrice(cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, put_off)
+        return StagePrice(
+            cost.forward_s, cost.input_grad_s, cost.weight_grad_s, state, activation, put_off, cost.message_s
+        )
 
     stages = stage_specs(config, cut.layout, batch.micro_batch_size, schedule.placement.kind)
     ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(schedule)
     device, limit = device_limit(config, sizes), None
     if device is not None:
         limit = device.available_bytes - max(rank.buffer_bytes + rank.message_bytes for rank in ranks)
-    message = pricing(0, (), False).message_s
-    found = search_layout(model.num_layers, mtp > 0, schedule, price, message=message, limit=limit)
+    found = search_layout(model.num_layers, mtp > 0, schedule, price, limit=limit)
     layout = PipelineParallelLayerLayout(_text(found.best.candidate, mtp), values["pp"])
     derived = Derived("layout", layout.canonical(), _equation(found, mtp, batch))
     return replace(cut, layout=layout, derived=(derived, *(each for each in cut.derived if each.key != "layout")))

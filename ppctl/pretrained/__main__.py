@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ppctl.pretrained")
     parser.add_argument("action", choices=("import", "export", "average", "compare"))
     parser.add_argument("--format", choices=("hf", "dcp", "torch_dist"), default="hf", help="of the other side")
-    parser.add_argument("--model", type=json.loads, help="ModelConfig as JSON, for formats that do not tell it")
+    parser.add_argument("--model", type=json.loads, help="ModelConfig as JSON, where the source does not tell it")
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype")
@@ -64,7 +64,8 @@ def _convert(args: argparse.Namespace) -> Done:
                 return import_dcp(source, out, ModelConfig(**args.model), progress, megatron=megatron)
             return export_dcp(source, out, progress, dtype=dtype, mtp=not args.no_mtp, megatron=megatron)
         if args.action == "import":
-            return import_directory(source, out, progress, mtp=not args.no_mtp)
+            described = None if args.model is None else ModelConfig(**args.model)
+            return import_directory(source, out, progress, mtp=not args.no_mtp, described=described)
         return export_checkpoint(source, out, progress, dtype=dtype, mtp=not args.no_mtp)
     except OSError as error:
         message = f"{args.out} cannot be written: {error.strerror}"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +25,15 @@ from ppctl.checkpoint_folder import step_path
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.families.config_json import write_config
-from ppctl.families.directory import CONFIG, TOKENIZER, model_tensors, mtp_tables, open_directory, stored_names
+from ppctl.families.directory import (
+    CONFIG,
+    TOKENIZER,
+    has_weights,
+    model_tensors,
+    mtp_tables,
+    open_directory,
+    stored_names,
+)
 from ppctl.families.safetensors import read_directory
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import parameter_of
@@ -62,20 +70,21 @@ def left_out(names: Iterable[str]) -> str:
     return f"weights alone; left out: {len(found)} tensors of optimizer states ({found[0]}, …)" if found else ""
 
 
-def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool = True) -> Done:
+def import_directory(
+    source: Path, out: Path, progress: Progress, *, mtp: bool = True, described: ModelConfig | None = None
+) -> Done:
     """Write the weights of a Hugging Face directory as the checkpoint `out`/checkpoints/step-0, in their own dtypes.
 
-    Raises ConfigError (PP-E520, PP-E521; PP-E525 where `out` is taken) and CheckpointError (PP-E523, PP-E524).
+    `described` is the model where its code is transformers'. Raises ConfigError (PP-E520, PP-E521, PP-E526; PP-E525
+    where `out` is taken) and CheckpointError (PP-E523, PP-E524, PP-E538).
     """
-    found = open_directory(source, mtp=mtp)
-    reader = Reader(found)
-    reader.check_copies()
-    specs = {f"model.{name}": reader.spec(name) for name in found.names}
+    found = _described(source, described) if described is not None else _of_a_family(source, mtp=mtp)
+    specs = {f"model.{name}": spec for name, spec in found.specs.items()}
     counter = count(1)
 
     def read(name: str) -> Tensor:
         progress(name, next(counter), len(specs))
-        return reader.tensor(name.removeprefix("model."))
+        return found.read(name.removeprefix("model."))
 
     state = {"step": 0, "consumed_samples": 0, "weights_only": True, "model": asdict(found.model)}
     state["source"] = str(source.absolute())
@@ -85,7 +94,41 @@ def import_directory(source: Path, out: Path, progress: Progress, *, mtp: bool =
         save_streamed(temporary / "checkpoints", 0, specs, read, state)
     parameters = sum(spec.numel() for spec in specs.values())
     size = sum(spec.numel() * spec.itemsize for spec in specs.values())
-    return Done(step_path(out / "checkpoints", 0), found.family.model_type, parameters, len(specs), size)
+    return Done(step_path(out / "checkpoints", 0), found.model_type, parameters, len(specs), size)
+
+
+class _Weights(NamedTuple):
+    """A directory's tensors, by canonical name."""
+
+    model: ModelConfig
+    model_type: str
+    specs: Mapping[str, Tensor]
+    """Shapes and dtypes, on meta."""
+    read: Callable[[str], Tensor]
+
+
+def _of_a_family(source: Path, *, mtp: bool) -> _Weights:
+    found = open_directory(source, mtp=mtp)
+    reader = Reader(found)
+    reader.check_copies()
+    specs = {name: reader.spec(name) for name in found.names}
+    return _Weights(found.model, found.family.model_type, specs, reader.tensor)
+
+
+def _described(source: Path, model: ModelConfig) -> _Weights:
+    """Of a model whose code is transformers'."""
+    from ppctl.foreign.library import config_from  # transformers, which other models do without
+    from ppctl.foreign.stored import StoredWeights
+
+    if not has_weights(source):
+        message = f"{source} has a {CONFIG} and no weights: a run draws them by its seed"
+        raise CheckpointError(Problem("PP-E538", message, f"ppctl train model.from='{source}'", str(source)))
+    foreign = foreign_of(model)
+    assert foreign is not None  # `model` was described because its code is transformers'
+    shapes = {name: shape for name, shape in model_tensors(model).items() if not is_adapter(name)}
+    weights = StoredWeights(source, config_from(foreign.config), shapes)
+    specs = {name: weights.spec(name) for name in shapes}
+    return _Weights(model, json.loads(foreign.config)["model_type"], specs, weights.tensor)
 
 
 def export_checkpoint(

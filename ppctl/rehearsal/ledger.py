@@ -21,6 +21,7 @@ import torch.distributed._tools.fake_collectives  # collectives of tensors witho
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ppctl.foreign.valueless import GROUPED, grouped
 from ppctl.rehearsal_record import BACKWARD, MESSAGE, STEP, HostWait, Operations, Traffic
 
 BLOCK = 512
@@ -79,7 +80,11 @@ class Ledger(TorchDispatchMode):
             self._wait()
             message = f"the size of the result of {func} depends on values, which a rehearsal does not have"
             raise NotImplementedError(message)
-        result = func(*args, **kwargs)
+        if func is GROUPED and _on_device(args) and args[0].dtype != torch.bfloat16:
+            self._wait()  # torch multiplies group by group there, and reads on the host where each one ends
+            result = grouped(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         made = [tensor for tensor in _tensors(result) if tensor.is_meta]
         if made and not func.is_view:
             self._launches[self.during] += 1

@@ -63,6 +63,93 @@ def test_a_directory_trains_resumes_in_another_cut_and_is_exported(here: Path) -
     assert kept.exists()
 
 
+def logits(directory: Path) -> torch.Tensor:
+    """Of a directory that transformers loads whole."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(32).view(2, 16)).logits
+    return found
+
+
+def test_an_imported_directory_trains_as_the_directory_and_is_exported(here: Path) -> None:
+    run(here, "ckpt", "import", "--hf", "cohere", "imported")
+    run(here, "ckpt", "export", "--hf", "imported/checkpoints/step-0", "unchanged")
+    assert torch.equal(logits(here / "unchanged"), logits(here / "cohere"))
+    for source in ("cohere", "imported"):
+        typed = (f"model.from={source}", "data.path=corpus.txt", *RUN, "pp=2", "steps=2", f"log.name=from_{source}")
+        run(here, "train", *typed)
+    direct, imported = (next((here / "runs" / f"from_{source}").iterdir()) for source in ("cohere", "imported"))
+    assert losses(imported) == losses(direct)
+    run(here, "ckpt", "export", "--hf", str(imported), "trained")
+    run(here, "ckpt", "export", "--hf", str(direct), "directly")
+    assert torch.equal(logits(here / "trained"), logits(here / "directly"))
+    assert not torch.equal(logits(here / "trained"), logits(here / "cohere"))
+
+
+def test_doctor_and_plans_keep_one_proof_between_them(here: Path) -> None:
+    model_of("Granite").save_pretrained(here / "granite")
+    cache = dict(XDG_CACHE_HOME=str(here / "doctors"))
+
+    def said(*words: str) -> str:
+        done = ppctl(*words, cwd=here, timeout=300, **cache)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    first = said("doctor", "--model", "granite")
+    assert "granite can be cut into stages" in first and "cached" not in first
+    (kept,) = (here / "doctors" / "ppctl" / "models").iterdir()
+    written = kept.stat().st_mtime_ns
+    again = json.loads(said("doctor", "--model", "granite", "--json"))
+    assert again["kept"] == str(kept) and again["tied"] and again["wrong"] == [] and again["gradients"] > 20
+    assert "cached" in said("doctor", "--model", "granite")
+    said("plan", "model.from=granite", "seq=16")
+    assert kept.stat().st_mtime_ns == written, "the plan read it"
+    assert "cached" not in said("doctor", "--model", "granite", "--anew")
+    assert kept.stat().st_mtime_ns > written
+    said("plan", "model.from=granite", "seq=16", "model.hf_overrides.residual_multiplier=0.5")
+    assert len(list(kept.parent.iterdir())) == 2, "another config is another proof"
+
+
+def test_doctor_tries_a_model_with_dropout_without_it(here: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=2, n_embd=24, n_head=4, vocab_size=320).save_pretrained(here / "drops")
+    told = json.loads(run(here, "doctor", "--model", "drops", "--json"))
+    assert told["layers"] == {"name": "transformer.h", "number": 2}
+    assert told["before_layers"] == ["transformer.wte", "transformer.wpe"]
+    assert told["dropout"] == {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    assert "model.hf_overrides.attn_pdrop=0" in run(here, "doctor", "--model", "drops")
+    done = ppctl("doctor", "--model", "nowhere", cwd=here)
+    assert done.returncode == 2 and "error PP-E520" in done.stderr
+
+
+def test_a_known_family_is_imported_for_transformers_code_where_that_is_asked_for(here: Path) -> None:
+    model_of("Mixtral").save_pretrained(here / "mixtral")  # its experts are stored one by one
+    run(here, "ckpt", "import", "--hf", "mixtral", "stacked", "--for", "model.implementation=transformers")
+    names = read_manifest(here / "stacked" / "checkpoints" / "step-0").tensors
+    assert any(name.endswith("experts.gate_up_proj") for name in names)
+    run(here, "ckpt", "export", "--hf", "stacked/checkpoints/step-0", "back")
+    assert torch.equal(logits(here / "back"), logits(here / "mixtral"))
+
+
+def test_an_import_says_what_it_does_not_read(here: Path) -> None:
+    (here / "no_weights").mkdir()
+    (here / "no_weights" / "config.json").write_text((here / "cohere" / "config.json").read_text())
+    refused = {
+        ("nowhere", "OUT"): "PP-E520: nowhere is no model directory",
+        ("no_weights", "OUT"): "PP-E538",
+        ("cohere", "OUT", "--for", "pp=2"): "PP-E105: --for pp=2",
+        ("cohere", "OUT", "--for", "model.implementation=ppctl"): "PP-E520",
+    }
+    for words, text in refused.items():
+        done = ppctl("ckpt", "import", "--hf", *words, cwd=here, timeout=120, XDG_CACHE_HOME=str(here / "cache"))
+        assert done.returncode in (2, 3) and text in done.stderr and "Traceback" not in done.stderr, words
+        assert not (here / "OUT").exists()
+
+
 @pytest.mark.whole
 def test_a_run_in_two_starts_has_the_losses_of_one(here: Path) -> None:
     typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "optim.warmup_steps=0", "optim.min_lr=3e-4")
@@ -126,3 +213,19 @@ def test_a_plan_refuses_by_name_and_its_remedies_work(here: Path, monkeypatch: p
         if remedy:
             assert remedy in found[0].remedy.splitlines()
             assert not planned([*typed, remedy])[2]
+
+
+ALONE = {
+    "model.lora.rank=0": "PP-E540",
+    "model.hf_overrides.hidden_size=wide": "PP-E552",
+    "model.hf_overrides.rope_parameters.rope_theta=1": "PP-E101",
+}
+
+
+@pytest.mark.parametrize("typed", ALONE)
+def test_what_stands_against_a_model_is_not_followed_by_what_is_not_wrong(
+    here: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+    *_, problems = planned([f"model.from={here / 'cohere'}", f"data.path={here / 'corpus.txt'}", *RUN, typed])
+    assert [problem.code for problem in problems] == [ALONE[typed]]

@@ -100,6 +100,14 @@ def parts(*names: list[str]) -> dict[str, Any]:
     return dict(module_fqns_per_model_part=list(names))
 
 
+def no_number(output: Tensor, labels: Tensor) -> Tensor:
+    return output.mean(-1)
+
+
+def raises(output: Tensor, labels: Tensor) -> Tensor:
+    raise ValueError("not of these")
+
+
 CASES = {
     "no names": Case("PP-E131", "none are given", {}),
     "unknown": Case("PP-E131", "part 1 names 'norms'", parts(GOOD[0], [*GOOD[1], "norms"])),
@@ -141,6 +149,16 @@ CASES = {
     "weight": Case("PP-E132", "reads table.weight of part 0", parts(["table"], ["map"]), ReadsWeight),
     "order": Case("PP-E132", "c of part 0 is called when part 1", parts(["a", "c"], ["b"]), Backwards, batch=state()),
     "values": Case("PP-E132", "cannot be followed", parts(["a"], ["b"]), ReadsValues, batch=state()),
+    "unlimited": Case("PP-E130", "pp_microbatch_size=0 must be", dict(parts(*GOOD), pp_microbatch_size=0)),
+    "another type": Case("PP-E130", "pp_microbatch_size='2' must be", dict(parts(*GOOD), pp_microbatch_size="2")),
+    "exception": Case("PP-E132", "nobody has written", parts(["a"], ["b"]), lambda: Raises(), batch=state()),
+    "no function": Case("PP-E130", "loss_fn='mse' is a str", dict(parts(*GOOD), loss_fn="mse")),
+    "no number": Case("PP-E130", "returns a tensor [1, 12]", dict(parts(*GOOD), loss_fn=no_number)),
+    "a loss that raises": Case("PP-E553", "ValueError: not of these", dict(parts(*GOOD), loss_fn=raises)),
+    "no logits": Case("PP-E130", "not [1, 16]", parts(["a"], ["b"]), lambda: FailsLater(), batch=state()),
+    "two tensors": Case(
+        "PP-E132", "only the hidden state travels", parts(["a"], ["b"]), lambda: TwoTensors(), batch=state()
+    ),
     "no values": Case("PP-E132", "0.table has no values", parts(["0"], ["1"]), on_meta),
     "residual in a forward that is patched": Case(
         "PP-E132",
@@ -187,8 +205,49 @@ def test_every_misuse_is_one_clear_error_on_all_ranks() -> None:
     first, second = run_ranks(refused, 2)
     assert first == second
     for (name, case), problems in zip(CASES.items(), first, strict=True):
-        assert [code for code, _ in problems] == [case.code], (name, problems)
+        assert {code for code, _ in problems} == {case.code}, (name, problems)
         assert case.words in problems[0][1], name
+
+
+class Raises(nn.Module):
+    """Its forward is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("nobody has written this yet")
+
+
+class TwoTensors(nn.Module):
+    """A cut of which two tensors would have to travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = TwoHeads(), AddsBoth()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(*self.a(x))
+        return found
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.two(x)
+
+
+class AddsBoth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.map(x) + y
 
 
 def unlike() -> list[str]:
@@ -212,9 +271,155 @@ def unlike() -> list[str]:
 def test_ranks_that_disagree_are_told_so_on_all_of_them() -> None:
     first, second = run_ranks(unlike, 2)
     assert first == second
-    assert "different batches: rank 0 4 microbatches" in first[0] and "rank 1 6 microbatches" in first[0]
+    assert "different batches: rank 0 a step of 4 microbatches" in first[0]
+    assert "rank 1 a step of 6 microbatches" in first[0]
     assert "not a str" in first[1]
     assert first[2] == "PP-E131"
+
+
+@torch.no_grad()
+def without_gradients(pipeline: Any, batch: Any) -> Any:
+    return pipeline.step(batch)
+
+
+def calls_that_differ() -> list[str]:
+    """After steps of two shapes, calls that only some ranks change; each as an error of all, and no rank waits."""
+    rank, found = dist.get_rank(), list[str]()
+    pipeline = ppctl.pipeline(made("plain"), ppctl.PipelineConfig(module_fqns_per_model_part=GOOD))
+    four, six = batches(1, 4)[0], batches(1, 6)[0]
+    pipeline.eval(six)
+    pipeline.step(four)
+    calls: list[Callable[[], Any]] = [
+        lambda: pipeline.step(six if rank else four),  # both known
+        lambda: pipeline.step(four if rank else batches(1, 8)[0]),  # one of them new
+        lambda: pipeline.step(four) if rank else pipeline.eval(four),
+        lambda: pipeline.step(four if rank else 3),
+        lambda: without_gradients(pipeline, four) if rank else pipeline.step(four),
+    ]
+    for call in calls:
+        try:
+            call()
+            found.append("ran")
+        except PpctlError as error:
+            found.append(error.problems[0].message)
+    pipeline.step(four)
+    pipeline.close()
+    return found
+
+
+def test_no_rank_waits_for_one_that_makes_another_call() -> None:
+    first, second = run_ranks(calls_that_differ, 2)
+    assert first == second
+    assert "rank 0 a step of 4 microbatches" in first[0] and "rank 1 a step of 6 microbatches" in first[0]
+    assert "rank 0 a step of 8 microbatches" in first[1] and "rank 1 a step of 4 microbatches" in first[1]
+    assert "rank 0 an evaluation of 4 microbatches" in first[2] and "rank 1 a step of" in first[2]
+    assert "not a int" in first[3]
+    assert "gradients are switched off here" in first[4]
+
+
+def configs_that_differ() -> list[str]:
+    rank, found = dist.get_rank(), list[str]()
+    cases: list[tuple[nn.Module, dict[str, Any]]] = [
+        (Net(), dict(parts(*GOOD), pp_microbatch_size=1 + rank)),
+        (Net(), parts(GOOD[0], GOOD[1]) if rank else parts(GOOD[0][:-1], [GOOD[0][-1], *GOOD[1]])),
+        (nn.Sequential(nn.Linear(3, 4 + rank), nn.Linear(4 + rank, 3)), parts(["0"], ["1"])),
+    ]
+    for model, fields in cases:
+        try:
+            ppctl.pipeline(model, ppctl.PipelineConfig(**fields))
+        except PpctlError as error:
+            found.append(str(error))
+    return found
+
+
+def test_configs_and_models_that_differ_between_ranks_are_errors() -> None:
+    first, second = run_ranks(configs_that_differ, 2)
+    assert first == second and len(first) == 3
+    assert "different configs: rank 0 pp_microbatch_size=1, rank 1 pp_microbatch_size=2" in first[0]
+    assert "different configs" in first[1]
+    assert "different models: rank 0 0.weight [4, rank 1 0.weight [5" in first[2]
+
+
+class FailsLater(nn.Module):
+    """Its second part raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        if x.device.type != "meta" and FAILING:
+            raise RuntimeError("told to")
+        return self.b(x)
+
+
+FAILING: list[bool] = []
+
+
+def test_after_a_step_that_failed_alone_another_one_runs() -> None:
+    pipeline = ppctl.pipeline(FailsLater(), ppctl.PipelineConfig(module_fqns_per_model_part=[["a", "b"]]))
+    batch = rows()
+    FAILING.append(True)
+    with pytest.raises(Exception, match="told to"):
+        pipeline.step(batch)
+    FAILING.clear()
+    pipeline.zero_grad()
+    assert pipeline.step(batch) is not None
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    return torch.ones(4, 3, WIDTH), torch.zeros(4, 3, dtype=torch.int64)
+
+
+def on_one_rank_that_failed() -> str:
+    pipeline = ppctl.pipeline(FailsLater(), ppctl.PipelineConfig(module_fqns_per_model_part=[["a"], ["b"]]))
+    pipeline.step(rows())
+    pipeline._broken = "RuntimeError: told to"  # as if this rank alone had raised
+    try:
+        pipeline.step(rows())
+    except PpctlError as error:
+        return str(error)
+    return ""
+
+
+def test_a_pipeline_whose_messages_were_left_under_way_is_not_used_again() -> None:
+    for told in run_ranks(on_one_rank_that_failed, 2):
+        assert told.startswith("PP-E554") and "RuntimeError: told to" in told and "try: end all ranks" in told
+
+
+def test_a_value_that_a_forward_reads_is_shown_with_its_line() -> None:
+    pipeline = ppctl.pipeline(ReadsValues(), ppctl.PipelineConfig(module_fqns_per_model_part=[["a", "b"]]))
+    with pytest.raises(PpctlError) as error:
+        pipeline.step(state())
+    (problem,) = error.value.problems
+    assert "x.sum() > 0" in problem.place and "test_refusals.py:" in problem.place
+    assert "bool(mask.any())" in problem.remedy
+    assert error.value.__cause__ is None, "the same text twice"
+
+
+def test_a_misspelt_name_is_told_with_the_right_one() -> None:
+    with pytest.raises(PpctlError) as error:
+        ppctl.pipeline(Net(), ppctl.PipelineConfig(module_fqns_per_model_part=[[*ALL[:-1], "haed"]]))
+    assert any("'haed'" in each.message and "head" in each.remedy for each in error.value.problems)
+
+
+def test_arguments_of_other_kinds_are_one_clear_error() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("model=None is a NoneType", dict(model=None)),
+        ("config={'pp_schedule': '1f1b'} is a dict", dict(model=Net(), config={"pp_schedule": "1f1b"})),
+        ("parallelize=3 is a int", dict(model=Net(), parallelize=3)),
+    ]
+    for words, given in cases:
+        with pytest.raises(PpctlError) as error:
+            ppctl.pipeline(**given)
+        assert error.value.problems[0].code == "PP-E130" and error.value.problems[0].message == words
+
+
+def test_a_device_that_is_not_there_is_one_clear_error() -> None:
+    for device in (*(() if torch.cuda.is_available() else ("cuda",)), "nosuch"):
+        with pytest.raises(PpctlError, match=f"PP-E130: device='{device}'"):
+            ppctl.pipeline(Net(), ppctl.PipelineConfig(module_fqns_per_model_part=[ALL]), device=device)
 
 
 def test_names_that_are_missing_come_with_a_cut_that_can_be_pasted() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from foreign_models import LAYERS, WORDS, model_of
 from ranks import run_ranks
 from torch import Tensor, nn
 
 import ppctl
+from ppctl.errors import PpctlError
 from ppctl.model.loss import microbatch_loss
 
 STEPS, ROWS, TOKENS = 2, 4, 12
@@ -113,3 +115,78 @@ def test_a_model_of_transformers_has_the_bits_of_a_plain_loop(tmp_path: Path) ->
             assert found.keys() == expected.keys(), kind
             assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == [], kind
     assert LAYERS == 4, "one layer on each of four stages"
+
+
+PADDED = ("Gemma2", "GPT2", "OPT", "Bloom")
+"""Windows and soft caps; learned positions; positions counted from the mask; a bias made of the mask."""
+
+
+def padded() -> dict[str, Tensor]:
+    tokens, labels = data()[0]
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.int64)
+    mask[0, :5] = mask[2, 9:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+
+
+def positions(mask: Tensor) -> dict[str, Tensor]:
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def padded_by_stages() -> list[tuple[float | None, dict[str, Tensor]]]:
+    found = []
+    for kind in PADDED:
+        batch = padded()
+        if kind == "GPT2":
+            batch |= positions(batch["attention_mask"])
+        pipeline = ppctl.pipeline(model_of(kind))
+        loss = pipeline.step(**batch)
+        gradients = {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+        found.append((None if loss is None else float(loss), gradients))
+        pipeline.close()
+    return found
+
+
+def test_masks_and_positions_of_a_batch_reach_the_models_own_code_on_every_stage() -> None:
+    ranks = run_ranks(padded_by_stages, 2, timeout=300.0)
+    for place, kind in enumerate(PADDED):
+        model: Any = model_of(kind)
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = head.weight is table.weight
+        if tied:
+            head.weight = nn.Parameter(table.weight.detach().clone())
+        batch = padded()
+        labels = batch.pop("labels")
+        if kind == "GPT2":
+            batch |= positions(batch["attention_mask"])
+        counts, losses = (labels != -100).float(), []
+        for row in range(ROWS):
+            logits = model(**{name: each[row : row + 1] for name, each in batch.items()}, use_cache=False).logits
+            mask, wanted = counts[row : row + 1], labels[row : row + 1].clamp(min=0)
+            losses.append(microbatch_loss(logits, wanted, mask, counts.sum()))
+            losses[-1].backward()
+        if tied:
+            table.weight.grad += head.weight.grad
+            head.weight.grad = table.weight.grad.clone()
+        (loss,) = [rank[place][0] for rank in ranks if rank[place][0] is not None]
+        assert loss == float(torch.stack([each.detach() for each in losses]).sum()), kind
+        gradients = {**ranks[0][place][1], **ranks[1][place][1]}
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == expected.keys(), kind
+        assert [name for name, value in gradients.items() if not torch.equal(value, expected[name])] == [], kind
+
+
+def test_what_a_pipeline_would_do_otherwise_than_transformers_is_refused() -> None:
+    pipeline = ppctl.pipeline(model_of("Llama"))
+    tokens, labels = data()[0]
+    cases: dict[str, dict[str, Any]] = {
+        "nothing shifts them": dict(input_ids=tokens, labels=tokens.clone()),
+        "not token_type_ids": dict(input_ids=tokens, token_type_ids=tokens, labels=labels),
+        "takes input_ids": dict(attention_mask=tokens, labels=labels),
+    }
+    for words, batch in cases.items():
+        with pytest.raises(PpctlError, match=f"PP-E130.*{words}"):
+            pipeline.step(**batch)
+    shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    assert pipeline.step(input_ids=tokens, labels=shifted) is not None
+    with pytest.raises(PpctlError, match=r"PP-E130.*output_router_logits"):
+        ppctl.pipeline(model_of("Qwen3Moe balanced"))

@@ -79,10 +79,10 @@ def test_dropout_is_refused_with_the_keys_that_set_it_to_0(tmp_path: Path) -> No
 def test_a_child_writes_a_description_or_its_problems(tmp_path: Path) -> None:
     config_of("Llama").save_pretrained(tmp_path)
     out = tmp_path / "answer.json"
-    assert main([str(tmp_path), "--describe", str(out)]) == 0
+    assert main([str(tmp_path), str(out)]) == 0
     assert ForeignModel.from_text(json.loads(out.read_text())["model"]).anatomy.layers == "model.layers"
-    assert main([str(tmp_path), "--describe", str(out), "--overrides", '{"nothing": "1"}']) == 0
-    assert "no field nothing" in json.loads(out.read_text())["problems"][0]["message"]
+    assert main([str(tmp_path), str(out), "--overrides", '{"nothing": "1"}']) == 0
+    assert "nothing: the config of llama has no such field" in json.loads(out.read_text())["problems"][0]["message"]
 
 
 def test_measured_bytes_are_those_of_the_same_blocks_of_ppctls_own(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ppctl.errors import ConfigError
 from ppctl.foreign import foreign_stage, library
 from ppctl.foreign.__main__ import main
 from ppctl.foreign.anatomy import CannotCut, survey
+from ppctl.foreign.describe import describe
 from ppctl.foreign.foreign_stage import ForeignStage
 from ppctl.foreign.library import make_model, read_own_config
 from ppctl.foreign.proof import prove
@@ -153,18 +154,10 @@ def directory(where: Path, config: Any) -> Path:
     return where
 
 
-def test_the_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(directory(tmp_path, config_of("GPT2"))), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["layers"] == {"name": "transformer.h", "number": 4}
-    assert told["before_layers"] == ["transformer.wte", "transformer.wpe"]
-    assert told["tied"] and told["wrong"] == []
-
-
-def test_a_model_that_cannot_be_cut_is_an_error_with_a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = transformers.Zamba2Config()
-    assert main([str(directory(tmp_path, config))]) == 2
-    assert "PP-E528" in capsys.readouterr().err
+def test_a_model_that_cannot_be_cut_is_an_error_with_a_code(tmp_path: Path) -> None:
+    out = tmp_path / "answer.json"
+    assert main([str(directory(tmp_path, transformers.Zamba2Config())), str(out)]) == 0
+    assert [problem["code"] for problem in json.loads(out.read_text())["problems"]] == ["PP-E528"]
 
 
 @pytest.mark.parametrize(
@@ -176,12 +169,61 @@ def test_what_is_no_language_model_alone_is_refused(tmp_path: Path, kind: str, w
     assert [problem.code for problem in caught.value.problems] == ["PP-E527"]
 
 
+WRONG: dict[str, tuple[str, str, str]] = {
+    "hidden_size=text": ("takes a whole number, not 'text'", "24", ""),
+    "hidden_size=2.5": ("takes a whole number, not '2.5'", "24", ""),
+    "hidden_size=true": ("takes a whole number, not 'true'", "24", ""),
+    "tie_word_embeddings=maybe": ("takes true or false, not 'maybe'", "true", ""),
+    "rms_norm_eps=NaN": ("NaN is not finite", "1e-06", ""),
+    "rms_norm_eps=nan": ("takes a number, not 'nan'", "1e-06", ""),
+    "layer_types=[a,b]": ("takes a list, as JSON, not '[a,b]'", "", ""),
+    'layer_types=["a"]': ("`layer_types`", "", ""),
+    "hiden_size=3": ("no such field; did you mean hidden_size?", "3", "hidden_size"),
+    "nothing=3": ("no such field", "", ""),
+}
+"""Field and value -> words of the message; and where it can be typed the remedy's value, and its field if another."""
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_an_override_that_cannot_be_is_named_with_a_value_that_can(tmp_path: Path, typed: str) -> None:
+    where, (words, value, other) = directory(tmp_path, config_of("Gemma2")), WRONG[typed]
+    field, _, text = typed.partition("=")
+    with pytest.raises(ConfigError) as caught:
+        read_own_config(where, {field: text})
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E552" and words in problem.message
+    assert problem.message.startswith(f"model.hf_overrides.{field}: ")
+    if value:
+        assert problem.remedy == f"model.hf_overrides.{other or field}={value}"
+        read_own_config(where, {} if other else {field: value})
+
+
+def test_overrides_that_are_right_are_taken(tmp_path: Path) -> None:
+    where = directory(tmp_path, config_of("Gemma2"))
+    typed = {"attn_logit_softcapping": "null", "rms_norm_eps": "1", "sliding_window": "7"}
+    found = read_own_config(where, typed)
+    assert (found.attn_logit_softcapping, found.rms_norm_eps, found.sliding_window) == (None, 1, 7)
+
+
+def test_fields_that_do_not_fit_each_other_are_said_with_their_values(tmp_path: Path) -> None:
+    where = directory(tmp_path, config_of("Gemma2"))
+    with pytest.raises(ConfigError, match=r"with model\.hf_overrides\.num_attention_heads=3 cannot be cut"):
+        describe(where, {"num_attention_heads": "3"})
+
+
 def test_without_transformers_there_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = directory(tmp_path, config_of("Llama"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"ppctl\[transformers\]") as caught:
         read_own_config(where)
     assert [problem.code for problem in caught.value.problems] == ["PP-E526"]
+
+
+def test_an_old_transformers_is_the_same_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = directory(tmp_path, config_of("Llama"))
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(ConfigError, match=r"PP-E526.*is 4\.57\.1 here: version 5 or later"):
+        read_own_config(where)
 
 
 class _Reads(TorchDispatchMode):

@@ -40,6 +40,17 @@ def test_operations_are_counted_by_what_the_rank_does(ledger):
     assert ledger.operations == (Operations(BACKWARD, 1, 1), Operations(FORWARD, 2, 2), Operations(STEP, 1, 1))
 
 
+@pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, 3), (torch.bfloat16, 0)])
+def test_a_grouped_product_in_float32_goes_group_by_group(ledger, dtype, waits):
+    rows, weights = on_device(64, 16, dtype=dtype).requires_grad_(), on_device(4, 16, 32, dtype=dtype).requires_grad_()
+    ends = on_device(4, dtype=torch.int32)
+    out = torch._grouped_mm(rows, weights, ends)
+    assert (out.shape, out.dtype) == ((64, 32), dtype)
+    out.sum().backward()
+    assert (rows.grad.shape, weights.grad.shape) == (rows.shape, weights.shape)
+    assert sum(wait.count for wait in ledger.host_waits) == waits, "where each group ends is read, in each product"
+
+
 def test_what_runs_on_the_host_starts_no_kernel(ledger):
     torch.zeros(4) + 1
     (operations,) = ledger.operations

@@ -1,0 +1,123 @@
+"""What the ranks of a pipeline agree on before messages: results, errors, and that all of them make the same call.
+
+Knows a process group. Must not know models, batches or schedules. A rank that went on alone would wait for messages
+that nobody sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ppctl.checkpoint.agreement import AgreeingRanks
+from ppctl.errors import CheckpointError, ConfigError, PpctlError, Problem
+
+CODE = "PP-E130"
+FAILED = "PP-E553"
+_DIGEST_BYTES = 7
+"""So that a digest and its negative are numbers of 64 bits."""
+
+
+def agreed(
+    ranks: AgreeingRanks,
+    what: str,
+    work: Callable[[], Any],
+    *,
+    own: bool = False,
+    told: Callable[[Any], str] | None = None,
+) -> Any:
+    """The first rank's result on every rank, or with `own` each one's; an error of any rank on all of them.
+
+    `told` makes a text of a rank's result, which has to be the same on all. Raises ConfigError and CheckpointError:
+    what the work raises, PP-E553 for an exception of other code, and PP-E130 where ranks differ.
+    """
+    mine: list[Any] = []
+
+    def attempt() -> Any:
+        mine.append(work())
+        return told(mine[0]) if told is not None else None if own else mine[0]
+
+    def conclude(found: list[Any]) -> Any:
+        if told is not None and len(set(found)) > 1:
+            listed = ", ".join(f"rank {rank} {text}" for rank, text in enumerate(found))
+            message = f"ranks were given different batches: {listed}"
+            raise ConfigError(Problem(CODE, message, "the same batch on every rank"))
+        return found[0]
+
+    try:
+        verdict = ranks.agree(what, attempt, conclude)
+    except CheckpointError as error:
+        # What ppctl itself raised has said all: the exception behind it would be the same text once more.
+        cause = None if isinstance(error.__cause__, PpctlError) else error.__cause__
+        problems = tuple(map(_in_python, error.problems))
+        of_weights = all(problem.code.startswith("PP-E5") and problem.code != FAILED for problem in problems)
+        raise (CheckpointError if of_weights else ConfigError)(problems) from cause
+    return mine[0] if own else verdict
+
+
+def _in_python(problem: Problem) -> Problem:
+    """A problem for the author of a program: a rank's exception stands on its own output, and there is no run."""
+    if problem.code == "PP-E505":
+        return replace(problem, remedy="df -h; ls -ld" + (f" '{problem.place}'" if problem.place else ""))
+    if problem.code != "PP-E507":
+        return problem
+    return replace(problem, code=FAILED, remedy="the traceback above the exception of that rank")
+
+
+def refuse_unlike(ranks: AgreeingRanks, what: str, text: str) -> None:
+    """Compare a text over all ranks. Raises ConfigError (PP-E130) on all of them, with the first place that differs."""
+
+    def conclude(found: list[str]) -> None:
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                one, two = next((a, b) for a, b in zip(*_parts(found[0], other), strict=True) if a != b)
+                message = (
+                    f"ranks were given different {what}: rank 0 {one or 'has no more'}, rank {rank} {two or 'no more'}"
+                )
+                raise ConfigError(Problem(CODE, message, f"the same {what} on every rank"))
+
+    try:
+        ranks.agree(f"compare {what}", lambda: text, conclude)
+    except CheckpointError as error:
+        raise ConfigError(error.problems) from None
+
+
+def _parts(one: str, other: str) -> tuple[list[str], list[str]]:
+    """The parts of two lists in text, the shorter one filled up."""
+    lists = one.split(", "), other.split(", ")
+    most = max(map(len, lists))
+    first, second = ([*each, *[""] * (most - len(each))] for each in lists)
+    return first, second
+
+
+class SameCall:
+    """Whether all ranks make the same call: one sum of two numbers on the host, ahead of a step's messages.
+
+    A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
+    """
+
+    def __init__(self, ranks: AgreeingRanks) -> None:
+        self.alone = ranks.size == 1
+        group: Any = None if self.alone else ranks.group or dist.group.WORLD
+        if not self.alone and torch.device("cpu") not in group._device_types:
+            members = dist.get_process_group_ranks(group)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self.group = group
+
+    def __call__(self, text: str | None) -> bool:
+        """Whether every rank gives this text. None, of a rank that has something to say, is equal to nothing."""
+        if self.alone or text is None:
+            number = 0
+        else:
+            number = 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")
+        if self.alone:
+            return text is not None
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
+        largest, smallest = ends.tolist()
+        return bool(largest == -smallest and largest)
