@@ -21,10 +21,6 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         key = f"parallel.{axis}_parallel_size"
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
             yield (key, NAME), "Muon needs whole matrices, and tensor parallelism splits them", f"{key}=1"
-    if parallel.data_parallel_sharding != "none":
-        key = "parallel.data_parallel_sharding"
-        message = "Muon needs whole matrices, and sharding gives each replica a part of every one"
-        yield (key, NAME), message, f"{key}=none"
     if config.model.transformers is not None:
         message = (
             "Muon needs to know which matrices are of hidden layers, and a model with code of its own does not say"
