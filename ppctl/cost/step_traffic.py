@@ -14,6 +14,7 @@ from ppctl.cost.parameters import held
 from ppctl.cost.traffic import COUNT, Traffic
 from ppctl.geometry.canonical_names import embedding_uses, owner_of, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
+from ppctl.geometry.matrix_owners import owned_runs
 from ppctl.geometry.parts import Parts, Place, tp_sums
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
@@ -34,6 +35,13 @@ class Sums(NamedTuple):
     weight: int
     scatters: bool
     """Whether the backend sums in parts; gloo sums the whole."""
+    muon: bool = False
+    """Whether Muon moves matrices of hidden layers."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether these matrices belong to one rank each."""
+        return self.muon and self.sharding != "none"
 
 
 class Stages(NamedTuple):
@@ -132,14 +140,16 @@ def step_sums(
     for layers in stages:
         rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
         every += rows
-        for axis, ranks, own in _groups(rows, sizes, apart):
+        for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 _sum_of(found, axis, ranks, bucket, sums)
     if sums.sharding == "optimizer_gradients":
-        for axis, ranks, own in _groups(every, sizes, apart):
+        for axis, ranks, own in _groups(_in_parts(every, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 part = sum(-(-elements // ranks) for elements in bucket)
                 found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
+    if sums.owned:
+        _matrices(found, model, stages, sizes, sums)
     for row in every:
         if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
             ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
@@ -147,6 +157,39 @@ def step_sums(
     for bucket in buckets(partial):
         found.note("tp", "all_reduce", 2 * sum(bucket) * sums.gradient * (sizes.tp - 1) / sizes.tp)
     return found
+
+
+def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:
+    """The rows without those that belong to one rank each."""
+    return [row for row in rows if not (sums.owned and row.hidden_matrix)]
+
+
+def _matrices(
+    found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
+) -> None:
+    """Gradients of the matrices that Muon moves, to their owners, and weights from there: one of either for each owner
+    in a bucket (`parallel/owned.py`)."""
+    named = [
+        {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
+        for layers in stages
+    ]
+    every = {name: row for own in named for name, row in own.items()}
+    for axis, ranks, shared in _groups(list(every.values()), sizes, _apart(sizes)):
+        size = {name: held(row.elements, row.axes, sizes) for name, row in every.items() if row in shared}
+        shapes = {name: (number // every[name].size, *every[name].shape) for name, number in size.items()}
+        owners = owned_runs(shapes, ranks)
+
+        def send(kind: str, names: Iterable[str], width: int) -> None:
+            left = [name for name in names if name in owners]  # noqa: B023
+            for bucket in buckets([size[name] for name in left]):  # noqa: B023
+                some, left = left[: len(bucket)], left[len(bucket) :]
+                number = len({rank for name in some for rank in owners[name]})  # noqa: B023
+                found.note(axis, kind, sum(bucket) * width * (ranks - 1) / ranks, number)  # noqa: B023
+
+        for own in named:
+            send("reduce", own, sums.gradient)
+        for names in [every] if sums.sharding == "optimizer_gradients" else named:
+            send("broadcast", names, sums.weight)
 
 
 def _apart(sizes: ParallelSizes) -> bool:

@@ -16,9 +16,11 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameters import Count, largest_matrices, matrix_count, stage_count, trained_count, untrained_bytes
+from ppctl.cost.owned_matrices import Orthogonalised, orthogonalised
+from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
+    ADAMW_ALONE,
     Ends,
     Passing,
     State,
@@ -141,8 +143,8 @@ def _rank(
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers) for stage in own)
-    matrices = sum((one_moment(config, stage.layers) for stage in own), Counter())
-    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, matrices)
+    moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
+    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, moved)
     state = state._replace(weights=state.weights + biases)
     passes, publishing = sharding == "full" or (sharding == "optimizer_gradients" and backward), 0
     if passes and sharding == "optimizer_gradients":
@@ -158,9 +160,12 @@ def _rank(
     )
 
 
-def one_moment(config: RunConfig, layers: tuple[Layer, ...]) -> Count:
-    """The parameters of a stage of which the optimizer keeps one moment: Muon's matrices."""
-    return matrix_count(config.model, layers) if config.optim.name == "muon" else Count()
+def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: ParallelSizes) -> Orthogonalised:
+    """The matrices of a pp_rank with stages of these layers that Muon moves; nothing where AdamW moves all."""
+    if config.optim.name != "muon":
+        return ADAMW_ALONE
+    shared = sharding_of(config, sizes) != "none"
+    return orthogonalised(config.model, stages, sizes, shared=shared)
 
 
 def halves_of(
@@ -194,20 +199,20 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
 def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
     """Host memory for copies of what ranks save, in words; nothing where training waits for the disk.
 
-    A rank saves the masters and both moments of its parameters, or of its part of them, each as wide as a gradient.
+    A rank saves the masters and the moments of its parameters, or of its part of them, each as wide as a gradient.
     """
     if not config.checkpoint.in_background:
         return ()
-    counts: dict[int, Count] = {}
-    for stage in stages:
-        counts[stage.pp_rank] = counts.get(stage.pp_rank, Count()) + trained_count(config.model, stage.layers)
+    by_rank = [[stage.layers for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     precision, sharding = precision_of(config), sharding_of(config, sizes)
     copies = 1 + config.checkpoint.local_replicas
     more = ", and as much for a neighbour's" * config.checkpoint.local_replicas
-    matrices: dict[int, Count] = {rank: Count() for rank in counts}
-    for stage in stages:
-        matrices[stage.pp_rank] += one_moment(config, stage.layers)
-    most = max(saved_bytes(counts[rank], sizes, precision, sharding, matrices[rank]) for rank in counts)
+
+    def saved(own: Sequence[tuple[Layer, ...]]) -> int:
+        count = sum((trained_count(config.model, layers) for layers in own), Counter())
+        return saved_bytes(count, sizes, precision, sharding, moved_by_muon(config, own, sizes))
+
+    most = max(map(saved, by_rank))
     equation = (
         f"checkpoint.async: a rank keeps {amount(most)} of its host's memory at most for a copy of what it saves{more};"
         " the ranks of a machine add up"
@@ -239,7 +244,9 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
-    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes), one_moment(config, layers))
+    state = state_bytes(
+        count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
+    )
     held = state.total + _untrained(config, layers)
     kept = stage_activations(config.model, layers, setting, stage).kept
     return held, kept, _put_off(config.model, layers, setting, kept)
@@ -295,7 +302,9 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
     def of(layers: tuple[Layer, ...]) -> Passing:
         matrices = largest_matrices(model, layers, sizes)
-        found = passing(trained_count(model, layers), sizes, precision, matrices)
+        found = passing(
+            trained_count(model, layers), sizes, precision, matrices, moved_by_muon(config, [layers], sizes)
+        )
         return found if sharding == "full" else found._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
@@ -305,9 +314,8 @@ def _publishing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSize
     """Beside weights and optimizer state, behind the optimizer's step: parts of gradients, and new weights on their
     way, of which a bucket is there whole and in its part."""
     layers = [layer for stage in own for layer in stage.layers]
-    rank = passing(
-        trained_count(config.model, layers), sizes, precision_of(config), largest_matrices(config.model, layers, sizes)
-    )
+    largest, moved = largest_matrices(config.model, layers, sizes), moved_by_muon(config, [layers], sizes)
+    rank = passing(trained_count(config.model, layers), sizes, precision_of(config), largest, moved)
     return rank.parts + rank.bucket + -(-rank.bucket // (sizes.dp * sizes.cp))
 
 

@@ -12,7 +12,7 @@ from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameters import Count, hidden_matrices, on_device, trained_count
+from ppctl.cost.parameters import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
 from ppctl.cost.times import (
     Machine,
@@ -30,7 +30,7 @@ from ppctl.cost.times import (
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
-from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.memory import device_of, moved_by_muon, setting_of
 from ppctl.plan.profile import LayerSeconds, Measured, fitted
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import RankCost, StageCost, StageSpec, Timing
@@ -202,8 +202,6 @@ def step_timing(
 
 
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
-    """Seconds of a rank's optimizer step that Muon's iteration takes."""
-    if config.optim.name != "muon":
-        return 0.0
-    rows = [row for stage in own for row in hidden_matrices(config.model, stage.layers)]
-    return newton_schulz_seconds(rows, sizes, config.optim.muon_ns_steps, device_of(config))
+    """Seconds of a rank's optimizer step that Muon's iteration takes: of the rank that owns the most costly matrices."""
+    operations = config.optim.muon_ns_steps * moved_by_muon(config, [stage.layers for stage in own], sizes).operations
+    return newton_schulz_seconds(operations, device_of(config))

@@ -28,7 +28,8 @@ def step_traffic(
     """By pp_rank, of a step of so many schedule calls."""
     model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
     microbatches = calls * schedule.num_microbatches
-    sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, config.launch.device != "cpu")
+    scatters, muon = config.launch.device != "cpu", config.optim.name == "muon"
+    sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, scatters, muon)
     sp = config.parallel.sequence_parallel
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     layers = [[stage.layers for stage in own] for own in by_rank]

@@ -1,0 +1,68 @@
+"""Of what Muon moves: how much a rank has, and the one that owns most, where data-parallel ranks share (decision 67).
+
+Knows rows of matrices and `geometry/matrix_owners.py`. Must not know bytes, seconds or configs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import Count, held, hidden_matrices, on_device
+from ppctl.geometry.layers import Layer
+from ppctl.geometry.matrix_owners import Matrices, deal
+from ppctl.topology import ParallelSizes
+
+
+class Orthogonalised(NamedTuple):
+    """The matrices of a pp_rank that Muon moves."""
+
+    count: Count = Counter()
+    """Their elements on all ranks."""
+    dense: int = 0
+    """Elements, without experts', that one rank owns at most."""
+    experts: int = 0
+    """The same of experts' matrices."""
+    operations: int = 0
+    """Of one step of the iteration, on the rank with most of them."""
+
+    def on(self, sizes: ParallelSizes) -> tuple[int, int]:
+        """(dense elements, experts' elements) on one device, before anything is shared."""
+        return on_device(self.count, sizes)
+
+    @property
+    def owned(self) -> int:
+        """Elements of all that one rank owns at most."""
+        return self.dense + self.experts
+
+
+def orthogonalised(
+    model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
+) -> Orthogonalised:
+    """Of stages of one rank. Where ranks share, each matrix is owned by one rank of those that have copies of it."""
+    rows = [row for layers in stages for row in hidden_matrices(model, layers)]
+    count: Count = Counter()
+    entries: dict[bool, list[Matrices]] = {False: [], True: []}
+    for row, number in rows:
+        count[row.axes] += number * row.elements
+        matrices = Matrices(*row.shape, number * held(row.elements, row.axes, sizes) // row.size)
+        entries[bool(row.experts)].append(matrices)
+    if not any((sizes.tp > 1, sizes.cp > 1, sizes.ep > 1, sizes.etp > 1)):  # one group for both kinds
+        entries = {False: entries[False] + entries[True], True: []}
+    dense, operations = _most(tuple(entries[False]), sizes.dp * sizes.cp if shared else 1)
+    experts, more = _most(tuple(entries[True]), sizes.edp if shared else 1)
+    return Orthogonalised(count, dense, experts, operations + more)
+
+
+@cache
+def _most(entries: tuple[Matrices, ...], ranks: int) -> tuple[int, int]:
+    """(elements, operations) of the ranks with most of each."""
+    elements, operations = [0] * ranks, [0] * ranks
+    for matrices, owned in zip(entries, deal(entries, ranks), strict=True):
+        for rank, number in enumerate(owned):
+            elements[rank] += number * matrices.size
+            operations[rank] += number * matrices.operations
+    return max(elements), max(operations)
