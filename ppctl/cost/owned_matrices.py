@@ -20,7 +20,7 @@ from ppctl.topology import ParallelSizes
 class Orthogonalised(NamedTuple):
     """The matrices of a pp_rank that Muon moves."""
 
-    count: Count = Counter()
+    count: Count
     """Their elements on all ranks."""
     dense: int = 0
     """Elements, without experts', that one rank owns at most."""
@@ -48,8 +48,9 @@ def orthogonalised(
     entries: dict[bool, list[Matrices]] = {False: [], True: []}
     for row, number in rows:
         count[row.axes] += number * row.elements
-        matrices = Matrices(*row.shape, number * held(row.elements, row.axes, sizes) // row.size)
-        entries[bool(row.experts)].append(matrices)
+        one = Matrices(*row.shape[-2:])
+        elements = number * held(row.elements, row.axes, sizes)
+        entries[bool(row.experts)].append(one._replace(number=elements // one.size))
     if not any((sizes.tp > 1, sizes.cp > 1, sizes.ep > 1, sizes.etp > 1)):  # one group for both kinds
         entries = {False: entries[False] + entries[True], True: []}
     dense, operations = _most(tuple(entries[False]), sizes.dp * sizes.cp if shared else 1)

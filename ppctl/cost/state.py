@@ -60,7 +60,7 @@ class State(NamedTuple):
         return sum(self)
 
 
-ADAMW_ALONE = Orthogonalised()
+ADAMW_ALONE = Orthogonalised(Counter())
 
 
 def state_bytes(

@@ -7,12 +7,13 @@ Knows what `ppctl/train` exchanges behind a step's last microbatch, and how larg
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import held
 from ppctl.cost.traffic import COUNT, Traffic
-from ppctl.geometry.canonical_names import embedding_uses, owner_of, stage_parameters, uses_of_embedding
+from ppctl.geometry.canonical_names import embedding_uses, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
 from ppctl.geometry.matrix_owners import owned_runs
 from ppctl.geometry.parts import Parts, Place, tp_sums
@@ -61,6 +62,8 @@ def once_a_step(
 ) -> Traffic:
     """All that a rank of this pp_rank sends behind its microbatches; of uneven cuts the first rank's."""
     found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
+    if sums.owned:
+        _matrices(found, model, stages.own, sizes, sums)
     _reports(found, model, stages, sizes)
     _norms(found, model, stages, sizes, sums)
     _tied(found, model, stages, sizes, sums)
@@ -85,7 +88,7 @@ def _norms(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSi
             name: row
             for layers in own
             for name, row in stage_parameters(model, layers).items()
-            if row.gradient != "none" and owner_of(name, model) == name
+            if row.gradient != "none" and row.copy_of in (None, name)
         }
         for own in stages.of
     ]
@@ -148,8 +151,6 @@ def step_sums(
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 part = sum(-(-elements // ranks) for elements in bucket)
                 found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
-    if sums.owned:
-        _matrices(found, model, stages, sizes, sums)
     for row in every:
         if tp_sums(row, sizes.tp, sequence_parallel=sequence_parallel):
             ranks = 1 if sums.sharding == "none" else sizes.edp if row.experts else sizes.dp * sizes.cp
@@ -174,22 +175,18 @@ def _matrices(
         for layers in stages
     ]
     every = {name: row for own in named for name, row in own.items()}
+    size = {name: held(row.elements, row.axes, sizes) for name, row in every.items()}
     for axis, ranks, shared in _groups(list(every.values()), sizes, _apart(sizes)):
-        size = {name: held(row.elements, row.axes, sizes) for name, row in every.items() if row in shared}
-        shapes = {name: (number // every[name].size, *every[name].shape) for name, number in size.items()}
+        shapes = {n: (size[n] // prod(row.shape[-2:]), *row.shape[-2:]) for n, row in every.items() if row in shared}
         owners = owned_runs(shapes, ranks)
-
-        def send(kind: str, names: Iterable[str], width: int) -> None:
-            left = [name for name in names if name in owners]  # noqa: B023
-            for bucket in buckets([size[name] for name in left]):  # noqa: B023
+        passes = [("reduce", own, sums.gradient) for own in named]
+        passes += [("broadcast", own, sums.weight) for own in ([every] if sums.sharding != "full" else named)]
+        for kind, names, width in passes:
+            left = [name for name in names if name in owners]
+            for bucket in buckets([size[name] for name in left]):
                 some, left = left[: len(bucket)], left[len(bucket) :]
-                number = len({rank for name in some for rank in owners[name]})  # noqa: B023
-                found.note(axis, kind, sum(bucket) * width * (ranks - 1) / ranks, number)  # noqa: B023
-
-        for own in named:
-            send("reduce", own, sums.gradient)
-        for names in [every] if sums.sharding == "optimizer_gradients" else named:
-            send("broadcast", names, sums.weight)
+                number = len({rank for name in some for rank in owners[name]})
+                found.note(axis, kind, sum(bucket) * width * (ranks - 1) / ranks, number)
 
 
 def _apart(sizes: ParallelSizes) -> bool:

@@ -7,10 +7,10 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
@@ -71,6 +71,13 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
     )
 
 
+class RankPricer(Protocol):
+    """What each pp_rank's device holds."""
+
+    def __call__(self, schedule: Schedule, samples: int = ..., /) -> tuple[RankCost, ...]:
+        """While it runs a schedule, in steps of so many samples; by default of the global batch size."""
+
+
 class _Rank(NamedTuple):
     """What a pp_rank holds under every schedule, in bytes."""
 
@@ -89,7 +96,7 @@ class _Rank(NamedTuple):
 
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
-) -> Callable[[Schedule], tuple[RankCost, ...]]:
+) -> RankPricer:
     """Says of a schedule what each pp_rank's device holds; what does not depend on the schedule is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
@@ -105,13 +112,13 @@ def rank_pricer(
     def halves() -> Ends | None:
         return halves_of(config, stages, setting, alive)
 
-    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int) -> RankCost:
+    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, samples: int) -> RankCost:
         actions, rank = schedule.actions[pp_rank], ranks[pp_rank]
         state = rank.state
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
         if rank.passing is not None:
-            calls = config.train.global_batch_size // (micro_batch_size * sizes.dp * schedule.num_microbatches)
+            calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
             held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
             state = State(rank.always + held.weights, held.gradients, state.optimizer)
             in_step = max(held.total + rank.always + state.optimizer, rank.publishing)
@@ -129,10 +136,10 @@ def rank_pricer(
             host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
         )
 
-    def price(schedule: Schedule) -> tuple[RankCost, ...]:
+    def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
-        return tuple(priced(pp_rank, schedule, ends, size) for pp_rank, size in enumerate(messages))
+        return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
 
     return price
 

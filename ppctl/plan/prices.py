@@ -202,6 +202,6 @@ def step_timing(
 
 
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
-    """Seconds of a rank's optimizer step that Muon's iteration takes: of the rank that owns the most costly matrices."""
-    operations = config.optim.muon_ns_steps * moved_by_muon(config, [stage.layers for stage in own], sizes).operations
-    return newton_schulz_seconds(operations, device_of(config))
+    """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
+    moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
+    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config))

@@ -44,7 +44,7 @@ class Muon:
         self.optim = optim
         self.lr = optim.lr
         self.matrices = {name: master for name, master in masters.items() if rows[name].hidden_matrix}
-        self.shapes = {name: rows[name].shape for name in self.matrices}
+        self.shapes = {name: rows[name].shape[-2:] for name in self.matrices}
         """Of one matrix: [rows, columns]."""
         rest = {name: master for name, master in masters.items() if name not in self.matrices}
         self.adamw = AdamW(rest, optim, rows)

@@ -134,3 +134,9 @@ def test_matrices_that_go_through_the_iteration_together_come_out_as_each_by_its
     assert (newton_schulz(x.clone(), 5).float() - alone).abs().max() <= 0.05 * alone.abs().max()
     values = torch.linalg.svdvals(alone)
     assert values.min() > 0.5 and values.max() < 1.5
+
+
+def test_adapters_are_refused():
+    config = RunConfig(optim=OptimConfig(name="muon"))
+    config.model.lora = {"rank": "4", "targets": "[q_proj]"}
+    assert "optim.name=adamw" in [problem.remedy for problem in check(config, {}) if "Muon" in problem.message]
