@@ -58,6 +58,27 @@ def orthogonalised(
     return Orthogonalised(count, dense, experts, operations + more)
 
 
+def iteration_bytes(
+    model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, gradient: int, limit: int
+) -> int:
+    """The most bytes beside the state while matrices go through the iteration, `limit` elements of one shape at once.
+
+    First what is made orthogonal of all, in bfloat16, and of one stack as wide as a gradient; then that, two steps'
+    results and two squares of the shorter side.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, number in (row for layers in stages for row in hidden_matrices(model, layers)):
+        of_stack = held(row.elements, row.axes, sizes)
+        alike.setdefault(row.shape[-2:], []).extend([of_stack] * number)
+    most = 0
+    for shape, stacks in alike.items():
+        small, large = sorted(shape)
+        one = small * large
+        together, stack = (min(elements, max(limit, one)) for elements in (sum(stacks), max(stacks)))
+        most = max(most, 2 * together + gradient * stack, 6 * together + 4 * together * small // large)
+    return most
+
+
 @cache
 def _most(entries: tuple[Matrices, ...], ranks: int) -> tuple[int, int]:
     """(elements, operations) of the ranks with most of each."""

@@ -232,8 +232,8 @@ def passing(
     sizes: ParallelSizes,
     precision: Precision,
     matrices: tuple[int, int],
-    muon: Orthogonalised = ADAMW_ALONE,
     limit: int = BUCKET_ELEMENTS,
+    muon: Orthogonalised = ADAMW_ALONE,
 ) -> Passing:
     """Of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
 

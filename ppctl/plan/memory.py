@@ -16,7 +16,7 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.owned_matrices import Orthogonalised, orthogonalised
+from ppctl.cost.owned_matrices import Orthogonalised, iteration_bytes, orthogonalised
 from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
@@ -39,7 +39,7 @@ from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
-from ppctl.topology import ParallelSizes
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -87,8 +87,8 @@ class _Rank(NamedTuple):
     """Of its stages, state that is there only while they compute; None where all is there all the time."""
     always: int
     """Of the weights, what does not pass."""
-    publishing: int
-    """The most behind the optimizer's step, where new weights travel then."""
+    updating: int
+    """The most while the optimizer steps, and behind that, where new weights travel then."""
     tied: int | None
     """Another use's gradient, beside the state; None where allocators know nothing of backwards."""
     buffers: int
@@ -121,7 +121,8 @@ def rank_pricer(
             calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
             held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
             state = State(rank.always + held.weights, held.gradients, state.optimizer)
-            in_step = max(held.total + rank.always + state.optimizer, rank.publishing)
+            in_step = held.total + rank.always + state.optimizer
+        in_step = max(in_step, rank.updating)
         if rank.tied is not None:
             in_step = max(in_step, state.total + rank.tied)
         return RankCost(
@@ -153,15 +154,13 @@ def _rank(
     moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
     state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, moved)
     state = state._replace(weights=state.weights + biases)
-    passes, publishing = sharding == "full" or (sharding == "optimizer_gradients" and backward), 0
-    if passes and sharding == "optimizer_gradients":
-        publishing = state.weights + state.optimizer + _publishing(config, own, sizes)
+    passes = sharding == "full" or (sharding == "optimizer_gradients" and backward)
     return _Rank(
         sum(stage_count(model, stage.layers).total() for stage in own),
         state,
         _passing(config, own, sizes, sharding) if passes else None,
         biases if sharding == "full" else state.weights,
-        publishing,
+        _updating(config, own, sizes, setting, state._replace(weights=biases) if sharding == "full" else state),
         _tied_sum(config, stages, own, sizes, sharding) if backward else None,
         _buffers(config, own, sizes, setting),
     )
@@ -310,20 +309,33 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
     def of(layers: tuple[Layer, ...]) -> Passing:
         matrices = largest_matrices(model, layers, sizes)
         found = passing(
-            trained_count(model, layers), sizes, precision, matrices, moved_by_muon(config, [layers], sizes)
+            trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
         )
         return found if sharding == "full" else found._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
 
 
-def _publishing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> int:
-    """Beside weights and optimizer state, behind the optimizer's step: parts of gradients, and new weights on their
-    way, of which a bucket is there whole and in its part."""
+def _updating(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State) -> int:
+    """The most while the optimizer steps and new weights travel, of `state` that is there then; 0 where allocators know
+    nothing of it.
+
+    Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes, or of new
+    weights on their way a bucket, whole and in its part.
+    """
+    if not setting.allocator.backward:
+        return 0
+    sharding, precision, model = sharding_of(config, sizes), precision_of(config), config.model
     layers = [layer for stage in own for layer in stage.layers]
-    largest, moved = largest_matrices(config.model, layers, sizes), moved_by_muon(config, [layers], sizes)
-    rank = passing(trained_count(config.model, layers), sizes, precision_of(config), largest, moved)
-    return rank.parts + rank.bucket + -(-rank.bucket // (sizes.dp * sizes.cp))
+    gradients, travels = state.gradients, 0
+    if sharding != "none":
+        largest, moved = largest_matrices(model, layers, sizes), moved_by_muon(config, [layers], sizes)
+        rank = passing(trained_count(model, layers), sizes, precision, largest, muon=moved)
+        gradients = rank.parts
+        travels = rank.bucket - (-rank.bucket // (sizes.dp * sizes.cp)) if sharding == "optimizer_gradients" else 0
+    limit = 1 if setting.allocator is TORCH_ON_CPU else BUCKET_ELEMENTS
+    iterates = iteration_bytes(model, [layers], sizes, precision.gradient, limit) if config.optim.name == "muon" else 0
+    return state.weights + state.optimizer + gradients + max(travels, iterates)
 
 
 def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:

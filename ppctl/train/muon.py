@@ -46,6 +46,9 @@ class Muon:
         self.matrices = {name: master for name, master in masters.items() if rows[name].hidden_matrix}
         self.shapes = {name: rows[name].shape[-2:] for name in self.matrices}
         """Of one matrix: [rows, columns]."""
+        on_cpu = any(master.device.type == "cpu" for master in masters.values())
+        self.together = 1 if on_cpu else BUCKET_ELEMENTS
+        """Elements of one shape that go through the iteration at once, unless one matrix has more."""
         rest = {name: master for name, master in masters.items() if name not in self.matrices}
         self.adamw = AdamW(rest, optim, rows)
         own: State = {
@@ -73,9 +76,9 @@ class Muon:
             entry["step"] += 1
             if master.numel():
                 views = (each.view(-1, *shape) for each in (master.data, master.grad, entry["momentum_buffer"]))
-                alike.setdefault(shape, []).extend(_bounded(_Stack(*views)))
+                alike.setdefault(shape, []).extend(_pieces(_Stack(*views), self.together))
         for stacks in alike.values():
-            for some in buckets(stacks, lambda stack: stack.master.numel(), lambda _: None, BUCKET_ELEMENTS):
+            for some in buckets(stacks, lambda stack: stack.master.numel(), lambda _: None, self.together):
                 self._move(some)
 
     def _move(self, stacks: Sequence[_Stack]) -> None:
@@ -129,9 +132,9 @@ def _factor(adjust: str, rows: int, columns: int) -> float:
     return 0.2 * sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else sqrt(max(1, rows / columns))
 
 
-def _bounded(stack: _Stack) -> Iterator[_Stack]:
-    """The stack in pieces that fit into a bucket, of at least one matrix."""
-    most = max(1, BUCKET_ELEMENTS // stack.master[0].numel())
+def _pieces(stack: _Stack, elements: int) -> Iterator[_Stack]:
+    """The stack in pieces of so many elements, or of one matrix that has more."""
+    most = max(1, elements // stack.master[0].numel())
     return (_Stack(*pieces) for pieces in zip(*(each.split(most) for each in stack), strict=True))
 
 

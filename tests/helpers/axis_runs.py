@@ -211,7 +211,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         if not gradients:
             for name, master in masters.items():
                 gradients.update(whole(session, name, master.grad))
-        before = {name: master.grad.abs().max().item() for name, master in masters.items()}
+        before = {name: master.grad.abs().max().item() for name, master in masters.items() if master.numel()}
         clip(masters, norm, most)
         largest = max(before, key=before.__getitem__)
         scales.append(masters[largest].grad.abs().max().item() / before[largest])
