@@ -16,11 +16,9 @@ from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.owned_matrices import Orthogonalised, iteration_bytes, orthogonalised
 from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
-    ADAMW_ALONE,
     Ends,
     Passing,
     State,
@@ -36,10 +34,11 @@ from ppctl.cost.state import (
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
+from ppctl.plan.sharing import moved_by_muon, sharding_of, updating_bytes
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
-from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -160,18 +159,10 @@ def _rank(
         state,
         _passing(config, own, sizes, sharding) if passes else None,
         biases if sharding == "full" else state.weights,
-        _updating(config, own, sizes, setting, state._replace(weights=biases) if sharding == "full" else state),
+        updating_bytes(config, own, sizes, setting, state._replace(weights=biases) if sharding == "full" else state),
         _tied_sum(config, stages, own, sizes, sharding) if backward else None,
         _buffers(config, own, sizes, setting),
     )
-
-
-def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: ParallelSizes) -> Orthogonalised:
-    """The matrices of a pp_rank with stages of these layers that Muon moves; nothing where AdamW moves all."""
-    if config.optim.name != "muon":
-        return ADAMW_ALONE
-    shared = sharding_of(config, sizes) != "none"
-    return orthogonalised(config.model, stages, sizes, shared=shared)
 
 
 def halves_of(
@@ -314,33 +305,6 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         return found if sharding == "full" else found._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
-
-
-def _updating(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State) -> int:
-    """The most while the optimizer steps and new weights travel, of `state` that is there then; 0 where allocators know
-    nothing of it.
-
-    Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes, or of new
-    weights on their way a bucket, whole and in its part.
-    """
-    if not setting.allocator.backward:
-        return 0
-    sharding, precision, model = sharding_of(config, sizes), precision_of(config), config.model
-    layers = [layer for stage in own for layer in stage.layers]
-    gradients, travels = state.gradients, 0
-    if sharding != "none":
-        largest, moved = largest_matrices(model, layers, sizes), moved_by_muon(config, [layers], sizes)
-        rank = passing(trained_count(model, layers), sizes, precision, largest, muon=moved)
-        gradients = rank.parts
-        travels = rank.bucket - (-rank.bucket // (sizes.dp * sizes.cp)) if sharding == "optimizer_gradients" else 0
-    limit = 1 if setting.allocator is TORCH_ON_CPU else BUCKET_ELEMENTS
-    iterates = iteration_bytes(model, [layers], sizes, precision.gradient, limit) if config.optim.name == "muon" else 0
-    return state.weights + state.optimizer + gradients + max(travels, iterates)
-
-
-def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
-    """What is shared out, where there is somebody to share it with."""
-    return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 
 
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:

@@ -30,8 +30,9 @@ from ppctl.cost.times import (
 from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
-from ppctl.plan.memory import device_of, moved_by_muon, setting_of
+from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.profile import LayerSeconds, Measured, fitted
+from ppctl.plan.sharing import moved_by_muon
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule

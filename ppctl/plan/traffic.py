@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from ppctl.config.schema import RunConfig
 from ppctl.cost.step_traffic import Stages, Sums, once_a_step
 from ppctl.cost.traffic import stage_passes
-from ppctl.plan.memory import message_bytes, setting_of, sharding_of
+from ppctl.plan.memory import message_bytes, setting_of
+from ppctl.plan.sharing import sharding_of
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Exchange, StageSpec
 from ppctl.schedule.action import Schedule
