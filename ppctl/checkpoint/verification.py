@@ -18,6 +18,7 @@ from ppctl.checkpoint.chunks import ChunkReader
 from ppctl.checkpoint.manifest import CHUNK, Manifest, ShardRecord, check_files, damaged, ranges, read_manifest
 from ppctl.checkpoint.shard_file import DTYPES, text_of
 from ppctl.checkpoint_folder import STATE
+from ppctl.config.batch_sizes import BatchSizes, as_from_the_start
 from ppctl.config.keys import as_typed
 from ppctl.config.schema import RunConfig
 from ppctl.errors import CheckpointError, Problem
@@ -164,11 +165,23 @@ def misplaced(path: Path, state: Mapping[str, Any], config: RunConfig, digest: s
     """
     now = {"seq_length": config.data.seq_length, "seed": config.train.seed, "data_digest": digest}
     message = "the checkpoint's position in the data means nothing here: {} was {} and is {}"
-    return [
+    return [*_outgrown(path, state, config)] + [
         Problem("PP-E741", message.format(key, state[key], value), _restoring(key, state, config), place=str(path))
         for key, value in now.items()
         if value is not None and state.get(key, value) != value
     ]
+
+
+def _outgrown(path: Path, state: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
+    """Another size of the batch at this position than the plan has, which follows a growing batch from step 0."""
+    step, consumed = state.get("step", 0), state.get("consumed_samples", 0)
+    if not as_from_the_start(config.train, step, consumed):
+        would = BatchSizes.of(config.train).position(step)
+        message = (
+            f"after {step:,} steps the checkpoint has consumed {consumed:,} samples, a run whose batch grows as "
+            f"train.batch_rampup={config.train.batch_rampup} says {would:,}: the sizes that follow are not the plan's"
+        )
+        yield Problem("PP-E423", message, "train.batch_rampup=null", str(path))
 
 
 def _restoring(key: str, state: Mapping[str, Any], config: RunConfig) -> str:

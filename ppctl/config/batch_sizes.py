@@ -74,6 +74,16 @@ def _segments(full: int, rampup: Rampup | None, step: int, consumed: int) -> Ite
     yield Segment(step, consumed, full)
 
 
+def as_from_the_start(train: TrainConfig, step: int, consumed: int) -> bool:
+    """Whether steps from this position on take the samples that those of a run from its first step on take."""
+    whole = BatchSizes.of(train).segments
+    ends = [*(after.step for _, after in pairwise(whole)), None]
+    planned = [
+        (max(each.step, step), each.size) for each, end in zip(whole, ends, strict=True) if (end or step + 1) > step
+    ]
+    return planned == [(each.step, each.size) for each in BatchSizes.of(train, step, consumed).segments]
+
+
 StepsFor = Callable[[float], int]
 """The fewest completed steps that have consumed so many tokens."""
 

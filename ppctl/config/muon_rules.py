@@ -1,4 +1,4 @@
-"""What Muon cannot be combined with: it needs a matrix, its gradient and its momentum whole on one rank.
+"""What Muon cannot be combined with: it needs a weight, its gradient and its momentum whole on one rank.
 
 Must not know how an update is computed.
 """
@@ -13,7 +13,7 @@ NAME = "optim.name"
 
 
 def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(keys, what is wrong, remedy) of what splits matrices, or does not say which parameters are matrices."""
+    """(keys, what is wrong, remedy) of what splits matrices."""
     if config.optim.name != "muon":
         return
     parallel = config.parallel
@@ -21,12 +21,6 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
         key = f"parallel.{axis}_parallel_size"
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
             yield (key, NAME), "Muon needs whole matrices, and tensor parallelism splits them", f"{key}=1"
-    if parallel.data_parallel_sharding != "none":
-        key = "parallel.data_parallel_sharding"
-        message = "Muon needs whole matrices, and sharding gives each replica a part of every one"
-        yield (key, NAME), message, f"{key}=none"
-    if config.model.transformers is not None:
-        message = (
-            "Muon needs to know which matrices are of hidden layers, and a model with code of its own does not say"
-        )
-        yield (NAME, "model.implementation"), message, f"{NAME}=adamw"
+    if config.model.lora:
+        message = "Muon orthogonalises whole weights, and of these adapters are a product of two factors"
+        yield (NAME, "model.lora"), message, f"{NAME}=adamw"

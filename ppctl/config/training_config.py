@@ -72,7 +72,8 @@ class OptimConfig:
 
     name: str = key("adamw", one_of("adamw", "muon"), known_as="--optimizer")
     """`adamw`; or `muon`: Muon for matrices of hidden layers, each expert's by itself, AdamW for embeddings, the
-    output, norms and biases. A checkpoint goes on with the optimizer that wrote it."""
+    output, norms and biases. With sharding each matrix is owned whole by one rank. A checkpoint goes on with the
+    optimizer that wrote it."""
     muon_momentum: float = key(0.95, BELOW_ONE, known_as="--muon-momentum")
     """Muon: decay of the running mean of gradients."""
     muon_nesterov: bool = key(True, known_as="--muon-use-nesterov")

@@ -77,7 +77,7 @@ def is_put_off(row: Parameter) -> bool:
 
     Routers multiply in float32 and are small; the output's operands are a microbatch's logits.
     """
-    return row.role in ("matrix", "expert", "embedding") and not row.name.startswith("output.")
+    return row.role in ("matrix", "expert", "other", "embedding") and not row.name.startswith("output.")
 
 
 def operand_width(model: ModelConfig, kind: Kind, sizes: ParallelSizes, sequence_parallel: int) -> float:

@@ -106,14 +106,6 @@ def hidden_matrices(model: ModelConfig, layers: Iterable[Layer]) -> list[tuple[P
     return [(row, number) for row, number in stage_rows(model, layers) if row.hidden_matrix]
 
 
-def matrix_count(model: ModelConfig, layers: Iterable[Layer]) -> Count:
-    """Of a stage's parameters, those of matrices of hidden layers."""
-    count: Count = Counter()
-    for row, number in hidden_matrices(model, layers):
-        count[row.axes] += number * row.elements
-    return count
-
-
 def untrained_bytes(model: ModelConfig, layers: Iterable[Layer], *, weight: int, gradient: int) -> int:
     """Bytes of what no optimizer steps: frozen weights, of `weight` bytes, and routers' biases, wide as a gradient."""
     return sum(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.operands import Operands
+from ppctl.cost.owned_matrices import Orthogonalised
 from ppctl.cost.parameters import Count, on_device
 from ppctl.geometry.layers import Layer, layer_kinds
 from ppctl.geometry.parameters import Sizes, kind_parameters
@@ -70,16 +71,15 @@ class State(NamedTuple):
         return sum(self)
 
 
-NOTHING: Count = Counter()
+ADAMW_ALONE = Orthogonalised(Counter())
 
 
 def state_bytes(
-    count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, one_moment: Count = NOTHING
+    count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> State:
     """Weights, gradients and optimizer state of `count` parameters while a step uses them.
 
-    Of `one_moment` of them (Muon's matrices, which nothing shards) the state is one moment, as wide as a gradient, and
-    not two.
+    Of what Muon moves the state is one moment, as wide as a gradient, and not two.
 
     Sharding divides the optimizer's state, in which there is a master of every weight then. Weights and
     gradients are whole, since gradients are summed once a step; with `full` only for as long as `Passing` says.
@@ -88,23 +88,26 @@ def state_bytes(
     whole = dense + experts
     weights, gradients = whole * precision.weight, whole * precision.gradient
     if sharding == "none":
-        less = sum(on_device(one_moment, sizes)) * precision.gradient
+        less = sum(muon.on(sizes)) * precision.gradient
         return State(weights, gradients, whole * precision.optimizer - less)
-    return State(weights, gradients, saved_bytes(count, sizes, precision, sharding))
+    return State(weights, gradients, saved_bytes(count, sizes, precision, sharding, muon))
 
 
 def saved_bytes(
-    count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, one_moment: Count = NOTHING
+    count: Count, sizes: ParallelSizes, precision: Precision, sharding: str, muon: Orthogonalised = ADAMW_ALONE
 ) -> int:
-    """What a rank saves of `count` parameters: masters and both moments, of its part where they are shared."""
+    """What a rank saves of `count` parameters: masters and their moments, of its part where they are shared."""
     dense, experts = on_device(count, sizes)
-    held = dense + experts if sharding == "none" else shared(dense, experts, sizes)
-    return held * precision.shared_optimizer - sum(on_device(one_moment, sizes)) * precision.gradient
+    if sharding == "none":
+        return (dense + experts) * precision.shared_optimizer - sum(muon.on(sizes)) * precision.gradient
+    return shared(dense, experts, sizes, muon) * precision.shared_optimizer - muon.owned * precision.gradient
 
 
-def shared(dense: int, experts: int, sizes: ParallelSizes) -> int:
-    """Parameters of a device that are its part of what its data-parallel ranks share."""
-    return -(-dense // (sizes.dp * sizes.cp)) - (-experts // sizes.edp)
+def shared(dense: int, experts: int, sizes: ParallelSizes, muon: Orthogonalised = ADAMW_ALONE) -> int:
+    """Parameters of a device that are its part of what its data-parallel ranks share: an equal one of all but the
+    matrices that Muon moves, of which it is what the rank with most owns."""
+    matrices = muon.on(sizes)
+    return -((matrices[0] - dense) // (sizes.dp * sizes.cp)) - ((matrices[1] - experts) // sizes.edp) + muon.owned
 
 
 _FUSED = {"wk": "wq", "wv": "wq", "w3": "w1"}
@@ -240,23 +243,34 @@ class Most(NamedTuple):
 
 
 def passing(
-    count: Count, sizes: ParallelSizes, precision: Precision, matrices: tuple[int, int], limit: int = BUCKET_ELEMENTS
+    count: Count,
+    sizes: ParallelSizes,
+    precision: Precision,
+    matrices: tuple[int, int],
+    limit: int = BUCKET_ELEMENTS,
+    muon: Orthogonalised = ADAMW_ALONE,
 ) -> Passing:
     """Of a stage's parameters, of which `limit` elements travel at once, or one tensor that has more.
 
     `matrices` are the elements of the largest dense tensor and of the largest one of experts. Dense tensors, which are
     the first of every layer, travel before experts: other ranks share those.
     """
-    groups = [*zip(on_device(count, sizes), matrices, (sizes.dp * sizes.cp, sizes.edp), strict=True)]
-    whole, part = sum(group[0] for group in groups), shared(*on_device(count, sizes), sizes)
-    copied = leaving = there = 0
-    for elements, matrix, ways in groups:
+    every, part = on_device(count, sizes), shared(*on_device(count, sizes), sizes, muon)
+    owned, ways = muon.on(sizes), (sizes.dp * sizes.cp, sizes.edp)
+    equal = [
+        (elements - moved, matrix, 1, ranks)
+        for elements, moved, matrix, ranks in zip(every, owned, matrices, ways, strict=True)
+    ]
+    # What Muon moves travels in buckets of its own; of one its owner has the share that it has of all.
+    groups = [*equal, (sum(owned), max(matrices), muon.owned, sum(owned))] if muon.owned else equal
+    whole, copied, leaving, there = sum(every), 0, 0, 0
+    for elements, matrix, some, of in groups:
         copy = min(elements, max(limit, matrix))
         copied = max(copied, copy)
         # The copy is made beside its tensors; when its part is, all of them but the last one are free.
-        making = max(copy, min(matrix, copy) - -copy // ways)
-        leaving = max(leaving, there - -(elements - copy) // ways + making)
-        there -= -elements // ways
+        making = max(copy, min(matrix, copy) - -copy * some // of)
+        leaving = max(leaving, there - -(elements - copy) * some // of + making)
+        there -= -elements * some // of
     weight, gradient = precision.weight, precision.gradient
     return Passing(
         whole * weight, whole * gradient, part * gradient, (part + copied) * weight, leaving * gradient, copied * weight

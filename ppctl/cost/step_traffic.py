@@ -7,13 +7,15 @@ Knows what `ppctl/train` exchanges behind a step's last microbatch, and how larg
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 from ppctl.config.schema import ModelConfig
 from ppctl.cost.parameters import held
 from ppctl.cost.traffic import COUNT, Traffic
-from ppctl.geometry.canonical_names import embedding_uses, owner_of, stage_parameters, uses_of_embedding
+from ppctl.geometry.canonical_names import embedding_uses, stage_parameters, uses_of_embedding
 from ppctl.geometry.layers import Layer, layer_kinds, routers_with_losses
+from ppctl.geometry.matrix_owners import owned_runs
 from ppctl.geometry.parts import Parts, Place, tp_sums
 from ppctl.geometry.rows import Parameter
 from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
@@ -34,6 +36,13 @@ class Sums(NamedTuple):
     weight: int
     scatters: bool
     """Whether the backend sums in parts; gloo sums the whole."""
+    muon: bool = False
+    """Whether Muon moves matrices of hidden layers."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether these matrices belong to one rank each."""
+        return self.muon and self.sharding != "none"
 
 
 class Stages(NamedTuple):
@@ -53,6 +62,8 @@ def once_a_step(
 ) -> Traffic:
     """All that a rank of this pp_rank sends behind its microbatches; of uneven cuts the first rank's."""
     found = step_sums(model, stages.own, sizes, sums, sequence_parallel)
+    if sums.owned:
+        _matrices(found, model, stages.own, sizes, sums)
     _reports(found, model, stages, sizes)
     _norms(found, model, stages, sizes, sums)
     _tied(found, model, stages, sizes, sums)
@@ -77,7 +88,7 @@ def _norms(found: Traffic, model: ModelConfig, stages: Stages, sizes: ParallelSi
             name: row
             for layers in own
             for name, row in stage_parameters(model, layers).items()
-            if row.gradient != "none" and owner_of(name, model) == name
+            if row.gradient != "none" and row.copy_of in (None, name)
         }
         for own in stages.of
     ]
@@ -132,11 +143,11 @@ def step_sums(
     for layers in stages:
         rows = [row for row in stage_parameters(model, layers).values() if row.gradient != "none"]
         every += rows
-        for axis, ranks, own in _groups(rows, sizes, apart):
+        for axis, ranks, own in _groups(_in_parts(rows, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 _sum_of(found, axis, ranks, bucket, sums)
     if sums.sharding == "optimizer_gradients":
-        for axis, ranks, own in _groups(every, sizes, apart):
+        for axis, ranks, own in _groups(_in_parts(every, sums), sizes, apart):
             for bucket in buckets([held(row.elements, row.axes, sizes) for row in own]):
                 part = sum(-(-elements // ranks) for elements in bucket)
                 found.note(axis, "all_gather", part * (ranks - 1) * sums.weight)
@@ -147,6 +158,35 @@ def step_sums(
     for bucket in buckets(partial):
         found.note("tp", "all_reduce", 2 * sum(bucket) * sums.gradient * (sizes.tp - 1) / sizes.tp)
     return found
+
+
+def _in_parts(rows: list[Parameter], sums: Sums) -> list[Parameter]:
+    """The rows without those that belong to one rank each."""
+    return [row for row in rows if not (sums.owned and row.hidden_matrix)]
+
+
+def _matrices(
+    found: Traffic, model: ModelConfig, stages: Sequence[Sequence[Layer]], sizes: ParallelSizes, sums: Sums
+) -> None:
+    """Gradients of the matrices that Muon moves, to their owners, and weights from there: one of either for each owner
+    in a bucket (`parallel/owned.py`)."""
+    named = [
+        {n: row for n, row in stage_parameters(model, layers).items() if row.hidden_matrix and row.gradient != "none"}
+        for layers in stages
+    ]
+    every = {name: row for own in named for name, row in own.items()}
+    size = {name: held(row.elements, row.axes, sizes) for name, row in every.items()}
+    for axis, ranks, shared in _groups(list(every.values()), sizes, _apart(sizes)):
+        shapes = {n: (size[n] // prod(row.shape[-2:]), *row.shape[-2:]) for n, row in every.items() if row in shared}
+        owners = owned_runs(shapes, ranks)
+        passes = [("reduce", own, sums.gradient) for own in named]
+        passes += [("broadcast", own, sums.weight) for own in ([every] if sums.sharding != "full" else named)]
+        for kind, names, width in passes:
+            left = [name for name in names if name in owners]
+            for bucket in buckets([size[name] for name in left]):
+                some, left = left[: len(bucket)], left[len(bucket) :]
+                number = len({rank for name in some for rank in owners[name]})
+                found.note(axis, kind, sum(bucket) * width * (ranks - 1) / ranks, number)
 
 
 def _apart(sizes: ParallelSizes) -> bool:

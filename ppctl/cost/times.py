@@ -295,18 +295,8 @@ def reduce_seconds(dense: float, experts: float, bytes_each: float, machine: Mac
     return total
 
 
-def newton_schulz_seconds(
-    rows: Iterable[tuple[Parameter, int]], sizes: ParallelSizes, steps: int, device: Device
-) -> float:
-    """Muon's iteration for every matrix of these rows on a device, in bfloat16, one matrix after another.
-
-    A step of it on [m, n], m the smaller, is three products: X Xt, its square, and their sum times X (Jordan 2024).
-    """
-    operations = 0.0
-    for row, number in rows:
-        small, large = sorted(row.shape)
-        matrices = number * held(row.elements, row.axes, sizes) / row.size
-        operations += matrices * steps * (4 * small * small * large + 2 * small**3)
+def newton_schulz_seconds(operations: float, device: Device) -> float:
+    """So many operations of Muon's iteration, in bfloat16."""
     return operations / (device.bf16_flops * efficiency_of(device).matmul)
 
 

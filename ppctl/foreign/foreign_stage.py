@@ -323,16 +323,23 @@ def row_of(model: nn.Module, anatomy: Anatomy, name: str, adapted: bool = False)
         return Parameter(name, shape, "correction", gradient="none")
     if name in anatomy.uses[1:]:
         return Parameter(name, shape, "embedding", copy_of=anatomy.uses[0])
-    return Parameter(name, shape, _role(module, own, len(shape)))
+    return Parameter(name, shape, _role(module, own, len(shape), inside=anatomy.place(name) == 1))
 
 
-def _role(module: nn.Module, own: str, dims: int) -> Role:
-    """What AdamW and the norm have to know: matrices decay, embeddings, norms and biases do not."""
+def _role(module: nn.Module, own: str, dims: int, *, inside: bool) -> Role:
+    """What optimizers and the norm have to know: matrices decay, embeddings, norms and biases do not.
+
+    Muon's, by structure: what a module `inside` the layers calls its weight, and stacks of experts' matrices.
+    """
     if isinstance(module, nn.Embedding):
         return "embedding"
     if own.endswith("bias"):  # experts have one for each: gate_up_proj_bias [experts, width]
         return "bias"
-    return "matrix" if dims > 1 else "norm"
+    if dims == 1:
+        return "norm"
+    filters = isinstance(module, nn.modules.conv._ConvNd)
+    hidden = inside and not filters and (dims == 3 or (dims == 2 and own == "weight"))
+    return "matrix" if hidden else "other"
 
 
 def untie(model: nn.Module, anatomy: Anatomy) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from math import prod
 from typing import Literal, NamedTuple
 
-Role = Literal["matrix", "expert", "router", "embedding", "norm", "bias", "correction"]
-"""matrix: of a product with activations, and expert: the same of a routed expert; router: scores of experts; bias:
-added to a product or a norm; correction: what balances a router, moved once a step without a gradient."""
+Role = Literal["matrix", "expert", "router", "other", "embedding", "norm", "bias", "correction"]
+"""matrix: of a product with activations, and expert: the same of a routed expert; router: scores of experts; other: of
+transformers' models what decays as matrices do and is none of a hidden layer, as a head, a convolution's filters or
+rates of decay; bias: added to a product or a norm; correction: what balances a router, moved once a step without a
+gradient."""
 
 Gradient = Literal["complete", "tokens", "heads", "none"]
 """What a tensor-parallel rank has after its backward. complete: all of the gradient of what it holds. tokens: that of
@@ -65,7 +67,7 @@ class Parameter(NamedTuple):
     @property
     def is_matrix(self) -> bool:
         """Whether activations are multiplied with it, and it is no use of an embedding."""
-        return self.role in ("matrix", "expert", "router")
+        return self.role in ("matrix", "expert", "router", "other")
 
     @property
     def decayed(self) -> bool:
@@ -74,8 +76,11 @@ class Parameter(NamedTuple):
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's."""
-        return self.is_matrix and self.name != OUTPUT
+        """Whether Muon moves it: matrices of hidden layers and every expert's, not the output's.
+
+        The last two dims are a matrix's; the one before, of transformers' experts, counts them.
+        """
+        return self.is_matrix and self.role != "other" and self.name != OUTPUT
 
     @property
     def frozen(self) -> bool:

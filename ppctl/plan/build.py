@@ -16,7 +16,7 @@ from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.plan.config_values import ConfigValues, parse_overrides
 from ppctl.plan.derivation import Derivation, derive
 from ppctl.plan.foreign_code import whose_code
-from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off, rank_pricer
+from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.offloading import offloaded
 from ppctl.plan.plan import Plan
@@ -134,7 +134,7 @@ def _smaller(derivation: Derivation, full: Proof) -> tuple[tuple[SmallerBatch, .
             proofs[count] = proved(values, derivation.compute_only(count)[0], derivation.frozen_stages)
         proof = proofs[count]
         trace = predicted(proof.plain if proof.wrong else proof.schedule, simulation_costs(derivation.costs, stages))
-        ranks = rank_pricer(config, stages, sizes, batch.micro_batch_size)(proof.schedule)
+        ranks = derivation.rank_costs(proof.schedule, segment.size)
         timing = step_timing(
             config, stages, sizes, proof.schedule, trace, derivation.costs, ranks, batch.accumulation, ""
         )

@@ -6,7 +6,7 @@ becomes of them in a Plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from ppctl.errors import ConfigError
 from ppctl.plan.config_values import ConfigValues
 from ppctl.plan.extra_warmup import check_warmup, decide_warmup
 from ppctl.plan.layout_choice import AUTO, Cut, check_recompute, check_search, derive_cut
-from ppctl.plan.memory import rank_pricer, stages_held
+from ppctl.plan.memory import RankPricer, rank_pricer, stages_held
 from ppctl.plan.offloading import check_offloading
 from ppctl.plan.plan import Plan
 from ppctl.plan.prices import simulation_costs, stage_costs
@@ -37,7 +37,7 @@ from ppctl.plan.schedule_file import choose_file, chunks_wanted, read_schedule_f
 from ppctl.plan.schedule_search import Way, check_memory, kept_choice, search_schedule, timed, with_rival
 from ppctl.plan.sizes import RANK_ORDER, Batch, World, beyond, check_stages, derive_batch, derive_world, divide_model
 from ppctl.plan.stages import frozen_stages, stage_specs
-from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec
+from ppctl.plan.types import Derived, StageCost, StageSpec
 from ppctl.plan.violations import Violation, Violations
 from ppctl.schedule.action import Placement, Schedule
 from ppctl.schedule.search_task import Task, named_schedules, placements
@@ -115,7 +115,7 @@ class Derivation:
         return (*self.world.derived, *of_batch, *self.cut.derived, *self.choice.derived)
 
     @cached_property
-    def rank_costs(self) -> Callable[[Schedule], tuple[RankCost, ...]]:
+    def rank_costs(self) -> RankPricer:
         """Says what every pp_rank holds when it runs a schedule."""
         return rank_pricer(self.values.config, self.stages, self.sizes, self.batch.micro_batch_size)
 

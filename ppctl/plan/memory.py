@@ -7,16 +7,16 @@ or schedules are chosen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ppctl.accelerators import Device, preset
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import StageActivations, stage_activations
 from ppctl.cost.operands import stage_operands
-from ppctl.cost.parameters import Count, largest_matrices, matrix_count, stage_count, trained_count, untrained_bytes
+from ppctl.cost.parameters import largest_matrices, stage_count, trained_count, untrained_bytes
 from ppctl.cost.setting import ALLOCATORS, TORCH_ON_CPU, Setting, for_norms
 from ppctl.cost.state import (
     Ends,
@@ -34,6 +34,7 @@ from ppctl.cost.state import (
 from ppctl.geometry.canonical_names import embedding_uses
 from ppctl.geometry.layers import NUMBERED, Layer
 from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
+from ppctl.plan.sharing import moved_by_muon, sharding_of, updating_bytes
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
 from ppctl.schedule.action import Schedule
@@ -69,6 +70,13 @@ def setting_of(config: RunConfig, sizes: ParallelSizes, micro_batch_size: int) -
     )
 
 
+class RankPricer(Protocol):
+    """What each pp_rank's device holds."""
+
+    def __call__(self, schedule: Schedule, samples: int = ..., /) -> tuple[RankCost, ...]:
+        """While it runs a schedule, in steps of so many samples; by default of the global batch size."""
+
+
 class _Rank(NamedTuple):
     """What a pp_rank holds under every schedule, in bytes."""
 
@@ -78,8 +86,8 @@ class _Rank(NamedTuple):
     """Of its stages, state that is there only while they compute; None where all is there all the time."""
     always: int
     """Of the weights, what does not pass."""
-    publishing: int
-    """The most behind the optimizer's step, where new weights travel then."""
+    updating: int
+    """The most while the optimizer steps, and behind that, where new weights travel then."""
     tied: int | None
     """Another use's gradient, beside the state; None where allocators know nothing of backwards."""
     buffers: int
@@ -87,7 +95,7 @@ class _Rank(NamedTuple):
 
 def rank_pricer(
     config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes, micro_batch_size: int
-) -> Callable[[Schedule], tuple[RankCost, ...]]:
+) -> RankPricer:
     """Says of a schedule what each pp_rank's device holds; what does not depend on the schedule is computed once."""
     setting = setting_of(config, sizes, micro_batch_size)
     alive = [stage_activations(config.model, stage.layers, setting, stage.stage) for stage in stages]
@@ -103,16 +111,17 @@ def rank_pricer(
     def halves() -> Ends | None:
         return halves_of(config, stages, setting, alive)
 
-    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int) -> RankCost:
+    def priced(pp_rank: int, schedule: Schedule, ends: Ends | None, messages: int, samples: int) -> RankCost:
         actions, rank = schedule.actions[pp_rank], ranks[pp_rank]
         state = rank.state
         in_flight, activations = peaks(actions, kept, in_forward, in_backward if any(in_backward) else None, ends)
         in_step = state.total + activations
         if rank.passing is not None:
-            calls = config.train.global_batch_size // (micro_batch_size * sizes.dp * schedule.num_microbatches)
+            calls = samples // (micro_batch_size * sizes.dp * schedule.num_microbatches)
             held = most(actions, kept, in_forward, in_backward, rank.passing, ends, received=received, calls=calls)
             state = State(rank.always + held.weights, held.gradients, state.optimizer)
-            in_step = max(held.total + rank.always + state.optimizer, rank.publishing)
+            in_step = held.total + rank.always + state.optimizer
+        in_step = max(in_step, rank.updating)
         if rank.tied is not None:
             in_step = max(in_step, state.total + rank.tied)
         return RankCost(
@@ -127,10 +136,10 @@ def rank_pricer(
             host_bytes=peaks(actions, offloaded, ends=fetched_at_once(offloaded))[1] if any(offloaded) else 0,
         )
 
-    def price(schedule: Schedule) -> tuple[RankCost, ...]:
+    def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
-        return tuple(priced(pp_rank, schedule, ends, size) for pp_rank, size in enumerate(messages))
+        return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
 
     return price
 
@@ -141,26 +150,19 @@ def _rank(
     model, sharding, backward = config.model, sharding_of(config, sizes), setting.allocator.backward
     counts = [trained_count(model, stage.layers) for stage in own]
     biases = sum(_untrained(config, stage.layers) for stage in own)
-    matrices = sum((one_moment(config, stage.layers) for stage in own), Counter())
-    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, matrices)
+    moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
+    state = state_bytes(sum(counts, Counter()), sizes, precision_of(config), sharding, moved)
     state = state._replace(weights=state.weights + biases)
-    passes, publishing = sharding == "full" or (sharding == "optimizer_gradients" and backward), 0
-    if passes and sharding == "optimizer_gradients":
-        publishing = state.weights + state.optimizer + _publishing(config, own, sizes)
+    passes = sharding == "full" or (sharding == "optimizer_gradients" and backward)
     return _Rank(
         sum(stage_count(model, stage.layers).total() for stage in own),
         state,
         _passing(config, own, sizes, sharding) if passes else None,
         biases if sharding == "full" else state.weights,
-        publishing,
+        updating_bytes(config, own, sizes, setting, state._replace(weights=biases) if sharding == "full" else state),
         _tied_sum(config, stages, own, sizes, sharding) if backward else None,
         _buffers(config, own, sizes, setting),
     )
-
-
-def one_moment(config: RunConfig, layers: tuple[Layer, ...]) -> Count:
-    """The parameters of a stage of which the optimizer keeps one moment: Muon's matrices."""
-    return matrix_count(config.model, layers) if config.optim.name == "muon" else Count()
 
 
 def halves_of(
@@ -194,20 +196,20 @@ def gathered(config: RunConfig, sizes: ParallelSizes, costs: Sequence[RankCost])
 def checkpoint_copies(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
     """Host memory for copies of what ranks save, in words; nothing where training waits for the disk.
 
-    A rank saves the masters and both moments of its parameters, or of its part of them, each as wide as a gradient.
+    A rank saves the masters and the moments of its parameters, or of its part of them, each as wide as a gradient.
     """
     if not config.checkpoint.in_background:
         return ()
-    counts: dict[int, Count] = {}
-    for stage in stages:
-        counts[stage.pp_rank] = counts.get(stage.pp_rank, Count()) + trained_count(config.model, stage.layers)
+    by_rank = [[stage.layers for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     precision, sharding = precision_of(config), sharding_of(config, sizes)
     copies = 1 + config.checkpoint.local_replicas
     more = ", and as much for a neighbour's" * config.checkpoint.local_replicas
-    matrices: dict[int, Count] = {rank: Count() for rank in counts}
-    for stage in stages:
-        matrices[stage.pp_rank] += one_moment(config, stage.layers)
-    most = max(saved_bytes(counts[rank], sizes, precision, sharding, matrices[rank]) for rank in counts)
+
+    def saved(own: Sequence[tuple[Layer, ...]]) -> int:
+        count = sum((trained_count(config.model, layers) for layers in own), Counter())
+        return saved_bytes(count, sizes, precision, sharding, moved_by_muon(config, own, sizes))
+
+    most = max(map(saved, by_rank))
     equation = (
         f"checkpoint.async: a rank keeps {amount(most)} of its host's memory at most for a copy of what it saves{more};"
         " the ranks of a machine add up"
@@ -239,7 +241,9 @@ def held_bytes(
     Buffers and messages belong to ranks and are not counted: `rank_costs` has the whole.
     """
     setting, count = setting_of(config, sizes, micro_batch_size), trained_count(config.model, layers)
-    state = state_bytes(count, sizes, precision_of(config), sharding_of(config, sizes), one_moment(config, layers))
+    state = state_bytes(
+        count, sizes, precision_of(config), sharding_of(config, sizes), moved_by_muon(config, [layers], sizes)
+    )
     held = state.total + _untrained(config, layers)
     kept = stage_activations(config.model, layers, setting, stage).kept
     return held, kept, _put_off(config.model, layers, setting, kept)
@@ -295,25 +299,12 @@ def _passing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
 
     def of(layers: tuple[Layer, ...]) -> Passing:
         matrices = largest_matrices(model, layers, sizes)
-        found = passing(trained_count(model, layers), sizes, precision, matrices)
+        found = passing(
+            trained_count(model, layers), sizes, precision, matrices, muon=moved_by_muon(config, [layers], sizes)
+        )
         return found if sharding == "full" else found._replace(weights=0, arriving=0)
 
     return {stage.stage: of(stage.layers) for stage in own}
-
-
-def _publishing(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> int:
-    """Beside weights and optimizer state, behind the optimizer's step: parts of gradients, and new weights on their
-    way, of which a bucket is there whole and in its part."""
-    layers = [layer for stage in own for layer in stage.layers]
-    rank = passing(
-        trained_count(config.model, layers), sizes, precision_of(config), largest_matrices(config.model, layers, sizes)
-    )
-    return rank.parts + rank.bucket + -(-rank.bucket // (sizes.dp * sizes.cp))
-
-
-def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
-    """What is shared out, where there is somebody to share it with."""
-    return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
 
 
 def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting) -> int:

@@ -12,7 +12,7 @@ from functools import cache
 
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.cost.activations import stage_activations
-from ppctl.cost.parameters import Count, hidden_matrices, on_device, trained_count
+from ppctl.cost.parameters import Count, on_device, trained_count
 from ppctl.cost.setting import Setting
 from ppctl.cost.times import (
     Machine,
@@ -32,6 +32,7 @@ from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of
 from ppctl.plan.profile import LayerSeconds, Measured, fitted
+from ppctl.plan.sharing import moved_by_muon
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
@@ -199,8 +200,6 @@ def step_timing(
 
 
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:
-    """Seconds of a rank's optimizer step that Muon's iteration takes."""
-    if config.optim.name != "muon":
-        return 0.0
-    rows = [row for stage in own for row in hidden_matrices(config.model, stage.layers)]
-    return newton_schulz_seconds(rows, sizes, config.optim.muon_ns_steps, device_of(config))
+    """Seconds of the optimizer step that Muon's iteration takes on the rank that owns the most costly matrices."""
+    moved = moved_by_muon(config, [stage.layers for stage in own], sizes)
+    return newton_schulz_seconds(config.optim.muon_ns_steps * moved.operations, device_of(config))

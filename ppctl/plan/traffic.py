@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from ppctl.config.schema import RunConfig
 from ppctl.cost.step_traffic import Stages, Sums, once_a_step
 from ppctl.cost.traffic import stage_passes
-from ppctl.plan.memory import message_bytes, setting_of, sharding_of
+from ppctl.plan.memory import message_bytes, setting_of
+from ppctl.plan.sharing import sharding_of
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Exchange, StageSpec
 from ppctl.schedule.action import Schedule
@@ -28,7 +29,8 @@ def step_traffic(
     """By pp_rank, of a step of so many schedule calls."""
     model, setting, precision = config.model, setting_of(config, sizes, micro_batch_size), precision_of(config)
     microbatches = calls * schedule.num_microbatches
-    sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, config.launch.device != "cpu")
+    scatters, muon = config.launch.device != "cpu", config.optim.name == "muon"
+    sums = Sums(sharding_of(config, sizes), precision.gradient, precision.weight, scatters, muon)
     sp = config.parallel.sequence_parallel
     by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
     layers = [[stage.layers for stage in own] for own in by_rank]

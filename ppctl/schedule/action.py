@@ -280,11 +280,10 @@ class Schedule:
 
 def grouped(row: Sequence[Action], pairs: Collection[Pair]) -> list[Action | Pair]:
     """A rank's list with a pair in place of its two actions, where these stand one directly behind the other."""
-    behind = dict(pairs)
     found: list[Action | Pair] = []
     for action in row:
-        before = found[-1] if found else None
-        if isinstance(before, Action) and behind.get(before) == action:
+        before = found[-1] if found and pairs else None
+        if isinstance(before, Action) and (before, action) in pairs:
             found[-1] = Pair(before, action)
         else:
             found.append(action)

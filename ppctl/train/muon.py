@@ -1,18 +1,22 @@
-"""Muon for the matrices of hidden layers, AdamW for all other parameters (decision 61).
+"""Muon for the matrices of hidden layers, AdamW for all other parameters (decisions 61 and 67).
 
-Knows which parameters are orthogonalised, one by one of a stack of experts, and how the state is named. Must not know
-stages, ranks or how gradients came. Matrices are whole here: nothing splits them (`config/muon_rules.py`).
+Knows which parameters are orthogonalised, and how the state is named. Must not know stages, ranks or how gradients
+came. Matrices are whole here: what a rank does not own of one (`geometry/matrix_owners.py`) it has nothing of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ppctl.config.schema import OptimConfig
 from ppctl.geometry.rows import Parameter
+from ppctl.parallel.replicate import buckets
+from ppctl.topology import BUCKET_ELEMENTS
 from ppctl.train.optimizer import AdamW, State
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -20,17 +24,31 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 
-class Muon:
-    """torch's Muon, called by its functional form, beside `AdamW` over what it is not for.
+class _Stack(NamedTuple):
+    """A matrix or the experts' of a layer, [number, rows, columns]: what is moved together, as views."""
 
-    Of a matrix the state is one momentum buffer and the count of updates, which AdamW's parameters have as well. On a
-    GPU the host does not wait: one matrix after another is a chain of kernels on the current stream.
+    master: Tensor
+    gradient: Tensor
+    momentum: Tensor
+
+
+class Muon:
+    """torch's Muon, to the bit on the CPU, beside `AdamW` over what it is not for.
+
+    Of a matrix the state is one momentum buffer and the count of updates, which AdamW's parameters have as well.
+    Matrices of one shape go through the iteration together, as many as fit into a bucket. On a GPU the host does not
+    wait: it is a chain of kernels on the current stream.
     """
 
     def __init__(self, masters: Mapping[str, nn.Parameter], optim: OptimConfig, rows: Mapping[str, Parameter]) -> None:
         self.optim = optim
         self.lr = optim.lr
         self.matrices = {name: master for name, master in masters.items() if rows[name].hidden_matrix}
+        self.shapes = {name: rows[name].shape[-2:] for name in self.matrices}
+        """Of one matrix: [rows, columns]."""
+        on_cpu = any(master.device.type == "cpu" for master in masters.values())
+        self.together = 1 if on_cpu else BUCKET_ELEMENTS
+        """Elements of one shape that go through the iteration at once, unless one matrix has more."""
         rest = {name: master for name, master in masters.items() if name not in self.matrices}
         self.adamw = AdamW(rest, optim, rows)
         own: State = {
@@ -48,40 +66,76 @@ class Muon:
     @torch.no_grad()
     def step(self) -> None:
         """Move every parameter that has a gradient."""
-        from torch.optim._muon import muon  # few runs need it
-
         self.adamw.lr = self.lr
         self.adamw.step()
-        optim = self.optim
+        alike: dict[tuple[int, ...], list[_Stack]] = {}
         for name, master in self.matrices.items():
             if master.grad is None:
                 continue
-            entry = self.state[name]
-            for matrix, gradient, momentum in _one_by_one(master.data, master.grad, entry["momentum_buffer"]):
-                muon(
-                    [matrix],
-                    [gradient],
-                    [momentum],
-                    foreach=False,
-                    lr=self.lr,
-                    weight_decay=optim.weight_decay,
-                    momentum=optim.muon_momentum,
-                    nesterov=optim.muon_nesterov,
-                    ns_coefficients=NEWTON_SCHULZ,
-                    ns_steps=optim.muon_ns_steps,
-                    eps=EPS,
-                    adjust_lr_fn=optim.muon_adjust_lr,
-                    has_complex=False,
-                )
+            entry, shape = self.state[name], self.shapes[name]
             entry["step"] += 1
+            if master.numel():
+                views = (each.view(-1, *shape) for each in (master.data, master.grad, entry["momentum_buffer"]))
+                alike.setdefault(shape, []).extend(_pieces(_Stack(*views), self.together))
+        for stacks in alike.values():
+            for some in buckets(stacks, lambda stack: stack.master.numel(), lambda _: None, self.together):
+                self._move(some)
+
+    def _move(self, stacks: Sequence[_Stack]) -> None:
+        """Update matrices of one shape."""
+        optim, rows, columns = self.optim, *stacks[0].master.shape[1:]
+        numbers = [len(stack.master) for stack in stacks]
+        # As wide as torch's iteration computes; it is filled stack by stack, so that one is there in float32 at most.
+        directions = torch.empty(sum(numbers), rows, columns, dtype=torch.bfloat16, device=stacks[0].master.device)
+        for stack, own in zip(stacks, directions.split(numbers), strict=True):
+            stack.momentum.lerp_(stack.gradient, 1 - optim.muon_momentum)
+            nesterov = optim.muon_nesterov
+            own.copy_(stack.gradient.lerp(stack.momentum, optim.muon_momentum) if nesterov else stack.momentum)
+        directions = orthogonalised(directions, optim.muon_ns_steps)
+        rate = self.lr * _factor(optim.muon_adjust_lr, rows, columns)
+        for stack, own in zip(stacks, directions.split(numbers), strict=True):
+            stack.master.mul_(1 - self.lr * optim.weight_decay)
+            stack.master.add_(own, alpha=-rate)
 
 
-def _one_by_one(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The matrices of stacks [experts, rows, columns], as views; of a matrix itself."""
-    if tensors[0].dim() == 2:
-        yield tensors
-    else:
-        yield from zip(*(tensor.unbind() for tensor in tensors), strict=True)
+def orthogonalised(x: Tensor, steps: int) -> Tensor:
+    """Of matrices [number, rows, columns] in bfloat16, whose memory is used, those with singular values near 1.
+
+    On a GPU all go through the iteration at once. On the CPU each goes through torch's own, in memory of its own: there
+    a product of several matrices, or of one that begins elsewhere than memory is given out, rounds otherwise.
+    """
+    if x.device.type != "cpu":
+        return newton_schulz(x, steps)
+    from torch.optim._muon import _zeropower_via_newtonschulz  # few runs need it
+
+    return torch.stack([_zeropower_via_newtonschulz(one.clone(), NEWTON_SCHULZ, steps, EPS) for one in x])
+
+
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """The same of all matrices at once, in as many kernels as one takes.
+
+    torch's iteration, with Jordan's quintic polynomial (https://kellerjordan.github.io/posts/muon/).
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x.div_(torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS))
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _factor(adjust: str, rows: int, columns: int) -> float:
+    """On the rate of a matrix, as torch's `_adjust_lr`."""
+    return 0.2 * sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else sqrt(max(1, rows / columns))
+
+
+def _pieces(stack: _Stack, elements: int) -> Iterator[_Stack]:
+    """The stack in pieces of so many elements, or of one matrix that has more."""
+    most = max(1, elements // stack.master[0].numel())
+    return (_Stack(*pieces) for pieces in zip(*(each.split(most) for each in stack), strict=True))
 
 
 def make_optimizer(

@@ -1,9 +1,9 @@
-"""The weights of one rank where data-parallel ranks share what the optimizer needs (decisions 11 and 21).
+"""The weights of one rank where data-parallel ranks share what the optimizer needs (decisions 11, 21 and 67).
 
 Must not know stages' modules, the schedule or the optimizer's rule. Gradients add up whole, in the masters' dtype,
 until a stage's last backward; then every rank gets its part of the sum, and the rest is freed. Masters and moments
-exist in parts alone. The model's weights are whole, or (`GatheredWeights`) whole only while a stage computes. All by
-canonical name.
+exist in parts alone: equal parts of a parameter, or the runs that a rank owns. The model's weights are whole, or
+(`GatheredWeights`) whole only while a stage computes. All by canonical name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ppctl.parallel.owned import OwnedWholes, ReducedSums, Runs, own_run, reduce_sums, start_sending
 from ppctl.parallel.replicate import buckets
-from ppctl.parallel.shard import GatheredWholes, ScatteredSums, gather_into, part_of, run_of, scatter_sums, start_gather
+from ppctl.parallel.shard import GatheredWholes, ScatteredSums, part_of, run_of, scatter_sums, start_gather
 from ppctl.topology import BUCKET_ELEMENTS
 from ppctl.train.precision import Weights, add_wide
 from ppctl.wide_dtype import wide_dtype
@@ -26,13 +27,17 @@ GroupOf = Callable[[str], dist.ProcessGroup]
 
 
 class ShardedWeights(Weights):
-    """As `Weights`, with `master[name]` this rank's part [elements / n] of the parameter, in float32 at least."""
+    """As `Weights`, with `master[name]` this rank's part of the parameter, flat, in float32 at least.
 
-    def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
+    Of a name in `owned` that are the elements that the rank owns, of any other one of n equal parts.
+    """
+
+    def __init__(self, model: Mapping[str, nn.Parameter], group_of: GroupOf, owned: Mapping[str, Runs]) -> None:
         self.model = dict(model)
         self.group_of = group_of
+        self.owned = owned
         self.master = {
-            name: nn.Parameter(part_of(p.detach().to(wide_dtype(p.dtype)), group_of(name))) for name, p in model.items()
+            name: nn.Parameter(self._part(name, p.detach().to(wide_dtype(p.dtype)))) for name, p in model.items()
         }
         self.sums: dict[str, Tensor] = {}
         """Whole gradients of this rank's microbatches by name, of weights narrower than their masters; else `.grad`."""
@@ -44,8 +49,8 @@ class ShardedWeights(Weights):
     def publish(self) -> None:
         """Make the model's weights from the ranks' masters. A collective of the groups."""
         for names in self.buckets(self.model):
-            wholes = [self.model[name].data for name in names]
-            gather_into(wholes, [self.master[name].data for name in names], self.group_of(names[0]))
+            coming = self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
+            coming.into(self.model[name].data for name in names)
 
     def clear_gradients(self) -> None:
         """Forget all gradients, before the first microbatch of a step."""
@@ -54,7 +59,26 @@ class ShardedWeights(Weights):
 
     def run(self, name: str) -> range:
         """Which elements of the rank's parameter, read flat, its part is; the padding behind the last one not."""
+        if name in self.owned:
+            return own_run(self.owned[name], self.group_of(name))
         return run_of(self.model[name], self.group_of(name))
+
+    def start_gather(
+        self, names: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype
+    ) -> GatheredWholes | OwnedWholes:
+        """Start making tensors of one of `buckets` whole from the ranks' parts of them."""
+        group = self.group_of(names[0])
+        if names[0] in self.owned:
+            return start_sending(parts, [self.owned[name] for name in names], dtype, group)
+        return start_gather(parts, dtype, group)
+
+    def start_sums(self, names: Sequence[str], gradients: Iterable[Tensor]) -> ScatteredSums | ReducedSums:
+        """Start summing the gradients of one of `buckets`, which are asked for one by one, into the ranks' parts."""
+        masters, group = [self.master[name] for name in names], self.group_of(names[0])
+        device, dtype = masters[0].device, masters[0].dtype
+        if names[0] in self.owned:
+            return reduce_sums(gradients, [self.owned[name] for name in names], group, device, dtype)
+        return scatter_sums(gradients, [master.numel() for master in masters], group, device, dtype)
 
     def take_sum(self, name: str) -> Tensor:
         """The gradient summed so far, zeros where there is none, which is forgotten here."""
@@ -66,12 +90,19 @@ class ShardedWeights(Weights):
         return gradient
 
     def buckets(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """The names by the group that shares them, in buckets."""
-        by_group: dict[dist.ProcessGroup, list[str]] = {}
+        """The names by the group that shares them and by how it does, in buckets."""
+        alike: dict[tuple[dist.ProcessGroup, bool], list[str]] = {}
         for name in names:
-            by_group.setdefault(self.group_of(name), []).append(name)
-        for shared in by_group.values():
+            alike.setdefault((self.group_of(name), name in self.owned), []).append(name)
+        for shared in alike.values():
             yield from buckets(shared, lambda name: self.model[name].numel(), self.group_of, BUCKET_ELEMENTS)
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part, a copy."""
+        if name not in self.owned:
+            return part_of(whole, self.group_of(name))
+        run = own_run(self.owned[name], self.group_of(name))
+        return whole.reshape(-1)[run.start : run.stop].clone()
 
     def _accumulator(self, name: str) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
@@ -90,11 +121,15 @@ class GatheredWeights(ShardedWeights):
     """
 
     def __init__(
-        self, stages: Mapping[int, Iterable[str]], model: Mapping[str, nn.Parameter], group_of: GroupOf
+        self,
+        stages: Mapping[int, Iterable[str]],
+        model: Mapping[str, nn.Parameter],
+        group_of: GroupOf,
+        owned: Mapping[str, Runs],
     ) -> None:
-        super().__init__(model, group_of)
+        super().__init__(model, group_of, owned)
         self.stages = {stage: list(names) for stage, names in stages.items()}
-        self._coming: dict[int, list[tuple[list[str], GatheredWholes]]] = {}
+        self._coming: dict[int, list[tuple[list[str], GatheredWholes | OwnedWholes]]] = {}
         self._held: set[int] = set()
         self._nothing = {name: _nothing(parameter) for name, parameter in model.items()}
         self.release_all()
@@ -141,9 +176,8 @@ class GatheredWeights(ShardedWeights):
         for stage in self.stages:
             self.release(stage)
 
-    def _start(self, names: Sequence[str]) -> GatheredWholes:
-        parts = [self.master[name].data for name in names]
-        return start_gather(parts, self.model[names[0]].dtype, self.group_of(names[0]))
+    def _start(self, names: Sequence[str]) -> GatheredWholes | OwnedWholes:
+        return self.start_gather(names, [self.master[name].data for name in names], self.model[names[0]].dtype)
 
     def _made(self, name: str) -> Tensor:
         """Memory for a weight, which is the model's from now on."""
@@ -163,7 +197,7 @@ class GradientScatter:
     def __init__(self, stages: Mapping[int, Iterable[str]], weights: ShardedWeights) -> None:
         self.stages = {stage: list(names) for stage, names in stages.items()}
         self.weights = weights
-        self._running: list[tuple[list[str], ScatteredSums]] = []
+        self._running: list[tuple[list[str], ScatteredSums | ReducedSums]] = []
 
     @torch.no_grad()
     def reduce(self, stage: int, divisor: float = 1.0) -> None:
@@ -179,10 +213,7 @@ class GradientScatter:
             return gradient if divisor == 1.0 else gradient.div_(divisor)
 
         for names in weights.buckets(self.stages[stage]):
-            widths = [weights.master[name].numel() for name in names]
-            group, device = weights.group_of(names[0]), weights.model[names[0]].device
-            dtype = weights.master[names[0]].dtype
-            self._running.append((names, scatter_sums(map(scaled, names), widths, group, device, dtype)))
+            self._running.append((names, weights.start_sums(names, map(scaled, names))))
 
     def finish(self) -> None:
         """Wait for every sum started since the last call: the masters' gradients are there."""

@@ -5,14 +5,17 @@ Knows which groups hold copies of a parameter, and which its other parts. Must n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from ppctl.config.schema import RunConfig
+from ppctl.geometry.matrix_owners import owned_runs
 from ppctl.geometry.parts import Parts
 from ppctl.geometry.rows import Parameter
 from ppctl.model.stage_model import StageModel
+from ppctl.parallel.owned import Runs
 from ppctl.parallel.replicate import GradientReducer
 from ppctl.plan import Plan
 from ppctl.train.precision import Weights
@@ -64,10 +67,28 @@ def weights_and_sums(
         def group_of(name: str) -> ProcessGroup:
             return edp_group if name in spread else dp_group
 
-        sharded = GatheredWeights(names, model, group_of) if full else ShardedWeights(model, group_of)
+        owned = _owned(config, rows, model, group_of)
+        sharded = GatheredWeights(names, model, group_of, owned) if full else ShardedWeights(model, group_of, owned)
         return sharded, GradientScatter(names, sharded)
     weights = Weights(model)
     masters = {number: [weights.master[name] for name in own] for number, own in names.items()}
     experts = [weights.master[name] for name in spread]
     whole, spread_over = dp_group if sizes.dp * sizes.cp > 1 else None, edp_group if sizes.edp > 1 else None
     return weights, GradientReducer(masters, whole, experts, spread_over)
+
+
+def _owned(
+    config: RunConfig,
+    rows: Mapping[str, Parameter],
+    model: Mapping[str, nn.Parameter],
+    group_of: Callable[[str], ProcessGroup],
+) -> dict[str, Runs]:
+    """What belongs whole to single ranks: the matrices that Muon moves, shared out over all stages of a rank."""
+    shapes: dict[ProcessGroup, dict[str, tuple[int, ...]]] = {}
+    for name, parameter in model.items() if config.optim.name == "muon" else ():
+        if rows[name].hidden_matrix:
+            shapes.setdefault(group_of(name), {})[name] = tuple(parameter.shape)
+    owned: dict[str, Runs] = {}
+    for group, shared in shapes.items():
+        owned |= owned_runs(shared, group.size())
+    return owned

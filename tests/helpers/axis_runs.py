@@ -211,7 +211,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         if not gradients:
             for name, master in masters.items():
                 gradients.update(whole(session, name, master.grad))
-        before = {name: master.grad.abs().max().item() for name, master in masters.items()}
+        before = {name: master.grad.abs().max().item() for name, master in masters.items() if master.numel()}
         clip(masters, norm, most)
         largest = max(before, key=before.__getitem__)
         scales.append(masters[largest].grad.abs().max().item() / before[largest])
@@ -228,9 +228,9 @@ def _train(config: RunConfig) -> dict[str, Any]:
 
 
 @cache
-def reference(kind: str, dtype: str = "float64") -> Any:
+def reference(kind: str, dtype: str = "float64", optimizer: str = "adamw") -> Any:
     """What one process makes of the model; asserts that no choice of experts hangs on a rounding."""
-    config = config_of(kind)
+    config = config_of(kind, name=optimizer)
     steps = []
     for step in range(STEPS):
         tokens, labels, mask = batch(step, config.model.vocab_size)
@@ -267,9 +267,11 @@ def far(ours: np.ndarray, theirs: np.ndarray, beside: np.ndarray | None = None) 
     return float(np.abs(ours - theirs).max() / scale) if scale else float(np.abs(ours).max())
 
 
-def differences(kind: str, ranks: list[dict[str, Any]], dtype: str = "float64") -> dict[str, float]:
+def differences(
+    kind: str, ranks: list[dict[str, Any]], dtype: str = "float64", optimizer: str = "adamw"
+) -> dict[str, float]:
     """What -> the relative difference of any rank from one process."""
-    expected = reference(kind, dtype)
+    expected = reference(kind, dtype, optimizer)
     found: dict[str, float] = {}
 
     def note(what: str, ours: Any, theirs: Any, beside: Any = None) -> None:

@@ -48,6 +48,7 @@ class SentBytes(TorchDispatchMode):
 _KINDS = {
     "allgather_base": "all_gather", "allgather": "all_gather", "reduce_scatter_base": "reduce_scatter",
     "allreduce": "all_reduce", "alltoall_base": "all_to_all", "send": "send", "broadcast": "broadcast",
+    "reduce": "reduce",
 }  # fmt: skip
 
 

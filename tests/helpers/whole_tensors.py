@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ppctl.parallel.shard import gather_into
 from ppctl.parallel.slices import gather_runs
 from ppctl.train.session import Session
 from ppctl.train.sharded import ShardedWeights
@@ -18,7 +17,7 @@ def whole_of(session: Session, name: str, own: Tensor) -> Tensor:
         return own
     if isinstance(session.weights, ShardedWeights):
         made = torch.empty(session.weights.model[name].shape, dtype=own.dtype)
-        gather_into([made], [own.detach()], session.weights.group_of(name))
+        session.weights.start_gather([name], [own.detach()], own.dtype).into([made])
         own = made
     row = session.rows[name]
     shape = (row.experts, *row.shape) if row.experts else row.shape

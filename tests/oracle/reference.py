@@ -125,14 +125,33 @@ def optimizers_of(optim, weights, uses, apart):
     if optim.name == "muon":
         hidden = [p for name, p in decayed.items() if name != "output.weight"]
         decayed = {name: p for name, p in decayed.items() if name == "output.weight"}
-        muon = torch.optim.Muon(hidden, weight_decay=optim.weight_decay, adjust_lr_fn=optim.muon_adjust_lr)
-        optimizers.append(muon)
+        optimizers.append(muon_of(optim, hidden))
     groups = [
         {"params": list(decayed.values()), "weight_decay": optim.weight_decay},
         {"params": spared, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return [*optimizers, torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)]
+
+
+def muon_of(optim, hidden):
+    """torch's Muon over matrices, and over each of a stack [experts, rows, columns], which it does not take itself."""
+    stacks = {p: [torch.nn.Parameter(one) for one in p.detach().unbind()] for p in hidden if p.dim() == 3}
+    each = [one for p in hidden for one in stacks.get(p, [p])]
+    muon = torch.optim.Muon(each, weight_decay=optim.weight_decay, adjust_lr_fn=optim.muon_adjust_lr)
+
+    def take_gradients(*_):
+        for stack, parts in stacks.items():
+            for part, gradient in zip(parts, stack.grad, strict=True):
+                part.grad = gradient
+
+    def forget_gradients(*_):
+        for stack in stacks:
+            stack.grad = None
+
+    muon.register_step_pre_hook(take_gradients)
+    muon.register_step_post_hook(forget_gradients)
+    return muon
 
 
 def update(optimizers, lr):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dense_runs import config_of as run_of
 from foreign_models import FEW, OTHERS, model_of
 from oracle.data import microbatches
+from oracle.reference import muon_of, update
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -88,8 +89,9 @@ def train_all(mappings: list[dict]) -> list[Run]:
 
 
 @cache
-def by_a_plain_loop(text: Path, kind: str, dp: int = 1) -> Run:
+def by_a_plain_loop(text: Path, kind: str, dp: int = 1, optimizer: str = "adamw") -> Run:
     """The whole model in one process: forward, backward, clip, AdamW. A tied weight is one parameter for each use.
+    With `muon` torch's Muon moves the layers' matrices.
 
     What the model adds for its routers is made by its own function, from the routers of one microbatch, and is averaged
     over the microbatches of all `dp` replicas.
@@ -107,11 +109,17 @@ def by_a_plain_loop(text: Path, kind: str, dp: int = 1) -> Run:
     decays = {
         name: p.dim() > 1 and id(p) not in embeddings and not name.endswith("bias") for name, p in weights.items()
     }
+    hidden = {id(p): p for p in matrices_of(model) if optimizer == "muon"}
     groups = [
-        {"params": [p for name, p in weights.items() if decays[name] == decayed], "weight_decay": rate}
+        {
+            "params": [p for name, p in weights.items() if decays[name] == decayed and id(p) not in hidden],
+            "weight_decay": rate,
+        }
         for decayed, rate in ((True, optim.weight_decay), (False, 0.0))
     ]
-    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    optimizers = [torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)]
+    if hidden:
+        optimizers.append(muon_of(optim, list(hidden.values())))
     losses, norms, auxiliary = [], [], list[float | None]()
     for step, batch in enumerate(microbatches(config, STEPS)):
         total, loss_of_step, added_in_step = float(sum(mask.sum() for _, _, mask in batch)), 0.0, list[float]()
@@ -133,11 +141,15 @@ def by_a_plain_loop(text: Path, kind: str, dp: int = 1) -> Run:
         nn.utils.clip_grads_with_norm_(weights.values(), optim.clip_grad, norm)
         losses.append(loss_of_step)
         norms.append(norm.item())
-        for group in adamw.param_groups:
-            group["lr"] = lr_at(step, optim, STEPS)
-        adamw.step()
-        adamw.zero_grad()
+        update(optimizers, lr_at(step, optim, STEPS))
     return losses, norms, auxiliary, {name: p.detach() for name, p in weights.items() if p.requires_grad}
+
+
+def matrices_of(model: nn.Module) -> list[nn.Parameter]:
+    """What is multiplied with in the layers: not embeddings, head, filters, rates of decay, norms and biases."""
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == 4)
+    others = ("bias", "A_log", "conv1d.weight")
+    return [p for name, p in layers.named_parameters() if p.dim() > 1 and not name.endswith(others)]
 
 
 def trained(text: Path, cut: Mapping[str, Any], kinds: list[str]) -> list[list[Run]]:
@@ -146,10 +158,10 @@ def trained(text: Path, cut: Mapping[str, Any], kinds: list[str]) -> list[list[R
     return run_ranks(train_all, cut["pp"] * cut.get("dp", 1), mappings, timeout=SECONDS)
 
 
-def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str]) -> None:
-    ranks = trained(text, CUTS[cut], kinds)
+def hold_to_a_plain_loop(text: Path, cut: str, kinds: list[str], optimizer: str = "adamw") -> None:
+    ranks = trained(text, CUTS[cut] | dict(name=optimizer), kinds)
     for place, kind in enumerate(kinds):
-        losses, norms, auxiliary, expected = by_a_plain_loop(text, kind)
+        losses, norms, auxiliary, expected = by_a_plain_loop(text, kind, optimizer=optimizer)
         assert len(set(losses)) == STEPS, kind
         assert (None in auxiliary) == ("balanced" not in kind), kind
         seen: set[str] = set()
@@ -181,6 +193,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("cut", FIRST)
 def test_a_models_own_code_has_the_bits_of_one_process_in_any_cut(text: Path, cut: str) -> None:
     hold_to_a_plain_loop(text, cut, list(FEW))
+
+
+def test_a_models_matrices_have_the_bits_of_torchs_muon(text: Path) -> None:
+    """Products of several matrices in one, stacks of experts, and beside them what is no matrix: rates, filters."""
+    hold_to_a_plain_loop(text, FIRST[1], ["Llama", "GPT2", "Mixtral balanced", "GptOss", "Jamba balanced"], "muon")
 
 
 TOGETHER = 10

@@ -54,9 +54,19 @@ def live_and_planned(mapping):
     return live.peak, cost
 
 
-@pytest.mark.parametrize("more", [{}, {"bf16": True}, {"params_dtype": "float64"}], ids=["fp32", "bf16", "fp64"])
-def test_live_storages_at_the_peak_are_the_planned_bytes_on_every_rank(text: Path, more: dict) -> None:
-    found = run_ranks(live_and_planned, 4, to_mapping(config_of(text, DENSE, **more)))
+WIDTHS = [
+    pytest.param({}, "adamw", id="fp32"),
+    pytest.param({"bf16": True}, "adamw", id="bf16"),
+    pytest.param({"params_dtype": "float64"}, "adamw", id="fp64"),
+    pytest.param({"bf16": True}, "muon", id="bf16, Muon"),
+]
+
+
+@pytest.mark.parametrize(("more", "optimizer"), WIDTHS)
+def test_live_storages_at_the_peak_are_the_planned_bytes_on_every_rank(text: Path, more: dict, optimizer: str) -> None:
+    config = config_of(text, DENSE, **more)
+    config.optim.name = optimizer
+    found = run_ranks(live_and_planned, 4, to_mapping(config))
     for rank, (live, cost) in enumerate(found):
         assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"rank {rank}: {cost}"
 
@@ -102,6 +112,17 @@ def test_weights_and_gradients_that_are_shared_live_when_the_plan_says_so(text: 
         configs.append(accumulating)
     for config in configs:
         config.data.path = str(text)
+    for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
+        for number, (live, cost) in enumerate(found):
+            assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"case {number}, rank {rank}: {cost}"
+
+
+@pytest.mark.timeout(300)
+def test_state_of_which_muons_owners_have_whole_matrices_lives_as_the_plan_says(text: Path) -> None:
+    ways = [("optimizer_gradients", "interleaved_1f1b", 2), ("full", "1f1b", None)]
+    configs = [sharded(*way, 4, bf16=wide) for way in ways for wide in (False, True)]
+    for config in configs:
+        config.data.path, config.optim.name = str(text), "muon"
     for rank, found in enumerate(run_ranks(live_and_planned_each, 4, [*map(to_mapping, configs)], timeout=280)):
         for number, (live, cost) in enumerate(found):
             assert cost.peak_bytes == pytest.approx(live, rel=0.05), f"case {number}, rank {rank}: {cost}"

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sp, cp ring": ("grouped", dict(tp=2, sp=True, cp=2)),
     "experts, ep and sp": ("experts", dict(tp=2, sp=True, ep=2, etp=1, dp=2)),
     "latent, etp, sharded": ("deepseek", dict(tp=2, sp=True, dp=2, data_parallel_sharding="optimizer_gradients")),
+    "Muon, sharded": ("experts", dict(dp=4, ep=2, data_parallel_sharding="optimizer_gradients", name="muon")),
     "tied": ("biases", dict(tp=2, pp=2, layout="Et*2|t*2L", data_parallel_sharding="none")),
     "pp, recomputed": (
         "grouped",
@@ -37,6 +38,9 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "heads": ("latent", dict(cp=2, ways="a2a", tp=2, sp=True)),
     "heads and ring": ("experts", dict(cp=4, ways="a2a+p2p", levels=[2, 2])),
     "full sharding": ("experts", dict(tp=2, sp=True, ep=2, dp=2, data_parallel_sharding="full")),
+    "Muon, full sharding": (
+        "grouped", dict(dp=2, pp=2, layout="Et*2|t*2L", data_parallel_sharding="full", name="muon")
+    ),
     "zero bubble": ("deepseek", dict(tp=2, sp=True, pp=2, layout="Et*2|t*2mL", pp_schedule="zb_h1")),
     "dropout, recomputed": (
         "gpt3",

@@ -1,5 +1,7 @@
 """Muon beside AdamW, against torch's own two optimizers over a whole model."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from cuts import cut, tiny
@@ -9,11 +11,13 @@ from ppctl.config.checks import check
 from ppctl.config.schema import OptimConfig, RunConfig
 from ppctl.cost.times import optimizer_seconds
 from ppctl.geometry.canonical_names import stage_parameters
+from ppctl.geometry.matrix_owners import Matrices, owned_runs
 from ppctl.model.stage import build_stage
 from ppctl.plan import build_plan
 from ppctl.plan.memory import device_of
-from ppctl.train.muon import Muon, make_optimizer
+from ppctl.train.muon import Muon, make_optimizer, newton_schulz, orthogonalised
 from ppctl.train.optimizer import AdamW
+from ppctl.train.sharded import ShardedWeights
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 
@@ -113,16 +117,69 @@ def test_the_plan_counts_one_moment_of_a_matrix_and_the_time_of_its_iteration():
     assert plans["muon"].timing.optimizer_s == pytest.approx(moved + products, rel=1e-9)
 
 
+class Replica(NamedTuple):
+    """What of a process group sharing asks before anything is sent."""
+
+    own: int
+    ranks: int
+
+    def rank(self):
+        return self.own
+
+    def size(self):
+        return self.ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 200])
+def test_the_plan_has_the_state_of_the_rank_that_owns_most_and_the_time_of_the_slowest(ranks):
+    model, optim = tiny(**EXPERTS), OptimConfig(name="muon")
+    config = RunConfig(model=model, optim=optim)
+    config.train.global_batch_size = ranks
+    config.parallel.data_parallel_size, config.parallel.data_parallel_sharding = ranks, "optimizer_gradients"
+    plan, (whole, rows) = build_plan(config), masters(EXPERTS)
+    owned = owned_runs({name: tuple(p.shape) for name, p in whole.items() if rows[name].hidden_matrix}, ranks)
+    held, operations = [], []
+    for rank in range(ranks):
+        weights = ShardedWeights(whole, lambda _, rank=rank: Replica(rank, ranks), owned)
+        state = make_optimizer(weights.master, optim, rows).state
+        tensors = [t for entry in state.values() for t in entry.values() if t.dim()]
+        held.append(sum(4 * t.numel() for t in (*tensors, *weights.master.values())))
+        runs = {name: runs[rank] for name, runs in owned.items() if rank in runs}
+        assert all(weights.master[name].numel() == len(runs.get(name, ())) for name in owned)
+        own = [(Matrices(*rows[name].shape), len(run)) for name, run in runs.items()]
+        operations.append(sum(one.operations * (length // one.size) for one, length in own))
+    padding = 3 * 4 * (len(whole) - len(owned))
+    assert plan.pp_ranks[0].optimizer_bytes <= max(held) <= plan.pp_ranks[0].optimizer_bytes + padding
+    device, cost = device_of(RunConfig()), plan.pp_ranks[0]
+    moved = optimizer_seconds(cost.weight_bytes, cost.gradient_bytes, cost.optimizer_bytes, device)
+    products = 5 * max(operations) / (device.bf16_flops * efficiency_of(device).matmul)
+    assert plan.timing.optimizer_s == pytest.approx(moved + products, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
         ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size=1"),
         ("expert_tensor_parallel_size", 2, "parallel.expert_tensor_parallel_size=1"),
-        ("data_parallel_sharding", "optimizer_gradients", "parallel.data_parallel_sharding=none"),
-        ("data_parallel_sharding", "full", "parallel.data_parallel_sharding=none"),
     ],
 )
 def test_what_splits_matrices_is_refused(key, value, remedy):
     config = RunConfig(optim=OptimConfig(name="muon"))
     setattr(config.parallel, key, value)
     assert remedy in [problem.remedy for problem in check(config, {}) if "Muon" in problem.message]
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 32), (4, 7, 97), (1, 24, 24)])
+def test_matrices_that_go_through_the_iteration_together_come_out_as_each_by_itself(shape):
+    """What a GPU runs; products of several round otherwise, which five steps in bfloat16 multiply."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    alone = orthogonalised(x.clone(), 5).float()
+    assert (newton_schulz(x.clone(), 5).float() - alone).abs().max() <= 0.05 * alone.abs().max()
+    values = torch.linalg.svdvals(alone)
+    assert values.min() > 0.5 and values.max() < 1.5
+
+
+def test_adapters_are_refused():
+    config = RunConfig(optim=OptimConfig(name="muon"))
+    config.model.lora = {"rank": "4", "targets": "[q_proj]"}
+    assert "optim.name=adamw" in [problem.remedy for problem in check(config, {}) if "Muon" in problem.message]

@@ -1,11 +1,13 @@
 """A batch that grows, against Megatron's own loop, and its rules."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from ppctl.checkpoint.verification import misplaced
 from ppctl.config.batch_rampup import Rampup
-from ppctl.config.batch_sizes import BatchSizes, run_length
+from ppctl.config.batch_sizes import BatchSizes, as_from_the_start, run_length
 from ppctl.config.checks import check
 from ppctl.config.compose import RefusedError, compose
 from ppctl.config.schema import RunConfig
@@ -44,6 +46,22 @@ def test_a_run_that_goes_on_from_any_step_takes_the_same_batches():
             later = BatchSizes(full, rampup, begin, whole.position(begin))
             for step in range(begin, begin + 50):
                 assert (later.at(step), later.position(step)) == (whole.at(step), whole.position(step))
+
+
+def test_a_position_that_a_ramp_does_not_pass_is_told_from_one_that_it_does():
+    config = RunConfig()
+    train = config.train
+    train.global_batch_size, train.batch_rampup = 12, [4, 4, 24]
+    whole = BatchSizes.of(train)
+    assert [each.size for each in whole.segments] == [4, 8, 12]
+    for step in range(40):
+        assert as_from_the_start(train, step, whole.position(step)), step
+        assert as_from_the_start(train, step, 12 * step) == (step in (0, *range(5, 40))), step
+    state = {"step": 3, "consumed_samples": 36, "seq_length": config.data.seq_length, "seed": train.seed}
+    (problem,) = misplaced(Path("step-3"), state, config, None)
+    assert (problem.code, problem.remedy) == ("PP-E423", "train.batch_rampup=null")
+    train.batch_rampup = None
+    assert misplaced(Path("step-3"), state, config, None) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Of what Muon moves: how much a rank has, and the one that owns most, where data-parallel ranks share (decision 67).
+
+Knows rows of matrices and `geometry/matrix_owners.py`. Must not know bytes, seconds or configs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+from ppctl.config.schema import ModelConfig
+from ppctl.cost.parameters import Count, held, hidden_matrices, on_device
+from ppctl.geometry.layers import Layer
+from ppctl.geometry.matrix_owners import Matrices, deal
+from ppctl.topology import ParallelSizes
+
+
+class Orthogonalised(NamedTuple):
+    """The matrices of a pp_rank that Muon moves."""
+
+    count: Count
+    """Their elements on all ranks."""
+    dense: int = 0
+    """Elements, without experts', that one rank owns at most."""
+    experts: int = 0
+    """The same of experts' matrices."""
+    operations: int = 0
+    """Of one step of the iteration, on the rank with most of them."""
+
+    def on(self, sizes: ParallelSizes) -> tuple[int, int]:
+        """(dense elements, experts' elements) on one device, before anything is shared."""
+        return on_device(self.count, sizes)
+
+    @property
+    def owned(self) -> int:
+        """Elements of all that one rank owns at most."""
+        return self.dense + self.experts
+
+
+def orthogonalised(
+    model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, *, shared: bool
+) -> Orthogonalised:
+    """Of stages of one rank. Where ranks share, each matrix is owned by one rank of those that have copies of it."""
+    rows = [row for layers in stages for row in hidden_matrices(model, layers)]
+    count: Count = Counter()
+    entries: dict[bool, list[Matrices]] = {False: [], True: []}
+    for row, number in rows:
+        count[row.axes] += number * row.elements
+        one = Matrices(*row.shape[-2:])
+        elements = number * held(row.elements, row.axes, sizes)
+        entries[bool(row.experts)].append(one._replace(number=elements // one.size))
+    if not any((sizes.tp > 1, sizes.cp > 1, sizes.ep > 1, sizes.etp > 1)):  # one group for both kinds
+        entries = {False: entries[False] + entries[True], True: []}
+    dense, operations = _most(tuple(entries[False]), sizes.dp * sizes.cp if shared else 1)
+    experts, more = _most(tuple(entries[True]), sizes.edp if shared else 1)
+    return Orthogonalised(count, dense, experts, operations + more)
+
+
+def iteration_bytes(
+    model: ModelConfig, stages: Iterable[Iterable[Layer]], sizes: ParallelSizes, gradient: int, limit: int
+) -> int:
+    """The most bytes beside the state while matrices go through the iteration, `limit` elements of one shape at once.
+
+    First what is made orthogonal of all, in bfloat16, and of one stack as wide as a gradient; then that, two steps'
+    results and two squares of the shorter side.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row, number in (row for layers in stages for row in hidden_matrices(model, layers)):
+        of_stack = held(row.elements, row.axes, sizes)
+        alike.setdefault(row.shape[-2:], []).extend([of_stack] * number)
+    most = 0
+    for shape, stacks in alike.items():
+        small, large = sorted(shape)
+        one = small * large
+        together, stack = (min(elements, max(limit, one)) for elements in (sum(stacks), max(stacks)))
+        most = max(most, 2 * together + gradient * stack, 6 * together + 4 * together * small // large)
+    return most
+
+
+@cache
+def _most(entries: tuple[Matrices, ...], ranks: int) -> tuple[int, int]:
+    """(elements, operations) of the ranks with most of each."""
+    elements, operations = [0] * ranks, [0] * ranks
+    for matrices, owned in zip(entries, deal(entries, ranks), strict=True):
+        for rank, number in enumerate(owned):
+            elements[rank] += number * matrices.size
+            operations[rank] += number * matrices.operations
+    return max(elements), max(operations)

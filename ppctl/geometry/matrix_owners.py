@@ -1,0 +1,63 @@
+"""Which rank of a data-parallel group owns which matrix: Muon orthogonalises each whole on one rank (decision 67).
+
+Knows shapes and how many products an iteration takes. Must not know tensors, groups of processes or seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+
+class Matrices(NamedTuple):
+    """Equal matrices side by side: a parameter, or the experts of a layer."""
+
+    rows: int
+    columns: int
+    number: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of one."""
+        return self.rows * self.columns
+
+    @property
+    def operations(self) -> int:
+        """Of one step of the Newton-Schulz iteration on one: X Xt, its square, and their sum times X (Jordan 2024)."""
+        small, large = sorted((self.rows, self.columns))
+        return 4 * small * small * large + 2 * small**3
+
+
+def deal(matrices: Sequence[Matrices], ranks: int) -> list[list[int]]:
+    """By entry, how many of its matrices each rank owns: longest processing time first (Graham 1969).
+
+    The matrix with the most operations goes to the rank with the fewest so far; of equal ones the earlier entry, of
+    equal ranks the lower: every rank of a job finds the same.
+    """
+    owned = [[0] * ranks for _ in matrices]
+    loads = [(0, rank) for rank in range(ranks)]
+    heapify(loads)
+    for entry in sorted(range(len(matrices)), key=lambda entry: -matrices[entry].operations):
+        own = owned[entry]
+        for _ in range(matrices[entry].number):
+            load, rank = loads[0]
+            heapreplace(loads, (load + matrices[entry].operations, rank))
+            own[rank] += 1
+    return owned
+
+
+def owned_runs(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, dict[int, range]]:
+    """Name -> rank of a group -> the elements that it owns, of matrices and stacks [number, rows, columns] read flat.
+
+    Those of a stack are neighbours, in the order of ranks; a rank that owns none is not there.
+    """
+    entries = [Matrices(*shape[-2:], *shape[:-2]) for shape in shapes.values()]
+    found: dict[str, dict[int, range]] = {}
+    for name, entry, owned in zip(shapes, entries, deal(entries, ranks), strict=True):
+        start, found[name] = 0, {}
+        for rank, number in enumerate(owned):
+            if number:
+                found[name][rank] = range(start, start + number * entry.size)
+                start = found[name][rank].stop
+    return found

@@ -1,0 +1,55 @@
+"""What data-parallel ranks share out, what Muon's owners have of it, and the memory of an optimizer step.
+
+Knows which keys of the config decide over it. Must not know how closed forms work (`ppctl.cost`), or schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ppctl.config.schema import RunConfig
+from ppctl.cost.owned_matrices import Orthogonalised, iteration_bytes, orthogonalised
+from ppctl.cost.parameters import largest_matrices, trained_count
+from ppctl.cost.setting import TORCH_ON_CPU, Setting
+from ppctl.cost.state import ADAMW_ALONE, State, passing
+from ppctl.geometry.layers import Layer
+from ppctl.plan.stages import precision_of
+from ppctl.plan.types import StageSpec
+from ppctl.topology import BUCKET_ELEMENTS, ParallelSizes
+
+
+def sharding_of(config: RunConfig, sizes: ParallelSizes) -> str:
+    """What is shared out, where there is somebody to share it with."""
+    return config.parallel.data_parallel_sharding if sizes.dp * sizes.cp > 1 else "none"
+
+
+def moved_by_muon(config: RunConfig, stages: Iterable[Sequence[Layer]], sizes: ParallelSizes) -> Orthogonalised:
+    """The matrices of a pp_rank with stages of these layers that Muon moves; nothing where AdamW moves all."""
+    if config.optim.name != "muon":
+        return ADAMW_ALONE
+    shared = sharding_of(config, sizes) != "none"
+    return orthogonalised(config.model, stages, sizes, shared=shared)
+
+
+def updating_bytes(
+    config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, setting: Setting, state: State
+) -> int:
+    """The most while the optimizer steps and new weights travel, of `state` that is there then; 0 where allocators know
+    nothing of it.
+
+    Beside weights and optimizer state are the gradients, or parts of them; and what Muon's iteration takes, or of new
+    weights on their way a bucket, whole and in its part.
+    """
+    if not setting.allocator.backward:
+        return 0
+    sharding, precision, model = sharding_of(config, sizes), precision_of(config), config.model
+    layers = [layer for stage in own for layer in stage.layers]
+    gradients, travels = state.gradients, 0
+    if sharding != "none":
+        largest, moved = largest_matrices(model, layers, sizes), moved_by_muon(config, [layers], sizes)
+        rank = passing(trained_count(model, layers), sizes, precision, largest, muon=moved)
+        gradients = rank.parts
+        travels = rank.bucket - (-rank.bucket // (sizes.dp * sizes.cp)) if sharding == "optimizer_gradients" else 0
+    limit = 1 if setting.allocator is TORCH_ON_CPU else BUCKET_ELEMENTS
+    iterates = iteration_bytes(model, [layers], sizes, precision.gradient, limit) if config.optim.name == "muon" else 0
+    return state.weights + state.optimizer + gradients + max(travels, iterates)
