@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ppctl.cli.table import prose
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ppctl.errors import Problem
 
+_PLACE_INDENT = 2
 PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
 
@@ -33,9 +35,13 @@ def note(text: str) -> None:
 
 
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print each problem once on stderr."""
-    for text in dict.fromkeys(map(str, problems)):
-        note(f"error {text}")
+    """Print each problem once on stderr. On a terminal lines of its place end between words, unless a caret points
+    into one; its remedy is to be pasted."""
+    for problem in dict.fromkeys(problems):
+        place = problem.place
+        if sys.stderr.isatty() and "^" not in place:
+            place = prose(place.splitlines(), shutil.get_terminal_size().columns - _PLACE_INDENT)
+        note(f"error {replace(problem, place=place)}")
 
 
 def is_live() -> bool:

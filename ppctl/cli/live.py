@@ -26,6 +26,7 @@ from ppctl import heartbeat
 from ppctl.checkpoint_folder import step_of
 from ppctl.cli.console import console
 from ppctl.cli.runs import checkpoint_of
+from ppctl.cli.table import prose
 from ppctl.rundir import RunDir
 from ppctl.step_lines import RECENT, clock_text, mean_step_time
 
@@ -43,8 +44,8 @@ class _Lines:
         self._screen = screen
 
     def write(self, text: str) -> int:
-        """Print `text`, whose lines are whole."""
-        self._screen.out(text.removesuffix("\n"), highlight=False)
+        """Print `text`, whose lines are whole, in lines that end between words."""
+        self._screen.out(prose(text.removesuffix("\n").split("\n"), self._screen.width), highlight=False)
         return len(text)
 
     def flush(self) -> None:

@@ -63,7 +63,7 @@ def test_show_counts_and_shows_a_document(capsys: pytest.CaptureFixture[str]) ->
     assert main(["data", "show", "x.idx", "--tokens", "1", "--tokenizer", "byte"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[:3]] == [["documents", "1"], ["sequences", "1"], ["tokens", "2"]]
-    assert lines[-2:] == ["document 0     104 and 1 more", "h"]
+    assert lines[-2:] == ["document 0     104 and 1 more", "as text        h …"]
 
 
 @pytest.mark.parametrize(
