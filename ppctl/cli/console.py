@@ -29,18 +29,21 @@ def note(text: str) -> None:
     """Print on stderr what is not the result. A terminal gets lines that end between words, but for indented ones,
     which are to be pasted."""
     if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        text = "\n".join(line if line[:1].isspace() else prose([line], columns) for line in text.splitlines())
+        text = _unless_indented(text, shutil.get_terminal_size().columns)
     print(text, file=sys.stderr, flush=True)
 
 
+def _unless_indented(text: str, columns: int) -> str:
+    return "\n".join(line if line[:1].isspace() else prose([line], columns) for line in text.splitlines())
+
+
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print each problem once on stderr. On a terminal lines of its place end between words, unless a caret points
-    into one; its remedy is to be pasted."""
+    """Print each problem once on stderr. On a terminal lines of its place end between words, but for those that are
+    indented and where a caret points into one; these and the remedy are to be pasted."""
     for problem in dict.fromkeys(problems):
         place = problem.place
         if sys.stderr.isatty() and "^" not in place:
-            place = prose(place.splitlines(), shutil.get_terminal_size().columns - _PLACE_INDENT)
+            place = _unless_indented(place, shutil.get_terminal_size().columns - _PLACE_INDENT)
         note(f"error {replace(problem, place=place)}")
 
 
@@ -66,7 +69,7 @@ def console(*, stderr: bool = False) -> Console:
 @contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function that takes bytes as they are done, and shows them as a bar if stderr is a terminal."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not total:
         yield lambda size: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

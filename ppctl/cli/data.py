@@ -88,7 +88,7 @@ def tokenize(args: argparse.Namespace) -> int:
         print(json.dumps({"prefix": str(prefix), **counts}))
     else:
         print(f"{prefix}.bin and .idx: {writer.documents:,} documents, {writer.tokens:,} tokens of {dtype.name}")
-        note(f"train on it with: data.path={prefix} {_reading(args.tokenizer, tokenizer.vocab_size)}")
+        note(f"train on it with:\n  data.path={prefix} {_reading(args.tokenizer, tokenizer.vocab_size)}")
     return 0
 
 

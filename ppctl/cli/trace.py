@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         drawn = replace(planned, title=title, subtitle=subtitle, trace=shown.trace, planned=planned.trace)
         write_timeline(drawn, Path(args.timeline))
     elif not args.json:
-        note(f"\nto see it: {program()} trace {short_path(run_dir.path)} --step {shown.step} --timeline step.html")
+        note(f"\nto see it:\n  {program()} trace {short_path(run_dir.path)} --step {shown.step} --timeline step.html")
     return 0
 
 
