@@ -36,7 +36,7 @@ class PipelineConfig:
     pp_schedule_csv: str | None = key(None, names="pp_schedule_csv", verbatim=True)
     """File that holds a schedule in torch's CSV form; stands in for pp_schedule. A row for each pp_rank, in it what the
     rank does, in order: stage, F or B (or I and W), microbatch, as in 0F0,0F1,0B0,0B1. `ppctl plan --dump-schedule`
-    writes one to begin with; `ppctl explain PP-E216` says what must fit."""
+    writes one to begin with; docs/schedules.md is the guide, `ppctl explain PP-E216` says what must fit."""
     pp_microbatch_size: int = key(1, positive(MOST_IN_A_MICROBATCH))
     """Sequences per microbatch: the micro batch size."""
     pp_batch_size: int = key(1, positive(MOST_SAMPLES))
