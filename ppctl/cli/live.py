@@ -101,7 +101,10 @@ class Block:
 
     def _training(self) -> Group:
         last = self._recent[-1]
-        step, left = last["step"], (self._steps - last["step"]) * (mean_step_time(self._recent) or 0.0)
+        # With log.interval the last record may be many steps old; the ranks' own counts are not.
+        states = heartbeat.read_all(self._run.id, self._ranks)
+        step = max(last["step"], min((state.step for state in states), default=0))
+        left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             ProgressBar(total=self._steps, completed=step, width=30),
