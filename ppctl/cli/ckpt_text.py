@@ -176,7 +176,7 @@ def verified(report: Mapping[str, Any]) -> str:
     if report["loadable"] is not None:
         lines.append(f"  {'every' if report['loadable'] else 'not every'} name, shape and dtype fits that run")
     if report["position"] is not None and report["loadable"]:
-        lines.append(f"  it would go on in its data behind {report['position']:,} samples")
+        lines.append(f"  it would go on in its data after {report['position']:,} samples")
     return "\n".join(lines)
 
 
