@@ -39,6 +39,7 @@ test-gpu: $(if $(WHEELS),,.venv/ready-test) ## what needs a CUDA device; then a 
 
 docs: .venv/ready-docs       ## the site, build/site/index.html: guides, keys, errors, names, decisions; a link that leads nowhere fails
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --strict
+	@echo "open build/site/index.html, or with a search: $(PY) -m http.server --directory build/site"
 
 check: .venv/ready-dev       ## format, lint, types, import contracts
 	$(PY) -m ruff format --check .

@@ -22,13 +22,18 @@ def clock_text(seconds: float) -> str:
 
 
 def step_line(record: Record, steps: int, eta_s: float, columns: int = WIDE) -> str:
-    """One step in fixed columns; in a short form on a screen of less than WIDE columns."""
+    """One step in fixed columns; in a short form on a screen of less than WIDE columns, as far as it fits."""
     done = f"{record['step']:>{len(str(steps))}}/{steps}"
     if columns < WIDE:
-        return (
-            f"{done} loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}  {record['tokens_per_s']:>5,.0f} tok/s"
-            f" bubble {record['bubble_fraction']:3.0%} slow stage {record['slowest_stage']:<2} ETA {clock_text(eta_s)}"
-        )
+        line = f"{done} loss {record['loss']:.3f}  norm {record['grad_norm']:5.2f}"
+        for more in (
+            f"  {record['tokens_per_s']:>5,.0f} tok/s",
+            f" bubble {record['bubble_fraction']:3.0%}",
+            f" slow stage {record['slowest_stage']:<2}",
+            f" ETA {clock_text(eta_s)}",
+        ):
+            line += more if len(line) + len(more) <= columns else ""
+        return line
     return (
         f"step {done}  loss {record['loss']:.4f}  grad norm {record['grad_norm']:6.3f}  lr {record['lr']:.2e}"
         f"  {record['tokens_per_s']:>7,.0f} tokens/s  bubble {record['bubble_fraction']:5.1%}"

@@ -176,7 +176,7 @@ def verified(report: Mapping[str, Any]) -> str:
     if report["loadable"] is not None:
         lines.append(f"  {'every' if report['loadable'] else 'not every'} name, shape and dtype fits that run")
     if report["position"] is not None and report["loadable"]:
-        lines.append(f"  it would go on in its data behind {report['position']:,} samples")
+        lines.append(f"  it would go on in its data after {report['position']:,} samples")
     return "\n".join(lines)
 
 
@@ -209,8 +209,8 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def differences(report: Mapping[str, Any], limit: int) -> str:
-    """The tensors that differ, each in two lines: how much, and where first."""
+def differences(report: Mapping[str, Any], limit: int) -> list[str]:
+    """The tensors that differ, each in three lines: its type, how much, and where first."""
     lines = [f"{name}  {path}" for name, path in zip("AB", report["paths"], strict=True)]
     for name, key in (("A", "only_in_a"), ("B", "only_in_b")):
         lines += [f"only in {name}: {line}" for line in _ranges(report[key], limit)]
@@ -219,20 +219,21 @@ def differences(report: Mapping[str, Any], limit: int) -> str:
         kinds = list(dict.fromkeys(each["kinds"]))
         lines.append(f"{each['name']}  {' in A, '.join(kinds)}{' in B' if len(kinds) > 1 else ''}")
         if each["elements"]:
-            lines.append("  " + _how(each))
+            lines += _how(each)
     if limit and len(different) > limit:
         lines.append(f"and {len(different) - limit} more tensors that differ (--limit 0 shows all)")
     only = len(report["only_in_a"]) + len(report["only_in_b"])
-    lines.append(f"{report['equal']} tensors are equal to the bit, {len(different)} differ, {only} are only in one")
-    return "\n".join(lines)
+    return [*lines, f"{report['equal']} tensors are equal to the bit, {len(different)} differ, {only} are only in one"]
 
 
-def _how(each: Mapping[str, Any]) -> str:
+def _how(each: Mapping[str, Any]) -> list[str]:
     relative = "" if each["relative"] is None else f" ({each['relative']:.3g} of A's)"
     norm, largest = (_number(each[key]) for key in ("norm", "largest"))
-    text = f"{each['different']:,} of {each['elements']:,} elements; norm of B - A {norm}{relative}, largest {largest}"
+    much = (
+        f"  {each['different']:,} of {each['elements']:,} elements; norm of B - A {norm}{relative}, largest {largest}"
+    )
     first, second = map(_number, each["values"])
-    return f"{text}\n  first at {list(each['at'])}: {first} in A, {second} in B" if each["different"] else text
+    return [much, f"  first at {list(each['at'])}: {first} in A, {second} in B"] if each["different"] else [much]
 
 
 def _number(value: float | None) -> str:
@@ -249,4 +250,4 @@ def pruned(report: Mapping[str, Any]) -> str:
     verb = "would delete" if report["dry_run"] else "deleted"
     lines = [f"{verb} {name}" for name in report["deleted"]] or ["nothing to delete"]
     kept = ", ".join(report["kept"])
-    return "\n".join([*lines, f"{size(report['bytes'])} of {report['path']}; what stays: {kept}"])
+    return "\n".join([*lines, f"{size(report['bytes'])} of {report['path']}", f"what stays: {kept}"])

@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(SHELLS)}: print its script; words: print what may stand in place of the last WORD (for scripts)"
     )
     parser.add_argument("shell", choices=(*SHELLS, "words"), help=words)
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="what was typed behind ppctl")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="WORD", help="what was typed after ppctl")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ppctl.cli.table import prose
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from ppctl.errors import Problem
 
+_PLACE_INDENT = 2
 PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
 
@@ -27,15 +29,22 @@ def note(text: str) -> None:
     """Print on stderr what is not the result. A terminal gets lines that end between words, but for indented ones,
     which are to be pasted."""
     if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        text = "\n".join(line if line[:1].isspace() else prose([line], columns) for line in text.splitlines())
+        text = _unless_indented(text, shutil.get_terminal_size().columns)
     print(text, file=sys.stderr, flush=True)
 
 
+def _unless_indented(text: str, columns: int) -> str:
+    return "\n".join(line if line[:1].isspace() else prose([line], columns) for line in text.splitlines())
+
+
 def print_problems(problems: Iterable[Problem]) -> None:
-    """Print each problem once on stderr."""
-    for text in dict.fromkeys(map(str, problems)):
-        note(f"error {text}")
+    """Print each problem once on stderr. On a terminal lines of its place end between words, but for those that are
+    indented and where a caret points into one; these and the remedy are to be pasted."""
+    for problem in dict.fromkeys(problems):
+        place = problem.place
+        if sys.stderr.isatty() and "^" not in place:
+            place = _unless_indented(place, shutil.get_terminal_size().columns - _PLACE_INDENT)
+        note(f"error {replace(problem, place=place)}")
 
 
 def is_live() -> bool:
@@ -60,7 +69,7 @@ def console(*, stderr: bool = False) -> Console:
 @contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function that takes bytes as they are done, and shows them as a bar if stderr is a terminal."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not total:
         yield lambda size: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -10,7 +10,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ppctl.cli.console import byte_progress, note
+from ppctl.cli.console import byte_progress, note, width
+from ppctl.cli.table import aligned, folded
 from ppctl.errors import DataError, Problem
 from ppctl.processes import unwinding_on_term
 
@@ -87,7 +88,7 @@ def tokenize(args: argparse.Namespace) -> int:
         print(json.dumps({"prefix": str(prefix), **counts}))
     else:
         print(f"{prefix}.bin and .idx: {writer.documents:,} documents, {writer.tokens:,} tokens of {dtype.name}")
-        note(f"train on it with: data.path={prefix} {_reading(args.tokenizer, tokenizer.vocab_size)}")
+        note(f"train on it with:\n  data.path={prefix} {_reading(args.tokenizer, tokenizer.vocab_size)}")
     return 0
 
 
@@ -133,9 +134,11 @@ def show(args: argparse.Namespace) -> int:
     for key, value in counts.items():
         print(f"{key.replace('_', ' '):<14} {value:,}" if isinstance(value, int) else f"{key:<14} {value}")
     more = f" and {len(tokens) - len(shown):,} more" if len(tokens) > len(shown) else ""
-    print(f"{f'document {args.document}':<14} {' '.join(map(str, shown))}{more}")
+    rows = [(f"document {args.document}", f"{' '.join(map(str, shown))}{more}")]
     if text is not None:
-        print(text)
+        lines = f"{text} …" if more else text
+        rows += [("" if number else "as text", line) for number, line in enumerate(lines.splitlines())]
+    print(aligned(folded([(f"{name:<13}", cell) for name, cell in rows], width(), " ")))
     return 0
 
 
@@ -170,7 +173,8 @@ def show_conversation(args: argparse.Namespace) -> int:
     print(f"{'shown':<14} {one.place}: {len(one.tokens):,} tokens, {int(one.learned.sum()):,} learned (+)")
     for learned, text in one.runs():
         for line in text.splitlines(keepends=True):
-            print("+" if learned else " ", line.replace("\n", "\\n"))
+            for _, part in folded([("+", line.replace("\n", "\\n"))], width() + 1, " "):  # one blank between, not two
+                print("+" if learned else " ", part)
     return 0
 
 

@@ -26,6 +26,7 @@ from ppctl import heartbeat
 from ppctl.checkpoint_folder import step_of
 from ppctl.cli.console import console
 from ppctl.cli.runs import checkpoint_of
+from ppctl.cli.table import prose
 from ppctl.rundir import RunDir
 from ppctl.step_lines import RECENT, clock_text, mean_step_time
 
@@ -43,8 +44,8 @@ class _Lines:
         self._screen = screen
 
     def write(self, text: str) -> int:
-        """Print `text`, whose lines are whole."""
-        self._screen.out(text.removesuffix("\n"), highlight=False)
+        """Print `text`, whose lines are whole, in lines that end between words."""
+        self._screen.out(prose(text.removesuffix("\n").split("\n"), self._screen.width), highlight=False)
         return len(text)
 
     def flush(self) -> None:
@@ -100,7 +101,10 @@ class Block:
 
     def _training(self) -> Group:
         last = self._recent[-1]
-        step, left = last["step"], (self._steps - last["step"]) * (mean_step_time(self._recent) or 0.0)
+        # With log.interval the last record may be many steps old; the ranks' own counts are not.
+        states = heartbeat.read_all(self._run.id, self._ranks)
+        step = max(last["step"], min((state.step for state in states), default=0))
+        left = (self._steps - step) * (mean_step_time(self._recent) or 0.0)
         bar = Table.grid(padding=(0, 2))
         bar.add_row(
             ProgressBar(total=self._steps, completed=step, width=30),

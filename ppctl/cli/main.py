@@ -14,10 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from ppctl import __version__
-from ppctl.cli.console import print_problems, width
+from ppctl.cli.console import note, print_problems, width
 from ppctl.cli.table import aligned, folded
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.files import silence
@@ -152,11 +152,21 @@ def parse(name: str, module: Any, tokens: Sequence[str]) -> argparse.Namespace:
     return overrides.parse(parser, name, tokens)
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's, whose errors are folded as all messages are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and what is wrong, and end with the exit code of a usage error."""
+        self.print_usage(sys.stderr)
+        note(f"{self.prog}: error: {message}")
+        raise SystemExit(USAGE)
+
+
 def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
     """The parser of command `name`, which is `module`."""
     command = COMMANDS[name]
     first = "RUN" if name == "resume" else "+recipe=NAME"
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"ppctl {name}",
         usage=f"ppctl {name} [{first}] [KEY=VALUE ...] [options]" if command.overrides else None,
         description=command.summary[:1].upper() + command.summary[1:] + ".",
@@ -174,7 +184,8 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
 
 _OVERRIDES_HELP = """\
 overrides are KEY=VALUE, with full names (train.steps=200) or short names:
-  steps gbs mbs seq lr pp vpp tp cp ep etp dp layout nodes gpus_per_node
+  steps gbs mbs seq lr pp vpp tp sp cp ep etp dp layout nodes gpus_per_node
+  pp_schedule pp_schedule_csv recompute
 Megatron's flags for sizes, layout, batch and sequence are accepted, too:
   --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout 'Et*3|t*5L'
 `ppctl explain KEY` prints the meaning, type and default of a key."""

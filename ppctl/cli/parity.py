@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from ppctl.checkpoint.gradients import KeptStep, kept_steps
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
 from ppctl.cli import ckpt_text, parity_text
-from ppctl.cli.console import byte_progress, note
+from ppctl.cli.console import byte_progress, note, width
 from ppctl.cli.plan import plan_of, planned
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
@@ -45,6 +46,7 @@ from ppctl.runs import find_run
 DIFFERENT = 1
 _STEPS = 3
 _MOST = 99
+_BEFORE_A_STEP = "  "
 
 
 class _Side(NamedTuple):
@@ -89,11 +91,14 @@ def run(args: argparse.Namespace) -> int:
             sides = [_trained(name, *each, root, args) for name, each in (("one-process", one), ("cut", cut))]
         except _Interrupted as end:
             return int(end.args[0])
-        return _shown(_report((sides[0], sides[1])), args)
+        report = _report((sides[0], sides[1]))
+        if args.keep is None:  # their directory is removed when this ends
+            report["runs"] = [None, None]
+        return _shown(report, args)
 
 
 def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
-    print(json.dumps(report, indent=1) if args.json else parity_text.text(report))
+    print(json.dumps(report, indent=1) if args.json else parity_text.text(report, width()))
     return 0 if report["same"] else DIFFERENT
 
 
@@ -157,7 +162,7 @@ class _StepLines:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             if line.startswith("step ") or line[:1].isdigit():
-                note(f"  {line}")
+                note(_BEFORE_A_STEP + line)
         return len(text)
 
     def flush(self) -> None:
@@ -169,7 +174,10 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     config = with_value(config, "log", dir=str(root), name=name)
     note(f"{parity_text.NAMES[name]}: {parity_text.sizes_text(plan)}")
     run = new_run(Launch(config, plan, f"ppctl parity ({name})"), detect(os.environ))
-    job = LocalJob(run, plan.sizes.world, config.launch.env, limits=Limits.of(config.launch))
+    variables = dict(config.launch.env)
+    if sys.stderr.isatty():  # rank 0 prints into a pipe and cannot see how wide its lines may be
+        variables["COLUMNS"] = str(shutil.get_terminal_size().columns - len(_BEFORE_A_STEP))
+    job = LocalJob(run, plan.sizes.world, variables, limits=Limits.of(config.launch))
     with hold(run):
         outcome = supervise(job, _StepLines())  # type: ignore[arg-type]  # of a stream, it uses write and flush
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
@@ -268,7 +276,12 @@ def _progress(step: int) -> Callable[[str], None]:
     """Shows on a terminal what is being compared, in one line."""
     if not sys.stderr.isatty():
         return lambda name: None
-    return lambda name: print(f"\r\033[Kcomparing step {step}: {name}\r", end="", file=sys.stderr, flush=True)
+    most = shutil.get_terminal_size().columns - 1
+
+    def show(name: str) -> None:
+        print(f"\r\033[K{f'comparing step {step}: {name}'[:most]}\r", end="", file=sys.stderr, flush=True)
+
+    return show
 
 
 def _checkpoints(first: _Side, second: _Side) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ppctl.cli import ckpt_text
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, folded, prose
 from ppctl.plan import Plan
 
 NAMES = {"one-process": "one process", "cut": "the cut"}
@@ -27,19 +27,22 @@ def sizes_text(plan: Plan) -> str:
     return ", ".join([*([" x ".join(axes)] if axes else []), ranks, plan.schedule.name])
 
 
-def text(report: Mapping[str, Any]) -> str:
-    """The law, a table of steps, what differs, and the verdict as the last line."""
+def text(report: Mapping[str, Any], columns: int) -> str:
+    """The law, a table of steps, what differs, and the verdict at the end, in at most so many columns."""
     rows: list[tuple[str, ...]] = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
     rows += [_row(step) for step in report["steps"]]
-    lines = [f"{name}  {cut}  {path}" for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True)]
-    lines += [_law(report), "", aligned(rows, 4), ""]
+    head = []
+    for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True):
+        head += [f"{name}  {cut}", *([f"   {path}"] if path else [])]
+    lines = []
     for step in report["steps"]:
         lines += _differences(step)
     lines += [f"{name} did not reach its end: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
     if report.get("checkpoints"):
         found = report["checkpoints"]
-        lines += [f"checkpoints of step {found['step']}:", ckpt_text.differences(found, _SHOWN), ""]
-    return "\n".join([*lines, _verdict(report)])
+        lines += [f"checkpoints of step {found['step']}:", *ckpt_text.differences(found, _SHOWN), ""]
+    table = aligned(folded(rows, columns, ", "), 4)
+    return "\n\n".join([prose([*head, _law(report)], columns), table, prose([*lines, _verdict(report)], columns)])
 
 
 def _law(report: Mapping[str, Any]) -> str:

@@ -168,7 +168,7 @@ def _refuse_past(changes: Mapping[str, tuple[Any, Any]], config: RunConfig, chec
     for name in WATCHED:
         asked = changes[name][1] if name in changes else None
         if asked is not None and (steps := steps_of(asked))[0] <= done:
-            message = f"{name}={asked} begins with step {steps[0]}, and the run goes on behind step {done}"
+            message = f"{name}={asked} begins with step {steps[0]}, and the run goes on after step {done}"
             last = min(done + len(steps), config.train.steps)
             problems.append(Problem("PP-E648", message, f"{name}={done + 1}:{last + 1}", f"{name} (command line)"))
     if problems:

@@ -7,50 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import width
+from ppctl.cli.simulate_checks import SCHEDULES, TIMES, in_file, memory, schedule_of_file, wrong
 from ppctl.cli.simulate_compare import print_comparison
+from ppctl.cli.table import prose
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
-from ppctl.cli.train import program
-from ppctl.config.argv import retyped
-from ppctl.config.draft import SCHEDULE_FILE
-from ppctl.errors import ConfigError, Problem, ScheduleError
+from ppctl.errors import ConfigError, ScheduleError
 from ppctl.schedule.action import INPUT_GRADIENTS, Schedule
 from ppctl.schedule.picture import Picture, StageNote
-from ppctl.schedule.policies import (
-    AUTO,
-    POLICIES,
-    Policy,
-    fitting_policy,
-    make_schedule,
-    schedule_policy,
-    too_few_microbatches,
-)
+from ppctl.schedule.policies import AUTO, make_schedule, schedule_policy
 from ppctl.schedule.search import Found, find_best
 from ppctl.schedule.search_task import Task, placements, unit_of_memory
 from ppctl.schedule.simulate import Costs, in_flight, simulate
 from ppctl.schedule.text_timeline import timeline_text
 from ppctl.schedule.trace import Trace, bubble_fraction, bubble_rate, step_time
 
-SCHEDULES = {name: policy for name, policy in POLICIES.items() if policy.trains}
-
-_TIMES = {
-    "tf": "forward pass of one microbatch through all chunks of a rank",
-    "tb": "its input gradient",
-    "tw": "its weight gradient",
-    "tcomm": "delay of every message",
-}
 _MS = 1e-3
-
-MOST_ACTIONS = 5_000_000
-"""More actions would take minutes and gigabytes: some size is a mistake."""
-MOST_SEARCHED = 150_000
-"""As many that a search tries again and again: about 20 s."""
 MOST_ROWS = 32
 """The most stages that a screen shows."""
 
@@ -58,13 +35,14 @@ MOST_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     one_or_all = parser.add_mutually_exclusive_group(required=True)
-    one_or_all.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}, {AUTO}")
+    words = f"one of {', '.join(SCHEDULES)}, {AUTO}; or FILE.csv, a schedule of your own (docs/schedules.md)"
+    one_or_all.add_argument("--schedule", metavar="NAME", help=words)
     one_or_all.add_argument("--compare", action="store_true", help="all schedules that fit, in one table")
-    parser.add_argument("--pp", type=int, required=True, metavar="P", help="number of pipeline ranks")
+    parser.add_argument("--pp", type=int, metavar="P", help="number of pipeline ranks")
     chunks = f"chunks per rank (default: 1, or 2 for schedules that need several; {AUTO}: 1 and, on a V, 2)"
     parser.add_argument("--vpp", type=int, metavar="V", help=chunks)
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches per step")
-    for name, what in _TIMES.items():
+    parser.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
+    for name, what in TIMES.items():
         needed = name in ("tf", "tb")
         parser.add_argument(f"--{name}", type=float, required=needed, default=0.0, metavar="MS", help=f"{what}, in ms")
     more = "forward passes beyond the usual warm-up"
@@ -77,16 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print. Raises ConfigError with all problems."""
-    args.schedule = schedule_policy(args.schedule) or args.schedule
-    problems = list(_wrong(args))
-    if problems:
-        raise ConfigError(problems)
+    given = schedule_of_file(args) if in_file(args.schedule) else None
+    if given is None:
+        args.schedule = schedule_policy(args.schedule) or args.schedule
+        problems = list(wrong(args))
+        if problems:
+            raise ConfigError(problems)
     if args.compare:
         prices = partial(costs, args)
         print_comparison(args.pp, args.microbatches, args.vpp, prices, args.timeline, args.json)
         return 0
     found = _searched(args) if args.schedule == AUTO else None
-    schedule = _named(args) if found is None else found.schedule
+    schedule = given or (_named(args) if found is None else found.schedule)
     stages = schedule.placement.num_stages
     trace = simulate(schedule, costs(args, stages, stages // args.pp))
     if args.timeline is not None:
@@ -112,7 +92,7 @@ def _searched(args: argparse.Namespace) -> Found:
         stages = place.num_stages
         sizes = [1.0 / unit_of_memory([1.0] * stages, args.pp, args.microbatches)] * stages  # in units of --memory
         prices = costs(args, stages, stages // args.pp)
-        tasks.append(Task(place, args.microbatches, prices, sizes, [_memory(args)] * args.pp))
+        tasks.append(Task(place, args.microbatches, prices, sizes, [memory(args)] * args.pp))
     try:
         return find_best(tasks)
     except ScheduleError as error:
@@ -120,15 +100,11 @@ def _searched(args: argparse.Namespace) -> Found:
         raise ScheduleError([replace(error.problems[0], remedy=f"--memory {least:g}", place="--memory")]) from error
 
 
-def _memory(args: argparse.Namespace) -> float:
-    return 1.0 if args.memory is None else float(args.memory)
-
-
 def _search_figures(args: argparse.Namespace, found: Found) -> dict[str, Any]:
     """What was searched: the memory, the bound, and the best named schedule of the same placement and memory."""
     named = found.best_named
     return {
-        "memory": _memory(args),
+        "memory": memory(args),
         "placement": found.schedule.placement.kind,
         "lower_bound_ms": found.bound / _MS,
         "best_named": None if named is None else named.schedule.name,
@@ -164,81 +140,6 @@ def figured(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> dict[
     }
 
 
-def _wrong(args: argparse.Namespace) -> Iterator[Problem]:
-    place = "command line"
-    if args.compare and args.extra_warmup:
-        message = "--compare shows schedules with their usual warm-up"
-        yield Problem("PP-E128", message, "--extra-warmup 0", place)
-    if args.schedule == AUTO:
-        yield from _not_searched(args)
-    elif args.memory is not None:
-        message = f"--memory limits a search (--schedule {AUTO}), and {args.schedule or '--compare'} makes none"
-        yield Problem("PP-E128", message, f"--schedule {AUTO}", place)
-    if not args.compare and args.schedule not in (*SCHEDULES, AUTO):
-        yield _unknown(args)
-    for name, what in _TIMES.items():
-        value = getattr(args, name)
-        if not 0 <= value < float("inf"):
-            yield Problem("PP-E128", f"--{name} {value:g}: {what} takes 0 ms or more", f"--{name} 1", place)
-    sizes = {"--pp": args.pp, "--microbatches": args.microbatches, "--vpp": 1 if args.vpp is None else args.vpp}
-    small = {name: size for name, size in sizes.items() if size < 1}
-    for name, size in small.items():
-        yield Problem("PP-E128", f"{name} {size}: at least 1", f"{name} 1", place)
-    policy = SCHEDULES.get(args.schedule or "")
-    if policy and not small:
-        yield from _not_for_policy(args, policy)
-    count = len(SCHEDULES) if args.compare else 1
-    actions = 3 * count * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
-    if actions > MOST_ACTIONS:
-        message = f"about {actions:,} actions; a simulation holds at most {MOST_ACTIONS:,}"
-        yield Problem("PP-E128", message, "--microbatches 64", place)
-
-
-def _unknown(args: argparse.Namespace) -> Problem:
-    """A schedule that is none of the names; of a file the command that simulates it."""
-    from ppctl.config.keys import nearest
-
-    if args.schedule.lower().endswith(".csv"):
-        message = f"--schedule is a name, and {args.schedule} a file: ppctl plan simulates it, with a config's times"
-        typed = [f"pp={args.pp}", f"vpp={args.vpp or 1}", f"gbs={args.microbatches}", "mbs=1"]
-        remedy = f"{program()} plan {retyped([*typed, f'{SCHEDULE_FILE}={args.schedule}'])}"
-    else:
-        close = nearest(args.schedule, (*SCHEDULES, AUTO))
-        message = f"there is no schedule {args.schedule!r}: {', '.join((*SCHEDULES, AUTO))}"
-        remedy = f"--schedule {close[0] if close else '1f1b'}"
-    return Problem("PP-E128", message, remedy, "command line")
-
-
-def _not_for_policy(args: argparse.Namespace, policy: Policy) -> Iterator[Problem]:
-    """Chunks and microbatches that the policy has no lists for."""
-    place = "command line"
-    if args.vpp is not None and not policy.runs(args.vpp):
-        message = f"{args.schedule} runs {policy.chunks_in_words}, and --vpp is {args.vpp}"
-        other = policy.for_more_chunks or fitting_policy(args.vpp)
-        yield Problem("PP-E128", message, f"--vpp {policy.chunks}\n--schedule {other}", place)
-    most = args.pp - 1 if policy.extra_warmup else 0
-    if not 0 <= args.extra_warmup <= most:
-        message = f"--extra-warmup {args.extra_warmup}: 0 to {most} for {args.schedule} with --pp {args.pp}"
-        yield Problem("PP-E128", message, f"--extra-warmup {most if args.extra_warmup > 0 else 0}", place)
-    if args.microbatches < (least := policy.needs_microbatches(args.pp)):
-        message = too_few_microbatches(policy, args.pp, args.microbatches)
-        yield Problem("PP-E128", message, f"--microbatches {least}", place)
-
-
-def _not_searched(args: argparse.Namespace) -> Iterator[Problem]:
-    """What no search can be made for."""
-    place = "command line"
-    if args.extra_warmup:
-        message = f"--extra-warmup {args.extra_warmup}: {AUTO} finds the warm-up itself"
-        yield Problem("PP-E128", message, "--extra-warmup 0", place)
-    if not 0 < _memory(args) < float("inf"):
-        yield Problem("PP-E128", f"--memory {args.memory:g}: a rank holds more than nothing", "--memory 1", place)
-    actions = 3 * max(args.pp, 1) * max(args.vpp or 2, 1) * max(args.microbatches, 1)
-    if MOST_SEARCHED < actions <= MOST_ACTIONS:
-        message = f"about {actions:,} actions; a search is made for at most {MOST_SEARCHED:,}"
-        yield Problem("PP-E128", message, "--microbatches 64", place)
-
-
 def _picture(args: argparse.Namespace, schedule: Schedule, trace: Trace) -> Picture:
     place = schedule.placement
     notes = tuple(StageNote(s, place.rank_of(s), place.chunk_of(s)) for s in range(place.num_stages))
@@ -259,6 +160,7 @@ def _text(figures: dict[str, Any], schedule: Schedule, trace: Trace) -> str:
         lines.append(f"                 {_counts(until_weights)}  (until the weight gradient)")
     if search := figures.get("search"):
         lines += _search_lines(search)
+    lines = [prose(lines, width())]
     if schedule.placement.num_stages <= MOST_ROWS:
         lines += ["", timeline_text(trace, width()).rstrip()]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl.cli.console import width
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, folded, prose
 from ppctl.cli.timeline import write_timelines
 from ppctl.schedule.action import Placement
 from ppctl.schedule.compare import Compared, compare
@@ -19,12 +19,13 @@ from ppctl.schedule.picture import Picture, StageNote
 from ppctl.schedule.simulate import Costs
 from ppctl.schedule.trace import step_time
 
-_LEGEND = """\
-step         of 1F1B's
-bubble       idle share of pp x step time
-rate         the papers' count: idle share of the longest span of a rank, without filling and draining
-activations  at most on any rank, whole until the weight gradient; 1 is what 1F1B's first rank holds
-messages     that all ranks send in a step"""
+_LEGEND = (
+    ("step", "of 1F1B's"),
+    ("bubble", "idle share of pp x step time"),
+    ("rate", "the papers' count: idle share of the longest span of a rank, without filling and draining"),
+    ("activations", "at most on any rank, whole until the weight gradient; 1 is what 1F1B's first rank holds"),
+    ("messages", "that all ranks send in a step"),
+)
 
 
 def print_comparison(
@@ -45,9 +46,9 @@ def print_comparison(
             json.dumps({"pp": pp, "microbatches": num_microbatches, "schedules": rows, "left_out": left_out}, indent=2)
         )
         return
-    print(f"pp {pp}, {num_microbatches} microbatches\n\n{_table(found)}\n\n{_LEGEND}")
-    for name, reason in left_out.items():
-        print(f"without {name}: {reason}"[: max(width(), 80)])
+    print(f"pp {pp}, {num_microbatches} microbatches\n\n{_table(found)}\n\n{aligned(folded(_LEGEND, width(), ' '))}")
+    if left_out:
+        print(prose((f"without {name}: {reason}" for name, reason in left_out.items()), width()))
 
 
 def _fields(each: Compared) -> dict[str, Any]:

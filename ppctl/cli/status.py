@@ -12,9 +12,10 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from ppctl.cli.console import width
 from ppctl.cli.jobs import RunJob, combined_state, job_of
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import PpctlError
 from ppctl.hang.waits import published_states, root, waits
 from ppctl.rundir import RunDir
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Show the run. The exit code is 0 whatever its state."""
     run_dir = named_run(args)
     report = collect(run_dir, job_of(run_dir))
-    print(json.dumps(report, indent=1) if args.json else "\n".join(_lines(report)))
+    print(json.dumps(report, indent=1) if args.json else _text(report, width()))
     return 0
 
 
@@ -114,7 +115,19 @@ def _add_waits(run: RunDir, rows: list[dict[str, Any]]) -> None:
             row["root"] = wait is culprit
 
 
-def _lines(report: dict[str, Any]) -> list[str]:
+def _text(report: dict[str, Any], columns: int) -> str:
+    """The run in lines of at most so many columns, but for its ranks' table, paths and what is to be pasted."""
+    parts = [prose(_said(report), columns)]
+    now = time.time()
+    if report["state"] in (*STARTED, LOST) and report["ranks"]:
+        parts += ["", _table(report["ranks"], now, columns), prose(_ages(report["ranks"], now), columns), ""]
+    parts += [f"checkpoint {report['checkpoint']}"] * bool(report["checkpoint"])
+    parts.append(f"directory {report['path']}")
+    return "\n".join([*parts, "", f"next: {report['next']}"] if report["next"] else parts)
+
+
+def _said(report: dict[str, Any]) -> list[str]:
+    """State, figures, job, errors and times."""
     of = f" of {report['total']:,}" if report["total"] else ""
     lines = [f"run {report['id']} ({report['name']}): {report['state']}, step {report['step']:,}{of}"]
     if report["loss"] is not None:
@@ -133,13 +146,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(report["message"])
     for error in report["errors"][:8]:
         lines.append(f"rank {error['rank']}: {error['type']}: {str(error['message']).partition(chr(10))[0]}")
-    lines += _times(report)
-    now = time.time()
-    if report["state"] in (*STARTED, LOST) and report["ranks"]:
-        lines += ["", *_table(report["ranks"], now), *_ages(report["ranks"], now), ""]
-    lines += [f"checkpoint {report['checkpoint']}"] * bool(report["checkpoint"])
-    lines.append(f"directory {report['path']}")
-    return [*lines, "", f"next: {report['next']}"] if report["next"] else lines
+    return [*lines, *_times(report)]
 
 
 def _figures(report: dict[str, Any]) -> list[str]:
@@ -179,7 +186,7 @@ def _ages(rows: list[dict[str, Any]], now: float) -> list[str]:
     return [f"as the nodes published it {min(ages.values()):.0f} s ago", *silent]
 
 
-def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
+def _table(rows: list[dict[str, Any]], now: float, columns: int) -> str:
     """A row per rank: where it was when its host published last, for how long, and which rank it waited for.
 
     For a silent host the time is counted until now.
@@ -194,4 +201,4 @@ def _table(rows: list[dict[str, Any]], now: float) -> list[str]:
         actions = [str(row.get("done") or ""), str(row.get("current") or row["state"])]
         place = [str(row["rank"]), str(row["host"]), str(row["step"] + 1)]
         table.append([*place, *actions, f"{stood:.0f} s", f"{waiting} {mark}".strip()])
-    return aligned(table).splitlines()
+    return aligned(folded(table, columns, " "))

@@ -39,6 +39,24 @@ def folded(rows: Iterable[Sequence[str]], width: int, mark: str) -> list[list[st
 
 
 def prose(lines: Iterable[str], width: int) -> str:
-    """Lines of words, wrapped between words at `width`; continued lines are indented."""
-    broken = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join("\n".join(broken.wrap(line)) for line in lines)
+    """Lines of words, wrapped between words at `width`; continued lines are indented by two more columns."""
+    return "\n".join("\n".join(_wrapped(line, width)) for line in lines)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def in_blocks(rows: Iterable[Sequence[str]], width: int) -> str:
+    """`aligned` columns; those beyond `width` go on in tables below, each with the first column again."""
+    rows = [list(row) for row in rows]
+    sizes = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    blocks: list[list[int]] = [[]]
+    for index in range(1, len(sizes)):
+        if blocks[-1] and sizes[0] - 2 + sum(sizes[i] for i in (*blocks[-1], index)) > width:
+            blocks.append([])
+        blocks[-1].append(index)
+    return "\n\n".join(aligned([row[0], *(row[i] for i in block)] for row in rows) for block in blocks)

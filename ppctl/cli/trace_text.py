@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ppctl.cli.table import aligned
+from ppctl.cli.table import aligned, in_blocks, prose
 from ppctl.plan import Plan
 from ppctl.schedule.measured_step import Ledger
 from ppctl.schedule.simulate import critical_path, seconds_by_kind
@@ -55,8 +55,8 @@ def report(seen: SeenStep) -> dict[str, Any]:
     }
 
 
-def text(seen: SeenStep) -> str:
-    """The ledger, the critical path, and the stages with what each would change."""
+def text(seen: SeenStep, columns: int) -> str:
+    """The ledger, the critical path, and the stages with what each would change, in at most so many columns."""
     found, pipeline_s = report(seen), step_time(seen.trace)
     path = found["critical_path"]
     kinds = ", ".join(
@@ -64,19 +64,18 @@ def text(seen: SeenStep) -> str:
         for kind, seconds in path["seconds"].items()
         if seconds
     )
-    lines = [
+    head = [
         f"step {seen.step} of run {seen.run}: {seen.seconds:.4f} s, from the first action to the last one "
         f"{pipeline_s:.4f} s",
         f"bubble {bubble_fraction(seen.trace):.1%} measured, {seen.plan.bubble_fraction:.1%} planned",
-        "",
-        aligned(_ledger_table(seen.ledgers, seen.pipeline)),
-        "",
+    ]
+    said = [
         f"critical path: {len(path['actions'])} actions, {path['messages']} messages between ranks: {kinds}",
         f"simulated from what was measured: {_ms(found['simulated_s'])} of {_ms(pipeline_s)}",
-        "",
-        aligned(_stage_table([StageChange(**stage) for stage in found["stages"]])),
     ]
-    return "\n".join(lines)
+    ledger = in_blocks(_ledger_table(seen.ledgers, seen.pipeline), columns)
+    stages = aligned(_stage_table([StageChange(**stage) for stage in found["stages"]]))
+    return "\n\n".join([prose(head, columns), ledger, prose(said, columns), stages])
 
 
 def _ms(seconds: float) -> str:
@@ -157,14 +156,15 @@ def _means(found: Sequence[Ledger]) -> dict[str, float]:
 
 
 def compared(found: Mapping[str, Any]) -> str:
-    """Two steps in tables."""
-    heads = [f"{run} step {step}" for run, step in zip(found["runs"], found["steps"], strict=True)]
+    """Two steps in tables, whose columns are called A and B."""
+    sides = zip("AB", found["runs"], found["steps"], strict=True)
+    heads = list("AB")
     rows = [["ms, mean of the ranks", *heads, "difference"]]
     rows += [_pair(name, pair) for name, pair in found["ledger"].items() if any(pair)]
     rows.append(_pair("step", found["step_time_s"]))
     bubbles = found["bubble_fraction"]
     rows.append(["bubble", *(f"{each:.1%}" for each in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points"])
-    lines = [aligned(rows), ""]
+    lines = [*(f"{name}  run {run}, step {step}" for name, run, step in sides), "", aligned(rows), ""]
     if found["stages"] is None:
         return "\n".join([*lines, "the runs have different stages, which are not compared"])
     table = [["ms, mean", *heads, "difference"]]

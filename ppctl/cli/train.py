@@ -305,7 +305,7 @@ def ending(run: RunDir, launch: Launch, outcome: JobOutcome, overrides: Sequence
     lines += [f"checkpoint  {checkpoint}"] if checkpoint else []
     where = shlex.quote(short_path(run.path))
     if outcome.exit_code == STOPPED:
-        return [*lines, "", f"stopped after saving; go on with: {name} resume {where}"]
+        return [*lines, "", "stopped after saving; go on with:", f"  {name} resume {where}"]
     recipe = "deepseek_v3" if launch.config.recipe == "quickstart" else launch.config.recipe
     cut = None if overrides is None else _another_cut(launch.plan, overrides)
     lines += ["", "next:"]

@@ -206,7 +206,7 @@ def notes(config: RunConfig) -> Iterator[str]:
     steps, warmup = config.train.steps, learning_rate.warmup_steps(config.optim, steps_for_tokens(config))
     if warmup > steps:
         yield (
-            f"the warm-up takes {warmup:,} steps and the run ends behind {steps:,}: the rate never reaches optim.lr; "
+            f"the warm-up takes {warmup:,} steps and the run ends after {steps:,}: the rate never reaches optim.lr; "
             "optim.warmup_steps and train.steps set them"
         )
 

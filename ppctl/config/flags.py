@@ -212,7 +212,7 @@ def _other_defaults(given: Mapping[str, str]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{key:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}" for key, ours, theirs in rows]
     paste = " ".join(shlex.quote(f"{key}={theirs}") for key, _, theirs in found)
-    return ["", "not given, and Megatron's default differs from ours:", *table, f"for Megatron's: {paste}"]
+    return ["", "not given, and Megatron's default differs from ours:", *table, "for Megatron's:", f"  {paste}"]
 
 
 def flag_problem(flag: str, value: str = "", own: Iterable[str] = (), batch: str = "") -> Problem:

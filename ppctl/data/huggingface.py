@@ -62,6 +62,12 @@ class HuggingFaceTokenizer:
         return cls(library, _find_eos(library, file.parent))
 
     @property
+    def marks(self) -> list[str]:
+        """The texts of its special tokens, those first that usually end a document."""
+        special = _special(self._library)
+        return [token for token in _USUAL_ENDS if token in special] + sorted(special - {*_USUAL_ENDS})
+
+    @property
     def end_token(self) -> str | None:
         """The text of `eos`, as the tokenizer's files write it."""
         text: str | None = None if self.eos is None else self._library.id_to_token(self.eos)
@@ -106,10 +112,14 @@ def _find_eos(library: Library, directory: Path) -> int | None:
         if token is not None:
             number: int | None = library.token_to_id(token)
             return number
-    special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+    special = _special(library)
     usual = [token for token in _USUAL_ENDS if token in special]
     end: int | None = library.token_to_id(usual[0]) if len(usual) == 1 else None
     return end
+
+
+def _special(library: Library) -> set[str]:
+    return {token.content for token in library.get_added_tokens_decoder().values() if token.special}
 
 
 def _eos_token(file: Path) -> str | None:

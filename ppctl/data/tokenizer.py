@@ -5,6 +5,7 @@ Knows ids and bytes. Must not know corpora or the model's (padded) vocabulary si
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +48,10 @@ class Tokenizer(Protocol):
     def eos(self) -> int | None:
         """The id that ends a document; none where the tokenizer names none."""
 
+    @property
+    def marks(self) -> Sequence[str]:
+        """Its special tokens as text, those first that usually end a document."""
+
     def encode_documents(self, documents: Sequence[Document]) -> list[Tokens]:
         """The ids of each document. Raises DataError naming those that it cannot read."""
 
@@ -66,7 +71,10 @@ def end_mark(tokenizer: Tokenizer, needed_by: str) -> int:
     """The token that ends a document; DataError where the tokenizer names none."""
     if tokenizer.eos is None:
         message = f"{needed_by} needs a token that ends a document, and the tokenizer names none"
-        remedy = 'name it in its tokenizer_config.json, as "eos_token": "</s>"'
+        remedy = f'name it in its tokenizer_config.json, as "eos_token": {json.dumps(next(iter(tokenizer.marks), ""))}'
+        if not tokenizer.marks:
+            message += ", nor has it a special token that could be named"
+            remedy = 'make it anew with one: its trainer takes special_tokens=["<|endoftext|>"]'
         raise DataError(Problem("PP-E410", message, remedy, "data.tokenizer"))
     return tokenizer.eos
 
@@ -81,6 +89,7 @@ class ByteTokenizer:
     eos = 257
     pad = 258
     vocab_size = 259
+    marks = ()
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`'s UTF-8 bytes; a lone surrogate (JSON allows it) keeps its three bytes."""

@@ -111,7 +111,7 @@ def _find(reader: DcpReader, model: ModelConfig, *, megatron: bool) -> dict[str,
 
 
 def _misfit(reader: DcpReader, fault: str, lines: list[str]) -> Problem:
-    remedy = "give the model's sizes behind --for, as `ppctl plan` takes them: +recipe=NAME or model.KEY=VALUE"
+    remedy = "give the model's sizes after --for, as `ppctl plan` takes them: +recipe=NAME or model.KEY=VALUE"
     shown = [*lines[:20], f"and {len(lines) - 20} more"] if len(lines) > 20 else lines
     return Problem("PP-E533", f"{reader.path} {fault}", remedy, "\n".join(shown))
 

@@ -44,7 +44,7 @@ def test_files_become_documents_in_the_order_of_their_names(capsys: pytest.Captu
     ]  # the empty one is a document without a sequence
     out, err = capsys.readouterr()
     assert out == "out/x.bin and .idx: 4 documents, 10 tokens of uint16\n"
-    assert err == "train on it with: data.path=out/x data.tokenizer=byte model.vocab_size=320\n"
+    assert err == "train on it with:\n  data.path=out/x data.tokenizer=byte model.vocab_size=320\n"
 
 
 def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_show_counts_and_shows_a_document(capsys: pytest.CaptureFixture[str]) ->
     assert main(["data", "show", "x.idx", "--tokens", "1", "--tokenizer", "byte"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[:3]] == [["documents", "1"], ["sequences", "1"], ["tokens", "2"]]
-    assert lines[-2:] == ["document 0     104 and 1 more", "h"]
+    assert lines[-2:] == ["document 0     104 and 1 more", "as text        h …"]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_trains_on_the_tokens_is_the_model_beside_the_tokenizer(
     Path("model/config.json").write_text("{}")
     assert main(["data", "tokenize", "a.txt", "x", "--tokenizer", name]) == 0
     said = {"byte": "data.tokenizer=byte model.vocab_size=320", "model": "model.from=model"}[name]
-    assert capsys.readouterr().err == f"train on it with: data.path=x {said}\n"
+    assert capsys.readouterr().err == f"train on it with:\n  data.path=x {said}\n"
 
 
 def test_no_text_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,20 @@ def test_it_shows_how_far_the_run_is_and_what_a_crash_would_cost(run, columns):
     assert facts == "3,201 tokens/s  MFU 41.2%  bubble 21%  slowest stage 3  no checkpoint yet"
 
 
+def test_its_bar_moves_where_only_every_tenth_step_has_a_record(run):
+    block = Block(run, 2, 500)
+    run.add_metrics(record(150))
+    ranks = [heartbeat.HeartbeatFile(run.id, rank) for rank in range(2)]
+    for rank, done in zip(ranks, (157, 156), strict=True):
+        rank.step = done
+        rank.set_state("training")
+    assert drawn(block)[0].strip(" ━╸╺").startswith("step 156 of 500, 31%")
+    run.add_metrics(record(160))
+    assert "step 160 of 500" in drawn(block)[0], "a record is newer than what a rank has published"
+    for rank in ranks:
+        rank.close()
+
+
 def test_a_resumed_run_that_drops_steps_is_read_on(run):
     for step in range(1, 6):
         run.add_metrics(record(step))

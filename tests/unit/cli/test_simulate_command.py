@@ -104,7 +104,9 @@ def test_it_draws(capsys: Any, tmp_path: Path, ending: str) -> None:
     ("words", "told"),
     [
         ("--schedule 1f1bb --pp 2 --microbatches 3 --tf 1 --tb 2", "there is no schedule '1f1bb'"),
-        ("--schedule my.csv --pp 2 --microbatches 3 --tf 1 --tb 2", "gbs=3 mbs=1 pipeline.pp_schedule_csv=my.csv"),
+        ("--schedule my.csv --tf 1 --tb 2", "PP-E216: the schedule file my.csv cannot be read"),
+        ("--schedule 1f1b --tf 1 --tb 2", "--pp 4 --microbatches 8"),
+        ("--compare --microbatches 4 --tf 1 --tb 2", "--pp 4"),
         ("--schedule 1f1b --pp 2 --microbatches 3 --tf -1 --tb nan", "--tf -1"),
         ("--schedule 1f1b --pp 2 --vpp 2 --microbatches 3 --tf 1 --tb 2", "one chunk per rank"),
         ("--schedule dualpipev --pp 2 --vpp 3 --microbatches 8 --tf 1 --tb 2", "--vpp 2"),
@@ -132,6 +134,8 @@ def test_it_refuses(capsys: Any, words: str, told: str) -> None:
     "words",
     [
         "--compare --pp 0 --microbatches 0 --vpp -1",
+        "--compare --microbatches 8",
+        "--schedule auto",
         "--compare --pp 2 --microbatches 8 --extra-warmup 1",
         "--compare --pp 2 --microbatches 8 --memory 2",
         "--compare --pp 512 --microbatches 999",
@@ -167,6 +171,39 @@ def test_a_remedy_works_when_it_is_typed(capsys: Any, words: str) -> None:
     for remedy in first:
         kept = [word for word in command if word != "--compare" or "--schedule" not in remedy]
         assert main([*kept, *remedy, *rest]) == 0, remedy
+
+
+@pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.trains])
+def test_a_schedule_in_a_file_is_simulated_as_its_name_is(capsys: Any, name: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    chunks = POLICIES[name].chunks
+    file.write_text(make_schedule(name, pp=2, vpp=chunks, num_microbatches=6).to_csv())
+    times = ("--tf", 3, "--tb", 4, "--tw", 2, "--tcomm", 0.5)
+    named = simulated(capsys, "--schedule", name, "--pp", 2, "--microbatches", 6, *times)
+    assert simulated(capsys, "--schedule", file, *times) == {**named, "schedule": "own.csv"}
+    assert simulated(capsys, "--schedule", file, "--pp", 2, "--vpp", chunks, "--microbatches", 6, *times)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "told"),
+    [
+        ("0F0,0X0\n", "", "row 1 (pp_rank 0), column 2: '0X0' is not an action"),
+        ("0F0,0B0\n1B0,1F0\n", "", "PP-E313: rank 1 has things before what they need: 1B0 before 1F0"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "", "PP-E317: the schedule hangs: rank 0 waits at 0B0, rank 1 waits"),
+        ("0F0,SEND_F\n", "", "PP-E302"),
+        ("0F0,0B0\n", "--pp 4 --vpp 2 --microbatches 3", "--pp 1"),
+        ("0F0,0B0\n", "--extra-warmup 1", "--extra-warmup 0"),
+        ("0F0,0B0\n", "--memory 2", "--schedule auto"),
+        ("0F0,0B0\n", "--tw -1", "--tw -1: its weight gradient takes 0 ms or more"),
+        ("", "", "PP-E303: the schedule has no actions"),
+    ],
+)
+def test_a_schedule_in_a_file_is_proved_first(capsys: Any, rows: str, words: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text(rows)
+    typed = ["simulate", "--schedule", str(tmp_path / "own.csv"), "--tf", "1", "--tb", "2", *words.split()]
+    assert main(typed) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and told in err
 
 
 def test_all_schedules_that_fit_are_compared_with_1f1b(capsys: Any) -> None:

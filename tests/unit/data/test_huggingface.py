@@ -81,8 +81,12 @@ def test_the_end_of_a_document_is_what_the_directory_says(directory, special, fi
 
 def test_text_without_a_mark_for_its_end_is_refused(directory, tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match=r"PP-E410: text needs a token that ends a document"):
+    with pytest.raises(DataError, match=r"PP-E410: text needs a token that ends a document") as caught:
         load_corpus(str(tmp_path / "a.txt"), load_tokenizer(str(directory(["<x>"]))))
+    assert caught.value.problems[0].remedy.endswith('as "eos_token": "<x>"')
+    with pytest.raises(DataError, match="nor has it a special token") as caught:
+        load_corpus(str(tmp_path / "a.txt"), load_tokenizer(str(directory([]))))
+    assert "special_tokens=" in caught.value.problems[0].remedy
 
 
 def test_documents_are_joined_as_bytes_are(directory, tmp_path):

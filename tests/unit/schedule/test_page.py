@@ -215,3 +215,16 @@ def test_perfetto_draws_an_arrow_for_every_message() -> None:
         used = ends["f"][number]
         assert sent["tid"] != used["tid"]
         assert sent["ts"] <= used["ts"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (.ci/run installs it)")
+@pytest.mark.parametrize(("forward", "unit"), [(60e-3, "s"), (3e-3, "ms"), (2e-6, "µs")])
+def test_all_labels_of_the_axis_have_one_unit_and_as_many_digits(forward: float, unit: str, tmp_path: Path) -> None:
+    trace = simulate(make_schedule("1f1b", pp=2, vpp=1, num_microbatches=8), Costs.uniform(2, forward, 2 * forward))
+    report = worked(Picture("1f1b", "", trace, ()), tmp_path)
+    svg = ElementTree.fromstring(report["svg"])
+    texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    labels = [text for text in texts if re.fullmatch(r"[\d.]+ (s|ms|µs)", text)]
+    assert len(labels) > 2 and len(set(labels)) == len(labels)
+    assert {text.split()[1] for text in labels} == {unit}
+    assert len({len(text.split()[0].partition(".")[2]) for text in labels}) == 1
