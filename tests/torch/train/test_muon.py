@@ -161,8 +161,8 @@ def test_the_plan_has_the_state_of_the_rank_that_owns_most_and_the_time_of_the_s
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size=1"),
-        ("expert_tensor_parallel_size", 2, "parallel.expert_tensor_parallel_size=1"),
+        ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size=1\noptim.name=adamw"),
+        ("expert_tensor_parallel_size", 2, "parallel.expert_tensor_parallel_size=1\noptim.name=adamw"),
     ],
 )
 def test_what_splits_matrices_is_refused(key, value, remedy):
