@@ -20,7 +20,7 @@ def broken_rules(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str, str]
     for axis in ("tensor_model", "expert_tensor"):
         key = f"parallel.{axis}_parallel_size"
         if (getattr(parallel, f"{axis}_parallel_size") or 1) > 1:
-            yield (key, NAME), "Muon needs whole matrices, and tensor parallelism splits them", f"{key}=1"
+            yield (key, NAME), "Muon needs whole matrices, and tensor parallelism splits them", f"{key}=1\n{NAME}=adamw"
     if config.model.lora:
         message = "Muon orthogonalises whole weights, and of these adapters are a product of two factors"
         yield (NAME, "model.lora"), message, f"{NAME}=adamw"

@@ -365,6 +365,10 @@ class _Rank:
         self.note()
 
     def note(self, more: int = 0) -> None:
-        weights, gradients = sum(self.weights.values()), sum(self.gradients.values())
-        total = weights + gradients + self.parts + self.activations + self.pool - self.waiting + more
-        self.most = Most(*map(max, self.most, (weights, gradients, total)))
+        weights, gradients = self.weights, self.gradients
+        here = sum(weights.values()) if weights else 0
+        made = sum(gradients.values()) if gradients else 0
+        total = here + made + self.parts + self.activations + self.pool - self.waiting + more
+        most = self.most
+        if here > most.weights or made > most.gradients or total > most.total:
+            self.most = Most(max(here, most.weights), max(made, most.gradients), max(total, most.total))

@@ -20,7 +20,7 @@ from ppctl.plan.memory import checkpoint_copies, device_of, gathered, put_off
 from ppctl.plan.memory_limit import device_limit, memory_violations
 from ppctl.plan.offloading import offloaded
 from ppctl.plan.plan import Plan
-from ppctl.plan.prices import predicted, simulation_costs, step_timing
+from ppctl.plan.prices import matrix_owners, predicted, simulation_costs, step_timing
 from ppctl.plan.profile import origin
 from ppctl.plan.schedule_choice import CAPACITY, Proof, proved, settled
 from ppctl.plan.schedule_search import least_held
@@ -107,6 +107,7 @@ def _assemble(derivation: Derivation, name: str) -> Plan:
             *whose_code(model),
             *decided,
             *gathered(config, sizes, ranks),
+            *matrix_owners(config, stages, sizes),
             *offloaded(config, stages, costs, ranks),
             *checkpoint_copies(config, stages, sizes),
             *forwards_only(derivation.frozen_stages),

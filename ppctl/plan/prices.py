@@ -31,10 +31,11 @@ from ppctl.errors import ScheduleError
 from ppctl.geometry.foreign_model import foreign_of
 from ppctl.geometry.layers import Kind, Layer, count_of, layer_kinds, recomputed_modules, recomputed_runs
 from ppctl.plan.memory import device_of, setting_of
+from ppctl.plan.memory_limit import GIB, amount
 from ppctl.plan.profile import LayerSeconds, Measured, fitted
-from ppctl.plan.sharing import moved_by_muon
+from ppctl.plan.sharing import moved_by_muon, sharding_of
 from ppctl.plan.stages import precision_of
-from ppctl.plan.types import RankCost, StageCost, StageSpec, Timing
+from ppctl.plan.types import Derived, RankCost, StageCost, StageSpec, Timing
 from ppctl.schedule.action import Channel, Schedule
 from ppctl.schedule.simulate import Costs, critical_path, seconds_by_kind, simulate
 from ppctl.schedule.trace import Span, Trace, busy_time, step_time
@@ -197,6 +198,22 @@ def step_timing(
         critical=tuple(seconds_by_kind(critical_path(schedule, trace)).items()),
         stages=tuple(costs),
     )
+
+
+def matrix_owners(config: RunConfig, stages: Sequence[StageSpec], sizes: ParallelSizes) -> tuple[Derived, ...]:
+    """Who moves matrices with Muon where ranks share state, in words; nothing where each moves all of its own."""
+    if config.optim.name != "muon" or sharding_of(config, sizes) == "none":
+        return ()
+    by_rank = [[stage for stage in stages if stage.pp_rank == pp_rank] for pp_rank in range(sizes.pp)]
+    owned = max(moved_by_muon(config, [stage.layers for stage in own], sizes).owned for own in by_rank)
+    held = 2 * owned * precision_of(config).gradient
+    seconds = max(_orthogonalising(config, own, sizes) for own in by_rank)
+    experts = f", an expert's by one of edp {sizes.edp}" if config.model.num_moe_experts else ""
+    equation = (
+        f"Muon: a matrix of hidden layers is owned whole by one of dp {sizes.dp} x cp {sizes.cp} ranks{experts}; a "
+        f"rank has at most {amount(held)} of masters and momentum, and iterates for {1e3 * seconds:.3g} ms a step"
+    )
+    return (Derived("matrix owners", round(held / GIB.size, 2), equation),)
 
 
 def _orthogonalising(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes) -> float:

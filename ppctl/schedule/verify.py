@@ -144,12 +144,29 @@ def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[in
             needs = [own.get((need.op, need.stage)) for need in deps(Action(op, stage, 0), schedule)]
             if not any(any(map(lt, at, other)) for other in needs if other):
                 continue
-        for mb, index in enumerate(at, -1 if single else 0):
-            action = Action(op, stage, mb)
-            for need in deps(action, schedule) if index >= 0 else ():
-                other = own.get((need.op, need.stage))
-                if other and index < other[need.mb]:
-                    yield index, action, need
+        if single:
+            needs = [(need, own.get((need.op, need.stage))) for need in deps(Action(op, stage), schedule)]
+            yield from ((at[0], Action(op, stage), need) for need, other in needs if other and at[0] < other[need.mb])
+        else:
+            yield from _early_in_lane(schedule, own, (op, stage), at)
+
+
+def _early_in_lane(
+    schedule: Schedule, own: Lanes, lane: Key, at: Sequence[int]
+) -> Iterator[tuple[int, Action, Action]]:
+    """The same of one lane, microbatch by microbatch: those that are split alike need the same."""
+    op, stage = lane
+    alike: dict[tuple[bool, bool], list[tuple[Key, Sequence[int]]]] = {}
+    for mb, index in enumerate(at):
+        if index < 0:
+            continue
+        kind = (stage, mb) in schedule.split, (stage + 1, mb) in schedule.split
+        if kind not in alike:
+            keys = [(need.op, need.stage) for need in deps(Action(op, stage, mb), schedule)]
+            alike[kind] = [(key, other) for key in keys if (other := own.get(key))]
+        for key, other in alike[kind]:
+            if index < other[mb]:
+                yield index, Action(op, stage, mb), Action(*key, mb)
 
 
 class _Edge(NamedTuple):

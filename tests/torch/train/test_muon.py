@@ -154,13 +154,15 @@ def test_the_plan_has_the_state_of_the_rank_that_owns_most_and_the_time_of_the_s
     moved = optimizer_seconds(cost.weight_bytes, cost.gradient_bytes, cost.optimizer_bytes, device)
     products = 5 * max(operations) / (device.bf16_flops * efficiency_of(device).matmul)
     assert plan.timing.optimizer_s == pytest.approx(moved + products, rel=1e-9)
+    (said,) = [each.equation for each in plan.derived if each.key == "matrix owners"]
+    assert f"dp {ranks} x cp 1" in said and f"{1e3 * products:.3g} ms" in said
 
 
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size=1"),
-        ("expert_tensor_parallel_size", 2, "parallel.expert_tensor_parallel_size=1"),
+        ("tensor_model_parallel_size", 2, "parallel.tensor_model_parallel_size=1\noptim.name=adamw"),
+        ("expert_tensor_parallel_size", 2, "parallel.expert_tensor_parallel_size=1\noptim.name=adamw"),
     ],
 )
 def test_what_splits_matrices_is_refused(key, value, remedy):
