@@ -77,7 +77,7 @@ def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str
 
 def _why(model: nn.Module, target: str, named: list[str], outside: list[str]) -> str:
     if outside:
-        return f"is {outside[0]}, outside the decoder layers"
+        return f"stands outside the decoder layers, as {outside[0]}"
     if named:
         return "is a module of other decoder layers than model.lora.layers names"
     if any(path.endswith(f".{target}") for path, _ in model.named_parameters()):
