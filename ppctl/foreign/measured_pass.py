@@ -145,7 +145,7 @@ class _Pass:
     def _backward_of_loss(self) -> list[float]:
         """The same with the gradient of the logits, which takes their place and is gone behind the head's product."""
         with self.of_inputs, self.live, self._collecting(backward=True):
-            loss = _Loss.apply(self.output)
+            loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
             del self.output
             loss.backward()
         return list(self.live.trace)
