@@ -131,15 +131,17 @@ def _with_tables(
     kinds = [(kind, layer in recomputed) for layer, kind in zip(held, layer_kinds(model, held), strict=True)]
     tables = foreign_tables(model, kinds, setting)
     hidden = setting.hidden_bytes(model)
-    # A stage without the embedding has a stand-in for its result, of zeros, and keeps what arrived.
-    more = tables.made - tables.kept - (hidden if held[0].kind == "embedding" else 0)
+    costs = [foreign_cost(model, kind, setting.element, setting.seq_length) for kind, _ in kinds]
+    keeps = [again or cost is None or cost.keeps_input for (_, again), cost in zip(kinds, costs, strict=True)]
+    first = int(held[0].kind == "embedding")
+    # A stage without the embedding has a stand-in for its result, of zeros. With it the first layer keeps that result,
+    # or else it lives as long.
+    more = tables.made - tables.kept - (hidden if first and keeps[1:2] == [True] else 0)
     pieces = {}
     for place, piece in found.items():
         decoder = held[place].kind == "decoder"
-        # What no backward keeps is there while it is read: a layer's input, which is no message.
-        cost = foreign_cost(model, kinds[place][0], setting.element, setting.seq_length)
-        kept = held[place] in recomputed or (cost is not None and cost.keeps_input)
-        given = hidden if decoder and place and not kept else 0
+        # What no backward keeps is there while it is read: a layer's input.
+        given = hidden if decoder and place > first and not keeps[place] else 0
         pieces[place] = piece._replace(forward=max(0.0, piece.forward + given + (more if decoder else 0.0)))
     arrived = 0 if held[0].kind == "embedding" or tables.keeps_input or held[0] in recomputed else hidden
     return StagePieces(pieces, 0, tables.kept + arrived + _router_logits(model, held, setting))

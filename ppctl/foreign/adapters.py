@@ -77,7 +77,7 @@ def _modules(model: nn.Module, adapters: Adapters, anatomy: Anatomy) -> list[str
 
 def _why(model: nn.Module, target: str, named: list[str], outside: list[str]) -> str:
     if outside:
-        return f"is {outside[0]}, outside the decoder layers"
+        return f"stands outside the decoder layers, as {outside[0]}"
     if named:
         return "is a module of other decoder layers than model.lora.layers names"
     if any(path.endswith(f".{target}") for path, _ in model.named_parameters()):
@@ -86,12 +86,13 @@ def _why(model: nn.Module, target: str, named: list[str], outside: list[str]) ->
 
 
 def _known(model: nn.Module, anatomy: Anatomy) -> list[str]:
-    """The last parts of the names of the modules with a matrix."""
-    found = dict.fromkeys(
+    """The last parts of the names of the linear modules, GPT-2's Conv1D among them; routers are none."""
+    found = {
         path.rpartition(".")[2]
         for path, module in model.named_modules()
-        if path.startswith(f"{anatomy.layers}.") and getattr(getattr(module, "weight", None), "ndim", 0) == 2
-    )
+        if path.startswith(f"{anatomy.layers}.")
+        and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    }
     return sorted(found)
 
 

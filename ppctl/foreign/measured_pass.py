@@ -130,13 +130,24 @@ class _Pass:
         """What lives by operator of the backward, or of its I: an output is a message, or the next layer's input."""
         self.live.trace.clear()
         self.live.forget(storage_of(self.output))
+        if self.stage.ends and self.stage.adapted:
+            return self._backward_of_loss()
         gradient = torch.zeros_like(self.output)
-        with self.live, self._collecting(backward=True), self.of_inputs:
+        # The counter takes some operators apart: it stands behind what counts bytes, which sees them whole.
+        with self.of_inputs, self.live, self._collecting(backward=True):
             if self.output.requires_grad:
                 self.output.backward(gradient)
         if self.put_off is not None and self.put_off.keeps([gradient]):  # the products that come last read it in W
             self.waiting = float(gradient.untyped_storage().nbytes())
         del gradient, self.output
+        return list(self.live.trace)
+
+    def _backward_of_loss(self) -> list[float]:
+        """The same with the gradient of the logits, which takes their place and is gone behind the head's product."""
+        with self.of_inputs, self.live, self._collecting(backward=True):
+            loss: Tensor = _Loss.apply(self.output)  # type: ignore[no-untyped-call]  # torch's own
+            del self.output
+            loss.backward()
         return list(self.live.trace)
 
     def weights(self) -> tuple[float, list[float]]:
@@ -147,12 +158,25 @@ class _Pass:
         self.live.look()
         waiting, arrived = self.live.trace[-1] + self.waiting, self.waiting
         self.live.trace.clear()
-        with self.live, self.of_weights:
+        with self.of_weights, self.live:
             self.put_off.deliver()
         return waiting, [value + arrived for value in self.live.trace]
 
     def _collecting(self, *, backward: bool = False) -> Any:
         return nullcontext() if self.put_off is None else intercepting(self.put_off, backward=backward)
+
+
+class _Loss(torch.autograd.Function):
+    """A number of logits, whose gradient is made in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.shape = logits.shape
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.new_zeros(ctx.shape)
 
 
 class _Live(TorchDispatchMode):

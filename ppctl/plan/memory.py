@@ -37,7 +37,7 @@ from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.sharing import moved_by_muon, sharding_of, updating_bytes
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Schedule
+from ppctl.schedule.action import Action, Op, Schedule, send_slots
 from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -138,6 +138,8 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
+        for stage in stages[: schedule.frozen_stages]:  # nothing is kept, but for what has not left yet
+            in_forward[stage.stage] = alive[stage.stage].in_forward + _leaving(stage, schedule)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
 
@@ -320,6 +322,15 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
         layers = [layer for stage in own for layer in stage.layers]
         dummies = dummy_gradient_bytes(config.model, layers, sizes)
     return workspaces + allocator.chunk_buffers * len(own) * setting.hidden_bytes(config.model) + dummies
+
+
+def _leaving(stage: StageSpec, schedule: Schedule) -> int:
+    """Bytes of a frozen stage that are under way while its next forward runs, which waits for no backward."""
+    place = schedule.placement
+    if place.is_local(stage.stage) or not schedule.capacities:
+        return 0
+    under_way = send_slots(schedule.capacities[place.channel(Action(Op.SEND_F, stage.stage, 0))])
+    return 0 if schedule.batched else min(1, under_way) * message_bytes(stage.sends)
 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:

@@ -37,7 +37,7 @@ from ppctl.families.directory import (
 from ppctl.families.safetensors import read_directory
 from ppctl.geometry.adapters import is_adapter
 from ppctl.geometry.canonical_names import parameter_of
-from ppctl.geometry.foreign_model import Adapters, foreign_of
+from ppctl.geometry.foreign_model import Adapters, Anatomy, foreign_of
 from ppctl.pretrained.companion_files import copy_tokenizer, keep_settings, tokenizer_path
 from ppctl.pretrained.safetensors_reader import Reader
 from ppctl.pretrained.safetensors_writer import DTYPES, SHARD, Spec, write_shards
@@ -144,7 +144,7 @@ def export_checkpoint(
     model = model if mtp else replace(model, mtp_num_layers=None)
     shapes, foreign = model_tensors(model), foreign_of(model)
     if foreign is not None and foreign.adapters is not None:
-        return _export_adapters(checkpoint, out, foreign.adapters, shapes, state, progress, dtype)
+        return _export_adapters(checkpoint, out, foreign.adapters, foreign.anatomy, shapes, state, progress, dtype)
     if foreign is None:
         family, config = write_config(model)
         model_type, stored = family.model_type, stored_names(family, model)
@@ -176,6 +176,7 @@ def _export_adapters(
     checkpoint: Path,
     out: Path,
     adapters: Adapters,
+    anatomy: Anatomy,
     shapes: Mapping[str, tuple[int, ...]],
     state: Mapping[str, Any],
     progress: Progress,
@@ -195,6 +196,8 @@ def _export_adapters(
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "target_modules": list(adapters.targets),
+        "layers_to_transform": list(adapters.layers) or None,
+        "layers_pattern": anatomy.layers.rpartition(".")[2] if adapters.layers else None,
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

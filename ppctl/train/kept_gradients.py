@@ -77,6 +77,8 @@ class KeptGradients:
                 return program.forward(mb, inputs)
             number = self.first() + mb
             for tensor in inputs:
+                if not tensor.requires_grad:  # nothing before this stage is trained
+                    continue
                 tensor.register_hook(partial(self._note, (False, program.stage, number)))
             outputs = program.forward(mb, inputs)
             for tensor in outputs:

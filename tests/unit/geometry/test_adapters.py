@@ -1,0 +1,48 @@
+"""What `model.lora` may say, and what becomes of a layer's rows."""
+
+import pytest
+
+from ppctl.geometry.adapters import read_adapters, with_adapters
+from ppctl.geometry.foreign_model import Adapters
+from ppctl.geometry.rows import Parameter
+
+GIVEN = {"rank": "4", "targets": "[q_proj,self_attn.v_proj]"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "layers"), [("[3]", (3,)), ("3", (3,)), ("[0,4-6]", (0, 4, 5, 6)), ([2, 1], (1, 2)), ("[1-1,1]", (1,))]
+)
+def test_layers_are_indexes_and_ranges(typed, layers):
+    assert read_adapters(GIVEN | {"layers": typed}) == Adapters(4, 4.0, ("q_proj", "self_attn.v_proj"), layers)
+
+
+@pytest.mark.parametrize("typed", ["[]", "[4-3]", "[-1]", "all", "[1,,2]", "[0-99999999]", "1.5"])
+def test_layers_that_are_none_are_refused(typed):
+    with pytest.raises(ValueError, match="names decoder layers from 0 on"):
+        read_adapters(GIVEN | {"layers": typed})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("modules_to_save", "modules beside adapters are frozen here"),
+        ("layers_to_transform", "its name here is layers"),
+        ("use_dora", "adapters have no magnitudes here"),
+        ("anything", "nothing called anything"),
+    ],
+)
+def test_other_settings_of_pefts_are_answered_by_what_is_so_here(name, said):
+    with pytest.raises(ValueError, match=said):
+        read_adapters(GIVEN | {name: "x"})
+
+
+def test_adapters_of_before_there_were_layers_are_read():
+    assert Adapters.from_list([3, 5.0, ["q_proj"]]) == Adapters(3, 5.0, ("q_proj",))
+
+
+def test_a_layers_weights_are_frozen_and_adapters_stand_behind_theirs():
+    rows = [Parameter("h.{layer}.c_attn.weight", (8, 24), "matrix"), Parameter("h.{layer}.c_attn.bias", (24,), "bias")]
+    made = {"h.{layer}.c_attn.lora_A.weight": (2, 8), "h.{layer}.c_attn.lora_B.weight": (24, 2)}
+    weight, first, second, bias = with_adapters(rows, made)
+    assert (weight.gradient, bias.gradient, first.gradient) == ("none", "none", "complete")
+    assert (first.shape, first.start, second.shape, second.start) == ((2, 8), "adapter", (24, 2), "zeros")
