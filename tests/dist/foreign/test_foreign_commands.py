@@ -109,8 +109,6 @@ def test_doctor_and_plans_keep_one_proof_between_them(here: Path) -> None:
     assert kept.stat().st_mtime_ns == written, "the plan read it"
     assert "cached" not in said("doctor", "--model", "granite", "--anew")
     assert kept.stat().st_mtime_ns > written
-    said("plan", "model.from=granite", "seq=16", "model.hf_overrides.residual_multiplier=0.5")
-    assert len(list(kept.parent.iterdir())) == 2, "another config is another proof"
 
 
 def test_doctor_tries_a_model_with_dropout_without_it(here: Path) -> None:

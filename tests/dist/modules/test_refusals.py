@@ -153,7 +153,7 @@ CASES = {
     "another type": Case("PP-E130", "pp_microbatch_size='2' must be", dict(parts(*GOOD), pp_microbatch_size="2")),
     "exception": Case("PP-E132", "nobody has written", parts(["a"], ["b"]), lambda: Raises(), batch=state()),
     "no function": Case("PP-E130", "loss_fn='mse' is a str", dict(parts(*GOOD), loss_fn="mse")),
-    "no number": Case("PP-E130", "returns a tensor [1, 12]", dict(parts(*GOOD), loss_fn=no_number)),
+    "no number": Case("PP-E130", "returns a tensor [1, 10]", dict(parts(*GOOD), loss_fn=no_number)),
     "a loss that raises": Case("PP-E553", "ValueError: not of these", dict(parts(*GOOD), loss_fn=raises)),
     "no logits": Case("PP-E130", "not [1, 16]", parts(["a"], ["b"]), lambda: FailsLater(), batch=state()),
     "two tensors": Case(

@@ -177,8 +177,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "rms_norm_eps=NaN": ("NaN is not finite", "1e-06", ""),
     "rms_norm_eps=nan": ("takes a number, not 'nan'", "1e-06", ""),
     "layer_types=[a,b]": ("takes a list, as JSON, not '[a,b]'", "", ""),
-    'layer_types=["a"]': ("`layer_types`", "", ""),
-    "hiden_size=3": ("no such field; did you mean hidden_size?", "3", "hidden_size"),
+    "hiden_size=3": ("no such field; did you mean hidden_size", "3", "hidden_size"),
     "nothing=3": ("no such field", "", ""),
 }
 """Field and value -> words of the message; and where it can be typed the remedy's value, and its field if another."""
