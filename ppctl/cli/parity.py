@@ -187,7 +187,8 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
         return _Side(run, config, plan, outcome.report.partition("\n")[0])
     if outcome.exit_code != DONE:
         message = f"{parity_text.NAMES[name]} failed, and nothing was compared"
-        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", outcome.report))
+        place = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")  # which is removed
+        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", place))
     return _Side(run, config, plan)
 
 
