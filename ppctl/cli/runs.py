@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import checkpoint_folder
-from ppctl.cli.console import width
+from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.table import aligned, folded
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
@@ -73,8 +73,10 @@ def _shown(one: dict[str, Any]) -> str:
     """A fact a line, folded between words, but for the command, which is to be pasted."""
     rows = {key: str(value) for key, value in one.items() if value is not None and key != "time"}
     name = max(map(len, rows))
-    columns = {key: max(width(), len(value) + name + 2) if key == "command" else width() for key, value in rows.items()}
-    return "\n".join(aligned(folded([(f"{key:<{name}}", rows[key])], columns[key], " ")) for key in rows)
+    columns = width(UNFOLDED)
+    lines = {key: folded([(f"{key:<{name}}", value)], columns, " ") for key, value in rows.items()}
+    lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
+    return "\n".join(map(aligned, lines.values()))
 
 
 def _compare(args: argparse.Namespace) -> int:
