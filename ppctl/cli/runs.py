@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _shown(one: dict[str, Any]) -> str:
     """A fact a line, folded between words, but for the command, which is to be pasted."""
     rows = {key: str(value) for key, value in one.items() if value is not None and key != "time"}
-    name = max(map(len, rows))
+    name = max(map(len, one))
     columns = width(UNFOLDED)
     lines = {key: folded([(f"{key:<{name}}", value)], columns, " ") for key, value in rows.items()}
     lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
