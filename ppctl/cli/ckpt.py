@@ -19,7 +19,7 @@ from ppctl import checkpoint_folder
 from ppctl.checkpoint.manifest import Manifest, read_manifest, read_state
 from ppctl.checkpoint.verification import bytes_of_values, examine, misfits, misplaced, with_sizes
 from ppctl.cli import ckpt_text
-from ppctl.cli.console import byte_progress, print_problems, width
+from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, width
 from ppctl.cli.table import prose
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.run_starts import at_rest
@@ -240,7 +240,9 @@ def _diff(args: argparse.Namespace) -> int:
         with byte_progress("comparing", bytes_to_compare(*manifests)) as progress:
             found = compare(first, second, progress)
     report = ckpt_text.comparison(paths, found)
-    print(json.dumps(report, indent=1) if args.json else prose(ckpt_text.differences(report, args.limit), width()))
+    print(
+        json.dumps(report, indent=1) if args.json else prose(ckpt_text.differences(report, args.limit), width(UNFOLDED))
+    )
     return 0 if found.same else DIFFERENT
 
 

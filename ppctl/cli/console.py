@@ -25,6 +25,10 @@ PIPE_WIDTH = 160
 """Columns of text that goes into a pipe or a file: wide enough that tables do not wrap."""
 
 
+UNFOLDED = sys.maxsize
+"""Columns of lines of words that go into a pipe: what reads them takes them line by line."""
+
+
 def note(text: str) -> None:
     """Print on stderr what is not the result. A terminal gets lines that end between words, but for indented ones,
     which are to be pasted."""

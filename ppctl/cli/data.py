@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ppctl.cli.console import byte_progress, note, width
+from ppctl.cli.console import UNFOLDED, byte_progress, note, width
 from ppctl.cli.table import aligned, folded
 from ppctl.errors import DataError, Problem
 from ppctl.processes import unwinding_on_term
@@ -138,7 +138,7 @@ def show(args: argparse.Namespace) -> int:
     if text is not None:
         lines = f"{text} …" if more else text
         rows += [("" if number else "as text", line) for number, line in enumerate(lines.splitlines())]
-    print(aligned(folded([(f"{name:<13}", cell) for name, cell in rows], width(), " ")))
+    print(aligned(folded([(f"{name:<13}", cell) for name, cell in rows], width(UNFOLDED), " ")))
     return 0
 
 
@@ -173,7 +173,9 @@ def show_conversation(args: argparse.Namespace) -> int:
     print(f"{'shown':<14} {one.place}: {len(one.tokens):,} tokens, {int(one.learned.sum()):,} learned (+)")
     for learned, text in one.runs():
         for line in text.splitlines(keepends=True):
-            for _, part in folded([("+", line.replace("\n", "\\n"))], width() + 1, " "):  # one blank between, not two
+            for _, part in folded(
+                [("+", line.replace("\n", "\\n"))], width(UNFOLDED) + 1, " "
+            ):  # one blank between, not two
                 print("+" if learned else " ", part)
     return 0
 

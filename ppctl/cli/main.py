@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ppctl import __version__
 from ppctl.cli.console import note, print_problems, width
-from ppctl.cli.table import aligned, folded
+from ppctl.cli.table import aligned, folded, prose
 from ppctl.errors import ConfigError, PpctlError, Problem
 from ppctl.files import silence
 
@@ -169,7 +169,7 @@ def parser_of(name: str, module: Any) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"ppctl {name}",
         usage=f"ppctl {name} [{first}] [KEY=VALUE ...] [options]" if command.overrides else None,
-        description=command.summary[:1].upper() + command.summary[1:] + ".",
+        description=prose([command.summary[:1].upper() + command.summary[1:] + "."], width()),
         epilog=_OVERRIDES_HELP if command.overrides else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -24,7 +24,7 @@ from ppctl.checkpoint.gradients import KeptStep, kept_steps
 from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.step_parity import Side, StepDifferences, compare_step
 from ppctl.cli import ckpt_text, parity_text
-from ppctl.cli.console import byte_progress, note, width
+from ppctl.cli.console import UNFOLDED, byte_progress, note, width
 from ppctl.cli.plan import plan_of, planned
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shown(report: dict[str, Any], args: argparse.Namespace) -> int:
-    print(json.dumps(report, indent=1) if args.json else parity_text.text(report, width()))
+    print(json.dumps(report, indent=1) if args.json else parity_text.text(report, width(UNFOLDED)))
     return 0 if report["same"] else DIFFERENT
 
 
@@ -187,7 +187,8 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
         return _Side(run, config, plan, outcome.report.partition("\n")[0])
     if outcome.exit_code != DONE:
         message = f"{parity_text.NAMES[name]} failed, and nothing was compared"
-        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", outcome.report))
+        place = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")  # which is removed
+        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", place))
     return _Side(run, config, plan)
 
 

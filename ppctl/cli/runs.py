@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ppctl import checkpoint_folder
-from ppctl.cli.table import aligned
+from ppctl.cli.console import UNFOLDED, width
+from ppctl.cli.table import aligned, folded
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
 from ppctl.run_starts import holder, is_held
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args)
     if args.action == "show":
         one = facts(named_run(args))
-        lines = [f"{key:<11} {value}" for key, value in one.items() if value is not None and key != "time"]
-        print(json.dumps(one, indent=1) if args.json else "\n".join(lines))
+        print(json.dumps(one, indent=1) if args.json else _shown(one))
         return 0
     if args.run is not None:
         message = f"{args.run}: `ppctl runs list` does not take a run"
@@ -67,6 +67,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(table(found) if found else f"no runs under {Path(args.dir)}")
     return 0
+
+
+def _shown(one: dict[str, Any]) -> str:
+    """A fact a line, folded between words, but for the command, which is to be pasted."""
+    rows = {key: str(value) for key, value in one.items() if value is not None and key != "time"}
+    name = max(map(len, one))
+    columns = width(UNFOLDED)
+    lines = {key: folded([(f"{key:<{name}}", value)], columns, " ") for key, value in rows.items()}
+    lines["command"] = [[f"{'command':<{name}}", rows["command"]]]
+    return "\n".join(map(aligned, lines.values()))
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ppctl.cli.console import width
+from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.jobs import RunJob, combined_state, job_of
 from ppctl.cli.runs import LOST, STARTED, add_run_arguments, facts, named_run
 from ppctl.cli.table import aligned, folded, prose
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Show the run. The exit code is 0 whatever its state."""
     run_dir = named_run(args)
     report = collect(run_dir, job_of(run_dir))
-    print(json.dumps(report, indent=1) if args.json else _text(report, width()))
+    print(json.dumps(report, indent=1) if args.json else _text(report, width(UNFOLDED)))
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ppctl.cli import trace_text
-from ppctl.cli.console import note, width
+from ppctl.cli.console import UNFOLDED, note, width
 from ppctl.cli.runs import add_run_arguments, named_run
 from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.cli.trace_text import SeenStep
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         found = trace_text.both(shown, other)
         print(json.dumps(found) if args.json else trace_text.compared(found))
         return 0
-    print(json.dumps(trace_text.report(shown)) if args.json else trace_text.text(shown, width()))
+    print(json.dumps(trace_text.report(shown)) if args.json else trace_text.text(shown, width(UNFOLDED)))
     if args.timeline is not None:
         plan, ranks = shown.plan, shown.pipeline
         config = run_dir.read_config()

@@ -20,7 +20,7 @@ from ppctl.schedule.simulate import Costs, simulate
 from ppctl.step_lines import step_line
 
 COLUMNS = 80
-PASTED = re.compile(r"\s*(try: |next: |command  )?(ppctl|[\w.]+=|--)|\s*\S+$")
+PASTED = re.compile(r"\s*(try: |next: |command +)?((\S*/)?ppctl|[\w.]+=|--)|\s*\S+$")
 """Commands, overrides and flags, and a line of one word: a path, a layout."""
 
 ALONE = [
