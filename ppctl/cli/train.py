@@ -142,6 +142,8 @@ def adapt_to_machine(
         problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
     else:
         problems += shortage(device, ranks_here, arguments, os.environ, share=share)
+    one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
+    problems += _no_neighbour(world) if one_host and config.checkpoint.local_replicas else []
     config, conflicts = with_gpu_environment(
         with_value(config, "launch", device=device, share_gpu=share and device == "cuda"), plan
     )
@@ -261,6 +263,17 @@ def _slurm_settings(config: RunConfig, arguments: Sequence[str]) -> list[Problem
         return []
     message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"
     return [Problem("PP-E629", message, typed_again("submit", arguments), "launch")]
+
+
+def _no_neighbour(world: int) -> list[Problem]:
+    """What the ranks would say when they have started, all on this machine, of copies on a neighbour's host."""
+    from ppctl.checkpoint.local_copy import keepers  # numpy
+
+    try:
+        keepers([range(world)])
+    except PpctlError as error:
+        return error.problems
+    return []
 
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:

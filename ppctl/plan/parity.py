@@ -37,7 +37,10 @@ def kept_as(steps: int) -> list[str]:
         "train.exit_after=null",
         "train.check_replicas=0",
         "checkpoint.interval=0",
+        "log.interval=1",
         "checkpoint.local=null",
+        "checkpoint.local_every=0",
+        "checkpoint.local_replicas=0",
         "launch.target=local",
     ]
 

@@ -129,11 +129,12 @@ class _Begin(NamedTuple):
 def _begin(
     session: Session, saves: Saves, checkpoints: Path, resume: Callable[[], list[Found]], say: Callable[[str], None]
 ) -> _Begin:
-    found, model = None, session.config.model.from_
-    if saves.local is not None:
-        found = load_local(session, saves.local, checkpoints, resume, say)
-    if found is None:
-        found = load_first(session, resume, say)
+    model, from_disk = session.config.model.from_, partial(load_first, session, resume, say)
+    if saves.local is None:
+        found = from_disk()
+    else:
+        room = saves.make_room
+        found = load_local(session, saves.local, checkpoints, resume, from_disk=from_disk, make_room=room, say=say)
     if found is not None:
         state = found.state
         return _Begin(state["step"], state["consumed_samples"], state["sample_order"], found.path)
