@@ -36,7 +36,7 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
 from ppctl.plan import Plan
-from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, stage_of, tolerance, uses_of_shared
+from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, place_of, tolerance, uses_of_shared
 from ppctl.processes import unwinding_on_term
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
@@ -55,6 +55,8 @@ class _Side(NamedTuple):
     plan: Plan
     failure: str = ""
     """Why it did not reach its end: copies that differ, for example, are not saved."""
+    stays: bool = True
+    """Whether its directory is there when the result is read."""
 
     def step(self, step: int) -> Side:
         """What it has kept of a step."""
@@ -175,12 +177,13 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")
         raise _Interrupted(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
-    if outcome.exit_code != DONE and kept_steps(run.gradients):
-        return _Side(run, config, plan, outcome.report.partition("\n")[0])
-    if outcome.exit_code != DONE:
+    # What is named below a directory that is removed could not be read.
+    report = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")
+    if outcome.exit_code != DONE and not kept_steps(run.gradients):
         message = f"{parity_text.NAMES[name]} failed, and nothing was compared"
-        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", outcome.report))
-    return _Side(run, config, plan)
+        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", report))
+    failure = "" if outcome.exit_code == DONE else report.partition("\n")[0]
+    return _Side(run, config, plan, failure, stays=args.keep is not None)
 
 
 # What is compared
@@ -220,7 +223,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
                 first.step(step),
                 second.step(step),
                 tolerance=allowed,
-                stage_of=stage_of(second.plan, second.config),
+                place_of=place_of(second.plan, second.config),
                 messages=first.plan.layout == second.plan.layout,
                 uses=uses_of_shared(second.plan, second.config),
                 progress=_progress(step),
@@ -229,7 +232,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
             row["same"] &= found.same
         rows.append(row)
     return {
-        "runs": [str(side.run.path) for side in sides],
+        "runs": [str(side.run.path) if side.stays else None for side in sides],
         "cuts": [parity_text.sizes_text(side.plan) for side in sides],
         "axes": axes_that_differ(first.plan, second.plan),
         "failures": [side.failure for side in sides],

@@ -31,7 +31,10 @@ def text(report: Mapping[str, Any]) -> str:
     """The law, a table of steps, what differs, and the verdict as the last line."""
     rows: list[tuple[str, ...]] = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
     rows += [_row(step) for step in report["steps"]]
-    lines = [f"{name}  {cut}  {path}" for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True)]
+    lines = [
+        "  ".join([name, cut, *([] if path is None else [path])])
+        for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True)
+    ]
     lines += [_law(report), "", aligned(rows, 4), ""]
     for step in report["steps"]:
         lines += _differences(step)

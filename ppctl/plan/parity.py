@@ -28,6 +28,8 @@ def kept_as(steps: int) -> list[str]:
     """Overrides by which a run does `steps` steps from its beginning and keeps what is compared, and nothing else."""
     return [
         f"train.steps={steps}",
+        "train.samples=null",
+        "train.tokens=null",
         f"log.gradients=1:{steps + 1}",
         "log.trace=null",
         "log.torch_profile=null",
@@ -82,10 +84,11 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
     return law if first else min(_LATER * law, 0.5)
 
 
-def stage_of(plan: Plan, config: RunConfig) -> Callable[[str], int]:
-    """What gives the stage that has a gradient of this name; -1 where none has."""
-    found = {name: spec.stage for spec in plan.stages for name in stage_parameters(config.model, spec.layers)}
-    return lambda name: found.get(name, found.get(stack_of(name), -1))
+def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
+    """What gives (stage that has a gradient of this name, its number in the order of forwards); -1 where none has."""
+    names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
+    found = {name: (stage, number) for number, (name, stage) in enumerate(names)}
+    return lambda name: found.get(name, found.get(stack_of(name), (-1, -1)))
 
 
 def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint import shard_file
-from ppctl.checkpoint.gradients import Handed, step_directory, write_messages
+from ppctl.checkpoint.gradients import Handed, forget_step, step_directory, write_messages
 from ppctl.checkpoint.shards import values_of
 from ppctl.comm.buffers import Message
 from ppctl.comm.groups import gather_rows
@@ -51,6 +51,10 @@ class KeptGradients:
         """Step `step` (from 1) begins."""
         self._on = step in self.steps
         self._seen.clear()
+        if self._on and self.session.own.rank == 0 and self.directory is not None:
+            # Of an earlier start that did this step, perhaps on more ranks. Before the ranks' reports are gathered:
+            # none writes yet, and one that dies now leaves a step that is not whole.
+            forget_step(self.directory, step)
 
     def keep(self, step: int) -> None:
         """Write the gradients, summed over all ranks and before they are clipped. A collective of the world."""
@@ -61,8 +65,9 @@ class KeptGradients:
         assert self.directory is not None
         path = step_directory(self.directory, step)
         path.mkdir(parents=True, exist_ok=True)
+        if s.heartbeat is not None:
+            s.heartbeat.set_state("saving")  # with the limit of a save: files take as long as the disk does
         file = path / shard_file.file_name(s.own.rank)
-        file.unlink(missing_ok=True)  # of an earlier start, which may have done this step
         shards = gradient_shards(s)
         shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.world_groups)  # behind it all files are written
@@ -70,6 +75,8 @@ class KeptGradients:
             write_messages(
                 path, [handed for rank, row in enumerate(rows.tolist()) for handed in self._unpack(rank, row)]
             )
+        if s.heartbeat is not None:
+            s.heartbeat.set_state("updating")
 
     def _watched(self, program: StageProgram) -> StageProgram:
         def forward(mb: int, inputs: Message) -> Message:

@@ -48,7 +48,9 @@ def load_local(
     to go on: a checkpoint that does not fit, another optimizer or other data raise before that.
     """
     ranks = AgreeingRanks(None)
-    choice = ranks.agree("choose between memory and disk", lambda: None, lambda _: _choose(local, directory, candidates))
+    choice = ranks.agree(
+        "choose between memory and disk", lambda: None, lambda _: _choose(local, directory, candidates)
+    )
     said = say if ranks.rank == 0 else _nothing
     loaded, memory = None, None
     if choice.takes:

@@ -84,7 +84,9 @@ def train(
         trainer.dry_pass(first)
 
     position = sizes.position
-    profiled = step_profiles(config, session.own.rank, session.device, profiles, say)
+    profiled = step_profiles(
+        config, session.own.rank, session.device, profiles, say, lambda number: enter("saving", number - 1)
+    )
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)
