@@ -27,6 +27,7 @@ from ppctl.cli.console import byte_progress, note
 from ppctl.cli.plan import plan_of, planned
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
+from ppctl.config.keys import text_keys, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.hang.limits import Limits
@@ -43,6 +44,8 @@ from ppctl.rundir import RunDir
 from ppctl.runs import find_run
 
 DIFFERENT = 1
+_COMPUTED = ("model", "data", "train", "optim")
+_ENDS = ("train.steps", "train.exit_after")
 _STEPS = 3
 _MOST = 99
 
@@ -112,25 +115,29 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
         refuse(args.problems)
-        given = list(args.overrides)
+        # Without what the run kept, of whose steps there may be fewer now.
+        base = _over(_over(base, kept_as(args.steps)), args.overrides)
     else:
         composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
         base, _ = accepted(composed, plan, problems)
-        given = []
-    cut = _with(base, [*given, *kept_as(args.steps)], args)
-    if cut[1].sizes.world == 1:
+    cut = _over(base, kept_as(args.steps))
+    ready = _ready(cut, args)
+    if ready[1].sizes.world == 1:
         message = "there is one rank: that is the one process that others are compared with"
         raise ConfigError(Problem("PP-E644", message, "pp=2", "command line"))
-    one = _with(base, [*given, *kept_as(args.steps), *in_one_process(cut[1])], args)
-    return one, cut
+    return _ready(_over(cut, in_one_process(ready[1])), args), ready
 
 
-def _with(base: Composed, overrides: Sequence[str], args: argparse.Namespace) -> tuple[RunConfig, Plan]:
-    """The config with overrides, on this machine, and its plan."""
+def _over(base: Composed, overrides: Sequence[str]) -> Composed:
+    """A config with overrides: those of one call are one person's, and may not contradict each other."""
     try:
-        composed = override(base.config, base.provenance, overrides, for_training=True)
+        return override(base.config, base.provenance, overrides, for_training=True)
     except RefusedError as error:
         raise ConfigError(error.problems) from None
+
+
+def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Plan]:
+    """The config on this machine, and its plan."""
     plan, problems = plan_of(composed, [])
     refuse(problems)
     assert plan is not None  # there were no problems
@@ -199,9 +206,19 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
     if not report["steps"]:
         message = f"runs {runs[0].id} and {runs[1].id} have no step in common"
         raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {runs[1].id}", str(runs[1].path)))
+    report["keys"] = _other_keys(first.config, second.config)
     report["checkpoints"] = found = _checkpoints(first, second)
     report["same"] = report["same"] and (found is None or found["same"])
     return report
+
+
+def _other_keys(one: RunConfig, other: RunConfig) -> list[str]:
+    """The keys that differ and say what is computed, not where or for how long."""
+    return [
+        name
+        for name in text_keys()
+        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and value_of(one, name) != value_of(other, name)
+    ]
 
 
 def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:

@@ -31,11 +31,7 @@ def text(report: Mapping[str, Any]) -> str:
     """The law, a table of steps, what differs, and the verdict as the last line."""
     rows: list[tuple[str, ...]] = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
     rows += [_row(step) for step in report["steps"]]
-    lines = [
-        "  ".join([name, cut, *([] if path is None else [path])])
-        for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True)
-    ]
-    lines += [_law(report), "", aligned(rows, 4), ""]
+    lines = [*_head(report), "", aligned(rows, 4), ""]
     for step in report["steps"]:
         lines += _differences(step)
     lines += [f"{name} did not reach its end: {why}" for name, why in zip("AB", report["failures"], strict=True) if why]
@@ -43,6 +39,18 @@ def text(report: Mapping[str, Any]) -> str:
         found = report["checkpoints"]
         lines += [f"checkpoints of step {found['step']}:", ckpt_text.differences(found, _SHOWN), ""]
     return "\n".join([*lines, _verdict(report)])
+
+
+def _head(report: Mapping[str, Any]) -> list[str]:
+    """Which two are compared, in what they differ besides their cut, and how far they may lie apart."""
+    lines = [
+        "  ".join([name, cut, *([] if path is None else [path])])
+        for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True)
+    ]
+    if keys := report.get("keys"):
+        shown = ", ".join(keys[:_SHOWN]) + f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN)
+        lines.append(f"they do not compute the same: {shown} (`ppctl runs --compare A B`)")
+    return [*lines, _law(report)]
 
 
 def _law(report: Mapping[str, Any]) -> str:

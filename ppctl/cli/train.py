@@ -24,6 +24,7 @@ from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
+from ppctl.checkpoint.local_copy import keepers
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment
@@ -267,8 +268,6 @@ def _slurm_settings(config: RunConfig, arguments: Sequence[str]) -> list[Problem
 
 def _no_neighbour(world: int) -> list[Problem]:
     """What the ranks would say when they have started, all on this machine, of copies on a neighbour's host."""
-    from ppctl.checkpoint.local_copy import keepers  # numpy
-
     try:
         keepers([range(world)])
     except PpctlError as error:

@@ -34,10 +34,13 @@ _WIDTH = 3
 class KeptGradients:
     """Watches the programs of a rank's stages, and writes what was seen."""
 
-    def __init__(self, session: Session, directory: Path | None, first: Callable[[], int]) -> None:
-        """`first()` is the step's microbatch that is number 0 of the schedule call."""
+    def __init__(
+        self, session: Session, directory: Path | None, first: Callable[[], int], writes: Callable[[int], None]
+    ) -> None:
+        """`first()` is the step's microbatch that is number 0 of the schedule call; `writes` is called with the step
+        before its files are written, which take as long as the disk does."""
         asked = session.config.log.gradients
-        self.session, self.directory, self.first = session, directory, first
+        self.session, self.directory, self.first, self.writes = session, directory, first, writes
         self.steps = range(0) if asked is None or directory is None else steps_of(asked)
         self._on = False
         self._seen: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
@@ -65,8 +68,7 @@ class KeptGradients:
         assert self.directory is not None
         path = step_directory(self.directory, step)
         path.mkdir(parents=True, exist_ok=True)
-        if s.heartbeat is not None:
-            s.heartbeat.set_state("saving")  # with the limit of a save: files take as long as the disk does
+        self.writes(step)
         file = path / shard_file.file_name(s.own.rank)
         shards = gradient_shards(s)
         shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
@@ -75,8 +77,6 @@ class KeptGradients:
             write_messages(
                 path, [handed for rank, row in enumerate(rows.tolist()) for handed in self._unpack(rank, row)]
             )
-        if s.heartbeat is not None:
-            s.heartbeat.set_state("updating")
 
     def _watched(self, program: StageProgram) -> StageProgram:
         def forward(mb: int, inputs: Message) -> Message:

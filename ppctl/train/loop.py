@@ -72,21 +72,25 @@ def train(
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
     first, consumed, sample_order, saved = _begin(session, saves, checkpoints, resume, say)
     sizes = BatchSizes.of(config.train, first, consumed)
+
+    def writes(number: int) -> None:
+        """Files of a step are written under the limit of a save."""
+        enter("saving", number - 1)
+
     trainer = Trainer(
         session,
         session.batches(first, consumed, sample_order),
         lambda: SAVE_FAILED if saves.failed else stop_requested(),
         sizes,
         gradients,
+        writes,
     )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
 
     position = sizes.position
-    profiled = step_profiles(
-        config, session.own.rank, session.device, profiles, say, lambda number: enter("saving", number - 1)
-    )
+    profiled = step_profiles(config, session.own.rank, session.device, profiles, say, writes)
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)
