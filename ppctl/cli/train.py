@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from ppctl.checkpoint.local_copy import keepers
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
 from ppctl.cli.runs import checkpoint_of
-from ppctl.checkpoint.local_copy import keepers
 from ppctl.config.argv import retyped, typed_again
 from ppctl.config.compose import Composed
 from ppctl.config.gpu_environment import gpu_environment
