@@ -126,3 +126,10 @@ def test_a_plan_refuses_by_name_and_its_remedies_work(here: Path, monkeypatch: p
         if remedy:
             assert remedy in found[0].remedy.splitlines()
             assert not planned([*typed, remedy])[2]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("more", [(), ("model.implementation=transformers", "model.lora.rank=2")])
+def test_parity_of_a_model_of_another_library_is_equal_to_the_bit(here: Path, more: tuple[str, ...]) -> None:
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", *more)
+    assert "gradients of 3: equal to the bit" in run(here, "parity", *typed)
