@@ -71,7 +71,8 @@ def _taken(run: RunDir, *, strictly: bool) -> int | None:
 
 def _going_on_elsewhere(run: RunDir) -> str:
     """Where, and how long ago it wrote, if the run was begun on another host and is not quiet yet; else empty."""
-    machine, state = holder(run).get("machine", "another host"), run.status().get("state")
+    # A directory without a status is that of checkpoints alone, or of a run that has not started.
+    machine, state = holder(run).get("machine", "another host"), run.read_object("status.json").get("state")
     if machine == identity()["machine"] or state not in ("starting", "running"):
         return ""
     silent = quiet_for(run)

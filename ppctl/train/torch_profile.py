@@ -59,16 +59,18 @@ def _profiled(
             if on_gpu:
                 torch.cuda.synchronize(device)
             writes(step)  # what the profiler has gathered is put in order when it ends
-        recorded.export_chrome_trace(str(_file(directory / TRACES, step, f"rank{rank}_trace.json")))
+        _write(directory / TRACES / f"iteration_{step}" / f"rank{rank}_trace.json", recorded.export_chrome_trace)
         if on_gpu:
-            name = f"rank{rank}_memory_snapshot.pickle"
-            torch.cuda.memory._dump_snapshot(str(_file(directory / SNAPSHOTS, step, name)))
+            file = directory / SNAPSHOTS / f"iteration_{step}" / f"rank{rank}_memory_snapshot.pickle"
+            _write(file, torch.cuda.memory._dump_snapshot)
     finally:
         if on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _file(directory: Path, step: int, name: str) -> Path:
-    path = directory / f"iteration_{step}"
-    path.mkdir(parents=True, exist_ok=True)
-    return path / name
+def _write(file: Path, write: Callable[[str], object]) -> None:
+    """Under its own name when it is whole: half a trace looks like one until a viewer reads it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.tmp")
+    write(str(draft))
+    draft.replace(file)

@@ -1,5 +1,7 @@
 """`log.torch_profile`: which steps are recorded, and what the watch is told before files are written."""
 
+import json
+
 import torch
 
 from ppctl.config.schema import RunConfig
@@ -20,3 +22,4 @@ def test_the_files_of_a_step_are_written_behind_it_under_another_limit(tmp_path)
             torch.ones(3).sum()
     assert told == [(2, False)] and file.exists() and not lines, "rank 0 alone speaks"
     assert [path.name for path in (tmp_path / TRACES).iterdir()] == ["iteration_2"]
+    assert list(file.parent.iterdir()) == [file] and json.loads(file.read_text())["traceEvents"]
