@@ -216,6 +216,15 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
     return [found[rank] for rank in range(len(found))]
 
 
+def refused_on_one_host(world: int) -> list[Problem]:
+    """What `keepers` says of ranks that are all on one host, for who knows that before they start."""
+    try:
+        keepers([range(world)])
+    except CheckpointError as error:
+        return list(error.problems)
+    return []
+
+
 def choose(seen: Sequence[Seen]) -> Chosen | None:
     """The copies of the latest step of which every rank has one, on whatever host; its own where that is one."""
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}

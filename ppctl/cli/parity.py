@@ -27,7 +27,6 @@ from ppctl.cli.console import byte_progress, note
 from ppctl.cli.plan import plan_of, planned
 from ppctl.cli.train import accepted, adapt_to_machine, refuse, with_paths
 from ppctl.config.compose import Composed, RefusedError, override
-from ppctl.config.keys import text_keys, value_of
 from ppctl.config.schema import RunConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.hang.limits import Limits
@@ -37,15 +36,13 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
 from ppctl.plan import Plan
-from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, place_of, tolerance, uses_of_shared
+from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
 from ppctl.processes import unwinding_on_term
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run
 
 DIFFERENT = 1
-_COMPUTED = ("model", "data", "train", "optim")
-_ENDS = ("train.steps", "train.exit_after")
 _STEPS = 3
 _MOST = 99
 
@@ -206,19 +203,10 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
     if not report["steps"]:
         message = f"runs {runs[0].id} and {runs[1].id} have no step in common"
         raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {runs[1].id}", str(runs[1].path)))
-    report["keys"] = _other_keys(first.config, second.config)
+    report["keys"] = other_keys(first.config, second.config)
     report["checkpoints"] = found = _checkpoints(first, second)
     report["same"] = report["same"] and (found is None or found["same"])
     return report
-
-
-def _other_keys(one: RunConfig, other: RunConfig) -> list[str]:
-    """The keys that differ and say what is computed, not where or for how long."""
-    return [
-        name
-        for name in text_keys()
-        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and value_of(one, name) != value_of(other, name)
-    ]
 
 
 def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from ppctl.checkpoint.local_copy import keepers
+from ppctl.checkpoint.local_copy import refused_on_one_host
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
@@ -144,7 +144,7 @@ def adapt_to_machine(
     else:
         problems += shortage(device, ranks_here, arguments, os.environ, share=share)
     one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
-    problems += _no_neighbour(world) if one_host and config.checkpoint.local_replicas else []
+    problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
     config, conflicts = with_gpu_environment(
         with_value(config, "launch", device=device, share_gpu=share and device == "cuda"), plan
     )
@@ -264,15 +264,6 @@ def _slurm_settings(config: RunConfig, arguments: Sequence[str]) -> list[Problem
         return []
     message = f"{', '.join(keys)} {'takes' if len(keys) == 1 else 'take'} effect in a submitted job only"
     return [Problem("PP-E629", message, typed_again("submit", arguments), "launch")]
-
-
-def _no_neighbour(world: int) -> list[Problem]:
-    """What the ranks would say when they have started, all on this machine, of copies on a neighbour's host."""
-    try:
-        keepers([range(world)])
-    except PpctlError as error:
-        return error.problems
-    return []
 
 
 def _other_world(started: Started, world: int, arguments: Sequence[str]) -> Problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ppctl.config.keys import text_keys, value_of
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
@@ -19,6 +20,9 @@ _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 """The distance from 1 to the next number."""
 _LATER = 1e3
 """How much further gradients of later steps may lie apart: the optimizer divides by the size of each gradient."""
+
+_COMPUTED = ("model", "data", "train", "optim")
+_ENDS = ("train.steps", "train.exit_after")
 
 WHOLE = ("tp", "cp", "dp", "ep", "etp")
 """Axes that change the order of a sum."""
@@ -61,6 +65,15 @@ def in_one_process(plan: Plan) -> list[str]:
         "pipeline.pp_schedule_csv=null",
         "pipeline.extra_warmup=0",
         "pipeline.p2p_capacity=null",
+    ]
+
+
+def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
+    """The keys that differ and say what is computed, not where or for how long."""
+    return [
+        name
+        for name in text_keys()
+        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and value_of(one, name) != value_of(other, name)
     ]
 
 

@@ -8,6 +8,7 @@ from ppctl.config.compose import compose
 from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import new_run
+from ppctl.plan.parity import other_keys
 
 CPU = ["+recipe=quickstart", "launch.device=cpu"]
 
@@ -45,7 +46,7 @@ def test_contradictions_that_are_typed_are_refused(run):
 
 def test_two_runs_that_do_not_compute_the_same_are_told_in_which_keys():
     one, other = (compose([*CPU, *more]).config for more in ([], ["pp=4", "vpp=1", "steps=9", "optim.lr=1.0"]))
-    assert parity._other_keys(one, other) == ["optim.lr"]
+    assert other_keys(one, other) == ["optim.lr"]
     report = {
         "runs": [None, None], "cuts": ["a", "b"], "failures": ["", ""], "axes": [], "same": False, "steps": [],
         "keys": ["optim.lr"], "checkpoints": {"step": 3, "same": False},
