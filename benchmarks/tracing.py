@@ -1,20 +1,28 @@
 """What tracing costs: CPU time of steps without stamps, with them (as every run has them), and kept by `log.trace`.
 
-    python benchmarks/tracing.py [--pairs 40] [--microbatches 64] [--out benchmarks]
+    python benchmarks/tracing.py [--rounds 120] [--microbatches 64] [--out benchmarks]
 
-Two ranks with two stages each of a model so small that the engine is most of a step. The three kinds of step take turns
-in one run, in which every rank counts its own CPU time (not the clock: other processes do not count); figures are
-medians of differences within a turn, over the actions of a rank. It is no test.
+Two ranks with two stages each of a model so small that the engine is most of a step, each on a core of its own. The
+three kinds of step take turns within a round, each round beginning with another, so that what changes slowly is in all
+three alike. A rank counts the CPU time of the thread that runs the schedule: neither the clock, nor the threads of
+gloo, whose polling depends on the other rank. What is measured is done REPEATS times in a step, and the difference to
+a step without it is divided by that, so that a step's own noise counts that much less. Figures are medians of the
+differences within rounds, over the actions of a rank, with the interval that holds the median with 95 % (order
+statistics; no assumption on the noise). An interval wider than the goal of 5 microseconds is told: then the machine was
+too busy for an answer, and more rounds are needed. It is no test.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import math
 import os
 import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
@@ -34,6 +42,9 @@ from ppctl.train.session import Parts, build_session
 from ppctl.train.step import Trainer
 
 RANKS, SEQ, WARM = 2, 8, 3
+REPEATS = 20
+GOAL = 5.0
+"""Microseconds of CPU time an action."""
 KINDS = ("without stamps", "with stamps", "kept")
 MODEL = (
     "pp=2", "vpp=2", "pipeline.pp_schedule=interleaved_1f1b", "model.num_layers=4", "model.hidden_size=8",
@@ -42,14 +53,20 @@ MODEL = (
 )  # fmt: skip
 
 
-class Silent(Recorder):
-    """A recorder that keeps the stamps it was given."""
+class Repeated(Recorder):
+    """A recorder that stamps an action `times` times; none keeps the stamps it was given."""
+
+    times = 0
 
     def begin(self, index: int) -> None:
-        """Nothing."""
+        """Stamp."""
+        for _ in range(self.times):
+            super().begin(index)
 
     def end(self, index: int) -> None:
-        """Nothing."""
+        """Stamp."""
+        for _ in range(self.times):
+            super().end(index)
 
 
 class Words:
@@ -68,57 +85,75 @@ class Words:
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("benchmarks"))
     arguments = parser.parse_args()
     busy = os.getloadavg()
     with tempfile.TemporaryDirectory() as root:
-        mp.spawn(_rank, (arguments.pairs, arguments.microbatches, root), RANKS)
+        mp.spawn(_rank, (arguments.rounds, arguments.microbatches, root), RANKS)
         rows = [torch.load(Path(root) / f"{rank}.pt") for rank in range(RANKS)]
     lines = [
         f"# What tracing costs, {date.today()}",
         "",
-        f"`python benchmarks/tracing.py --pairs {arguments.pairs} --microbatches {arguments.microbatches}` on "
+        f"`python benchmarks/tracing.py --rounds {arguments.rounds} --microbatches {arguments.microbatches}` on "
         f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}; load {busy[0]:.1f} before.",
-        "CPU time of a rank, medians over turns; microseconds an action are of the actions that are stamped.",
+        "CPU time of the thread that runs the schedule; medians of differences within rounds, in microseconds for each",
+        "action that is stamped, with 95 % intervals of the median. log.trace is gather, file and all.",
         "",
-        "| rank | actions | ms a step without stamps | stamps, µs an action | log.trace besides, µs an action |",
+        "| rank | actions | ms a step without stamps | stamps | log.trace besides |",
         "|---|---|---|---|---|",
     ]
-    for rank, (actions, turns) in enumerate(rows):
-        stamps, kept = (
-            1e6 * statistics.median(turn[more] - turn[less] for turn in turns) / actions
-            for less, more in ((0, 1), (1, 2))
-        )
-        whole = 1e3 * statistics.median(turn[0] for turn in turns)
-        lines.append(f"| {rank} | {actions} | {whole:.1f} | {stamps:.2f} | {kept:.2f} |")
-    lines += ["", f"A stamp alone, begin and end, in a loop: {1e6 * _alone():.2f} µs.", ""]
+    wide = False
+    for rank, (actions, rounds) in enumerate(rows):
+        cells = []
+        # A kept step has stamps once, which its tracing is measured besides.
+        stamps = statistics.median(each[1] - each[0] for each in rounds) / REPEATS
+        for kind, less in ((1, 0.0), (2, stamps)):
+            apart = [each[kind] - each[0] - less for each in rounds]
+            low, middle, high = (1e6 * each / actions / REPEATS for each in _median(apart))
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+            wide |= high - low > GOAL
+        whole = 1e3 * statistics.median(each[0] for each in rounds)
+        lines.append(f"| {rank} | {actions} | {whole:.1f} | {' | '.join(cells)} |")
+    lines += ["", *(["The machine was too busy: an interval is wider than the goal.", ""] if wide else [])]
+    stamp, figures = (1e6 * each for each in _alone())
+    lines += [f"In a loop, an action: {stamp:.2f} µs for its two stamps, {figures:.2f} µs in the step's figures.", ""]
     text = "\n".join(lines)
     (arguments.out / f"results-tracing-{date.today()}.md").write_text(text)
     print(text)
 
 
-def _alone(count: int = 200_000) -> float:
-    """CPU seconds of one action's two stamps."""
-    recorder = Recorder(0, build_plan(compose(MODEL).config).schedule.actions[0])
-    began = time.process_time()
+def _median(values: Sequence[float]) -> tuple[float, float, float]:
+    """(low, median, high): the ranks between which the median lies with 95 %, by the binomial's normal form."""
+    ordered, reach = sorted(values), 0.98 * math.sqrt(len(values))
+    low, high = math.floor(len(values) / 2 - reach), math.ceil(len(values) / 2 + reach)
+    return ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(ordered) - 1)]
+
+
+def _alone(count: int = 200_000) -> tuple[float, float]:
+    """CPU seconds of one action's two stamps, and of its part in the figures of a step."""
+    recorder = Recorder(0, build_plan(compose([*MODEL, "gbs=64"]).config).schedule.actions[0])
+    began = time.thread_time()
     for _ in range(count):
         recorder.begin(1)
         recorder.end(1)
-    return (time.process_time() - began) / count
+    stamped, steps = time.thread_time(), count // len(recorder.actions)
+    for _ in range(steps):
+        recorder.totals()
+    return (stamped - began) / count, (time.thread_time() - stamped) / steps / len(recorder.stamps())
 
 
 def _connected(config: RunConfig, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> Communicator:
     return Communicator(group, Modes.of(config.parallel), channels=plan.schedule.capacities, device=device)
 
 
-def _rank(rank: int, pairs: int, microbatches: int, root: str) -> None:
+def _rank(rank: int, rounds: int, microbatches: int, root: str) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     store = dist.FileStore(f"{root}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    turns = WARM + pairs
-    last = len(KINDS) * turns
     config = compose([*MODEL, f"gbs={microbatches}"]).config
     plan, run = build_plan(config), RunDir(Path(root))
     if rank == 0:
@@ -127,23 +162,31 @@ def _rank(rank: int, pairs: int, microbatches: int, root: str) -> None:
     session = build_session(config, plan, rank, torch.device("cpu"), parts=Parts(connect=_connected))
     trainer = Trainer(session, Words(microbatches), lambda: 0)  # type: ignore[arg-type]  # has what a step reads
     stamping = session.recorder
-    silent = Silent(stamping.pp_rank, stamping.actions)
-    silent._starts, silent._ends = stamping._starts, stamping._ends
-    found = []
-    trainer.step(0)
-    trainer.tracer.steps = range(1 + len(KINDS), 2 + last, len(KINDS))  # counted from 1: every third
-    for turn in range(turns):
-        seconds = []
-        for kind in range(len(KINDS)):
-            object.__setattr__(session, "recorder", stamping if kind else silent)
-            dist.barrier()
-            began = time.process_time()
-            result = trainer.step(1 + len(KINDS) * turn + kind)
-            if result.measured is not None:
-                run.write_measured_step(result.measured.step, result.measured.to_json())
-            seconds.append(time.process_time() - began)
-            assert (result.measured is not None) == (kind == 2 and rank == 0)
-        found.append(seconds)
+    repeated = Repeated(stamping.pp_rank, stamping.actions)
+    repeated._starts, repeated._ends = stamping._starts, stamping._ends
+    # Without stamps it reads those of a step before: figures are made in all three.
+    recorders = (repeated, repeated, stamping)
+    trainer.step(0)  # has them
+    found: list[list[float]] = []
+    # Counted from 1; a kept step is one of each round, at another place in each.
+    order = [(number, (place + number) % len(KINDS)) for number in range(WARM + rounds) for place in range(len(KINDS))]
+    trainer.tracer.steps = {step + 1 for step, (_, kind) in enumerate(order, 1) if kind == 2}
+    for step, (number, kind) in enumerate(order, 1):
+        if number == len(found):
+            found.append([0.0] * len(KINDS))
+        object.__setattr__(session, "recorder", recorders[kind])
+        repeated.times = REPEATS * (kind == 1)
+        gc.collect()
+        dist.barrier()
+        began = time.thread_time()
+        measured = trainer.step(step).measured
+        for repeat in range(REPEATS * (kind == 2)):
+            if repeat:
+                measured = trainer.tracer.take(step + 1, (time.perf_counter(),) * 4)
+            if measured is not None:
+                run.write_measured_step(measured.step, measured.to_json())
+        found[number][kind] = time.thread_time() - began
+        assert (measured is not None) == (kind == 2 and rank == 0)
     torch.save((len(stamping.stamps()), found[WARM:]), f"{root}/{rank}.pt")
     session.close()
     dist.destroy_process_group()

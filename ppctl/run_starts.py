@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -23,14 +24,20 @@ from ppctl.rundir import RunDir
 _KEPT = re.compile(r"(?:errors|plan)-([0-9]+)(?:\.json)?")
 
 
+QUIET = 60.0
+"""Seconds after its last write when a run that nobody is seen to hold is over: heartbeats come every ten."""
+
+
 @contextmanager
-def hold(run: RunDir) -> Iterator[None]:
+def hold(run: RunDir, *, strictly: bool = False) -> Iterator[None]:
     """Hold the run for this process, so that no second launcher continues it.
 
     It stays held after an exec, and at most as long as the process exists. Raises ConfigError (PP-E613) if another
-    process holds it. On a file system without locks nothing is held.
+    process holds it; `strictly`, also if processes on another host have written within `QUIET` seconds: locks of
+    directories do not reach over NFS. Not so where the ranks before are known to be gone (torchrun's and SLURM's
+    restarts). On a file system without locks nothing is held.
     """
-    descriptor = _taken(run)
+    descriptor = _taken(run, strictly=strictly)
     if descriptor is not None:
         os.set_inheritable(descriptor, True)
     try:
@@ -43,21 +50,39 @@ def hold(run: RunDir) -> Iterator[None]:
 
 @contextmanager
 def at_rest(run: RunDir) -> Iterator[None]:
-    """Change files of a run that no process continues, and that none can continue meanwhile. Raises as `hold`."""
-    descriptor = _taken(run)
+    """Change files of a run that no process continues, and that none can continue meanwhile. Raises as `hold` does."""
+    descriptor = _taken(run, strictly=True)
     try:
         yield
     finally:
         release(descriptor)
 
 
-def _taken(run: RunDir) -> int | None:
+def _taken(run: RunDir, *, strictly: bool) -> int | None:
     """A descriptor that holds the run; None without locks."""
     descriptor = lock(run.path, patience=0.2)
-    if descriptor == TAKEN:
-        message = f"run {run.id} is still going on"
+    elsewhere = _going_on_elsewhere(run) if strictly and descriptor != TAKEN else ""
+    if descriptor == TAKEN or elsewhere:
+        release(descriptor)
+        message = f"run {run.id} is still going on{elsewhere}"
         raise ConfigError(Problem("PP-E613", message, f"ppctl runs show {run.path}", str(run.path)))
     return descriptor
+
+
+def _going_on_elsewhere(run: RunDir) -> str:
+    """Where, and how long ago it wrote, if the run was begun on another host and is not quiet yet; else empty."""
+    # A directory without a status is that of checkpoints alone, or of a run that has not started.
+    machine, state = holder(run).get("machine", "another host"), run.read_object("status.json").get("state")
+    if machine == identity()["machine"] or state not in ("starting", "running"):
+        return ""
+    silent = quiet_for(run)
+    return "" if silent > QUIET else f", on {machine}: it wrote {silent:.0f} s ago, and is over after {QUIET:.0f} s"
+
+
+def quiet_for(run: RunDir) -> float:
+    """Seconds since a process of the run has written one of its files."""
+    files = [run.path, *run.path.glob("*.json*"), *(run.path / "heartbeats").glob("*.json")]
+    return time.time() - max(file.stat().st_mtime for file in files)
 
 
 def holder(run: RunDir) -> dict[str, Any]:

@@ -55,6 +55,13 @@ def step_directory(gradients: Path, step: int) -> Path:
     return gradients / f"step-{step}"
 
 
+def forget_step(gradients: Path, step: int) -> None:
+    """Delete what is kept of a step; its messages first, without which it is not whole. Raises OSError."""
+    path = step_directory(gradients, step)
+    for file in [path / MESSAGES, *path.glob("rank-*.safetensors")]:
+        file.unlink(missing_ok=True)
+
+
 def kept_steps(gradients: Path) -> list[int]:
     """The steps that are kept whole: the messages are written last."""
     numbers = (path.parent.name.removeprefix("step-") for path in gradients.glob(f"step-*/{MESSAGES}"))

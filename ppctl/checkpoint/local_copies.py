@@ -47,14 +47,16 @@ class Survey(NamedTuple):
     chosen: Chosen | None
     note: str
     """What is wrong with the copies that are there."""
+    other: int
+    """Their step where they are all of another cut or optimizer; else 0."""
 
 
 class LocalCopies:
     """This rank's copies, of a run whose ranks' copies lie in `directory` of their hosts. Made by all ranks together.
 
-    With `replicas` of 1 each copy goes to a neighbouring host as well. What lies there and is of no use is deleted now:
-    what ranks left that are on other hosts now, and copies of other steps. Raises CheckpointError on all ranks: PP-E544
-    where there is no neighbour, PP-E505.
+    With `replicas` of 1 each copy goes to a neighbouring host as well. Nothing is deleted before the start is sure to
+    go on: one that is refused leaves what lies there to the next. Raises CheckpointError on all ranks: PP-E544 where
+    there is no neighbour, PP-E505.
     """
 
     def __init__(self, directory: Path, parts: Sequence[Part], ranks: AgreeingRanks, *, replicas: int = 0) -> None:
@@ -71,8 +73,6 @@ class LocalCopies:
             self._kept_of = self.survey.keepers.index(ranks.rank)
             self._kept = LocalCopy(directory, self._kept_of, kept=True)
         (self._here,) = (here for here in self.survey.hosts if ranks.rank in here)
-        chosen = self.survey.chosen
-        self._sweep(local_copy.files_of(directory, chosen.step, chosen.start) if chosen is not None else set())
 
     def _survey(self, seen: list[Seen]) -> Survey:
         hosts, chosen = local_copy.hosts_of([each.place for each in seen]), local_copy.choose(seen)
@@ -84,7 +84,16 @@ class LocalCopies:
             [each.bytes for each in seen] if self.replicas else [],
             chosen,
             "" if chosen is not None else local_copy.why_none(seen),
+            0 if chosen is not None else local_copy.latest_of_others(seen),
         )
+
+    def clear(self, *, but_chosen: bool) -> None:
+        """Delete what is of no use, before room is made where it lies: what ranks left that are on other hosts now,
+        copies of other steps, and with `but_chosen` False all."""
+        chosen, kept = self.survey.chosen, set[str]()
+        if but_chosen and chosen is not None:
+            kept = local_copy.files_of(self.directory, chosen.step, chosen.start)
+        self._sweep(kept)
 
     def _sweep(self, names: set[str]) -> None:
         """Delete what lies on this host but these files and the values that its ranks write into."""

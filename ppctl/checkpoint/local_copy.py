@@ -150,6 +150,8 @@ class Seen(NamedTuple):
     """All that lie at the place, whosesoever, in a world of this size."""
     changed: bool
     """Whether the rank's own has other values than it was made with; it is not among `copies` then."""
+    other: int = 0
+    """The latest step of copies at the place that were made in a world of another size."""
 
 
 class Chosen(NamedTuple):
@@ -167,19 +169,20 @@ def see(directory: Path, rank: int, world: int, parts: Sequence[Part], size: int
     directory.mkdir(parents=True, exist_ok=True)
     found, process = directory.stat(), identity()
     place, own = f"{process['boot']} {found.st_dev} {found.st_ino}", _digest(parts)
-    copies, changed = [], False
+    copies, changed, other = [], False, 0
     for path in sorted(directory.glob("rank-*.json")):
         match = _OWN.fullmatch(path.name)
         with suppress(OSError, ValueError, TypeError):
             record = LocalRecord.of(path.read_bytes())
             if match is None or record.world != world:
+                other = max(other, record.step)
                 continue
             of, kept = int(match[1]), bool(match[2])
             if (of, kept, record.parts) == (rank, False, own) and not LocalCopy(directory, rank).is_intact():
                 changed = True
                 continue
             copies.append(Copy(of, kept, record.step, record.start, record.parts))
-    return Seen(place, process["machine"], own, size, copies, changed)
+    return Seen(place, process["machine"], own, size, copies, changed, other)
 
 
 def hosts_of(places: Sequence[str]) -> list[list[int]]:
@@ -213,6 +216,15 @@ def keepers(hosts: Sequence[Sequence[int]]) -> list[int]:
     return [found[rank] for rank in range(len(found))]
 
 
+def refused_on_one_host(world: int) -> list[Problem]:
+    """What `keepers` says of ranks that are all on one host, for who knows that before they start."""
+    try:
+        keepers([range(world)])
+    except CheckpointError as error:
+        return list(error.problems)
+    return []
+
+
 def choose(seen: Sequence[Seen]) -> Chosen | None:
     """The copies of the latest step of which every rank has one, on whatever host; its own where that is one."""
     where: dict[tuple[int, str], dict[int, tuple[int, bool]]] = {}
@@ -241,11 +253,20 @@ def why_none(seen: Sequence[Seen]) -> str:
     if any(each.changed for each in seen):
         return CHANGED
     if not fit:
-        return ""
+        step = latest_of_others(seen)
+        return f"note: copies in memory are of step {step}, of another cut or optimizer" if step else ""
     steps, ranks = sorted({copy.step for copy in fit}), {copy.rank for copy in fit}
     several = ", made in several starts of the run" * (len({(copy.step, copy.start) for copy in fit}) > len(steps))
     where = f"steps {', '.join(map(str, steps))}, on {len(ranks)} of {len(seen)} ranks{several}"
     return f"note: copies in memory are of {where}"
+
+
+def latest_of_others(seen: Sequence[Seen]) -> int:
+    """The latest step of which there are copies, where none has what any rank holds now; else 0."""
+    copies = [copy for each in seen for copy in each.copies]
+    if any(copy.rank < len(seen) and seen[copy.rank].parts == copy.parts for copy in copies):
+        return 0
+    return max([each.other for each in seen] + [copy.step for copy in copies], default=0)
 
 
 def _digest(parts: Sequence[Part]) -> str:

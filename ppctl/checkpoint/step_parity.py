@@ -81,7 +81,7 @@ class StepDifferences:
 
     action: ActionDifference | None
     parameters: list[ParameterDifference]
-    """In the order in which a backward makes them: the last stage first."""
+    """In the order in which a backward makes them: the last one of the last stage first."""
     equal: int
     """Gradients that are the same."""
     missing: list[str]
@@ -102,28 +102,28 @@ def compare_step(
     second: Side,
     *,
     tolerance: float,
-    stage_of: Callable[[str], int],
+    place_of: Callable[[str], tuple[int, int]],
     messages: bool = True,
     uses: Sequence[str] = (),
     progress: Callable[[str], None] = lambda name: None,
 ) -> StepDifferences:
     """Compare. `tolerance` 0 asks for equal bits; otherwise max |a - b| / max |a| of a gradient may be as large.
 
-    `messages`: whether both runs have the same stages; `uses`: names of one shared parameter, its owner first. One
-    gradient, and a part of it, are in memory at a time.
+    `place_of` gives a parameter's stage and its number in the order of forwards. `messages`: whether both runs have the
+    same stages; `uses`: names of one shared parameter, its owner first. One gradient and a part of it are in memory.
     """
     ours, theirs = first.step.parts, second.step.parts
     different, equal, largest = [], 0, 0.0
     for name in sorted(ours.keys() & theirs.keys(), key=in_order):
         progress(name)
-        found = _parameter(name, first.step, second.step, tolerance, stage_of(name))
+        found = _parameter(name, first.step, second.step, tolerance, place_of(name)[0])
         largest = max(largest, 0.0 if math.isnan(found.relative) else found.relative)
         if found.ranks:
             different.append(found)
         else:
             equal += 1
     action = _first_action(first, second, tolerance) if messages else None
-    different.sort(key=lambda each: -each.stage)
+    different.sort(key=lambda each: place_of(each.name), reverse=True)
     missing = sorted(ours.keys() ^ theirs.keys(), key=in_order)
     unlike = [found for name, side in (("A", first), ("B", second)) for found in _unlike(name, side.step, uses)]
     return StepDifferences(action, different, equal, missing, unlike, largest)

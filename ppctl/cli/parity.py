@@ -37,7 +37,7 @@ from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.launch.supervisor import supervise
 from ppctl.launch.watch import LocalJob
 from ppctl.plan import Plan
-from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, stage_of, tolerance, uses_of_shared
+from ppctl.plan.parity import axes_that_differ, in_one_process, kept_as, other_keys, place_of, tolerance, uses_of_shared
 from ppctl.processes import unwinding_on_term
 from ppctl.run_starts import hold
 from ppctl.rundir import RunDir
@@ -57,6 +57,8 @@ class _Side(NamedTuple):
     plan: Plan
     failure: str = ""
     """Why it did not reach its end: copies that differ, for example, are not saved."""
+    stays: bool = True
+    """Whether its directory is there when the result is read."""
 
     def step(self, step: int) -> Side:
         """What it has kept of a step."""
@@ -115,25 +117,29 @@ def _planned(args: argparse.Namespace) -> tuple[tuple[RunConfig, Plan], tuple[Ru
         config, provenance = run.read_config(), run.read_plan().provenance
         base = Composed(with_value(config, "checkpoint", resume=None, load=None), dict(provenance))
         refuse(args.problems)
-        given = list(args.overrides)
+        # Without what the run kept, of whose steps there may be fewer now.
+        base = _over(_over(base, kept_as(args.steps)), args.overrides)
     else:
         composed, plan, problems = planned(args.overrides, args.problems, for_training=True)
         base, _ = accepted(composed, plan, problems)
-        given = []
-    cut = _with(base, [*given, *kept_as(args.steps)], args)
-    if cut[1].sizes.world == 1:
+    cut = _over(base, kept_as(args.steps))
+    ready = _ready(cut, args)
+    if ready[1].sizes.world == 1:
         message = "there is one rank: that is the one process that others are compared with"
         raise ConfigError(Problem("PP-E644", message, "pp=2", "command line"))
-    one = _with(base, [*given, *kept_as(args.steps), *in_one_process(cut[1])], args)
-    return one, cut
+    return _ready(_over(cut, in_one_process(ready[1])), args), ready
 
 
-def _with(base: Composed, overrides: Sequence[str], args: argparse.Namespace) -> tuple[RunConfig, Plan]:
-    """The config with overrides, on this machine, and its plan."""
+def _over(base: Composed, overrides: Sequence[str]) -> Composed:
+    """A config with overrides: those of one call are one person's, and may not contradict each other."""
     try:
-        composed = override(base.config, base.provenance, overrides, for_training=True)
+        return override(base.config, base.provenance, overrides, for_training=True)
     except RefusedError as error:
         raise ConfigError(error.problems) from None
+
+
+def _ready(composed: Composed, args: argparse.Namespace) -> tuple[RunConfig, Plan]:
+    """The config on this machine, and its plan."""
     plan, problems = plan_of(composed, [])
     refuse(problems)
     assert plan is not None  # there were no problems
@@ -183,13 +189,13 @@ def _trained(name: str, config: RunConfig, plan: Plan, root: Path, args: argpars
     if outcome.exit_code == STOPPED or outcome.exit_code >= INTERRUPTED:
         note("interrupted: nothing was compared")
         raise _Interrupted(INTERRUPTED if outcome.exit_code == STOPPED else outcome.exit_code)
-    if outcome.exit_code != DONE and kept_steps(run.gradients):
-        return _Side(run, config, plan, outcome.report.partition("\n")[0])
-    if outcome.exit_code != DONE:
+    # What is named below a directory that is removed could not be read.
+    report = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")
+    if outcome.exit_code != DONE and not kept_steps(run.gradients):
         message = f"{parity_text.NAMES[name]} failed, and nothing was compared"
-        place = outcome.report if args.keep else outcome.report.replace(str(root), "DIR")  # which is removed
-        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", place))
-    return _Side(run, config, plan)
+        raise ConfigError(Problem("PP-E646", message, "--keep DIR keeps the logs of both", report))
+    failure = "" if outcome.exit_code == DONE else report.partition("\n")[0]
+    return _Side(run, config, plan, failure, stays=args.keep is not None)
 
 
 # What is compared
@@ -205,6 +211,7 @@ def _two_runs(args: argparse.Namespace) -> dict[str, Any]:
     if not report["steps"]:
         message = f"runs {runs[0].id} and {runs[1].id} have no step in common"
         raise ConfigError(Problem("PP-E645", message, f"ppctl runs show {runs[1].id}", str(runs[1].path)))
+    report["keys"] = other_keys(first.config, second.config)
     report["checkpoints"] = found = _checkpoints(first, second)
     report["same"] = report["same"] and (found is None or found["same"])
     return report
@@ -229,7 +236,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
                 first.step(step),
                 second.step(step),
                 tolerance=allowed,
-                stage_of=stage_of(second.plan, second.config),
+                place_of=place_of(second.plan, second.config),
                 messages=first.plan.layout == second.plan.layout,
                 uses=uses_of_shared(second.plan, second.config),
                 progress=_progress(step),
@@ -238,7 +245,7 @@ def _report(sides: tuple[_Side, _Side]) -> dict[str, Any]:
             row["same"] &= found.same
         rows.append(row)
     return {
-        "runs": [str(side.run.path) for side in sides],
+        "runs": [str(side.run.path) if side.stays else None for side in sides],
         "cuts": [parity_text.sizes_text(side.plan) for side in sides],
         "axes": axes_that_differ(first.plan, second.plan),
         "failures": [side.failure for side in sides],

@@ -31,9 +31,6 @@ def text(report: Mapping[str, Any], columns: int) -> str:
     """The law, a table of steps, what differs, and the verdict at the end, in at most so many columns."""
     rows: list[tuple[str, ...]] = [("step", "loss A", "loss B", "", "gradient norm", "gradients")]
     rows += [_row(step) for step in report["steps"]]
-    head = []
-    for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True):
-        head += [f"{name}  {cut}", *([f"   {path}"] if path else [])]
     lines = []
     for step in report["steps"]:
         lines += _differences(step)
@@ -42,7 +39,18 @@ def text(report: Mapping[str, Any], columns: int) -> str:
         found = report["checkpoints"]
         lines += [f"checkpoints of step {found['step']}:", *ckpt_text.differences(found, _SHOWN), ""]
     table = aligned(folded(rows, columns, ", "), 4)
-    return "\n\n".join([prose([*head, _law(report)], columns), table, prose([*lines, _verdict(report)], columns)])
+    return "\n\n".join([prose(_head(report), columns), table, prose([*lines, _verdict(report)], columns)])
+
+
+def _head(report: Mapping[str, Any]) -> list[str]:
+    """Which two are compared, in what they differ besides their cut, and how far they may lie apart."""
+    lines = []
+    for name, cut, path in zip("AB", report["cuts"], report["runs"], strict=True):
+        lines += [f"{name}  {cut}", *([] if path is None else [f"   {path}"])]
+    if keys := report.get("keys"):
+        shown = ", ".join(keys[:_SHOWN]) + f" and {len(keys) - _SHOWN} more" * (len(keys) > _SHOWN)
+        lines.append(f"they do not compute the same: {shown} (`ppctl runs --compare A B`)")
+    return [*lines, _law(report)]
 
 
 def _law(report: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Go on. Exit codes as for train; 3 without a checkpoint."""
     with train.start_of(args) as started:
         found = named_run(args)
-        with hold(found):
+        with hold(found, strictly=not started.is_rank):
             launch, checkpoint = prepare(args, found, started)
             return train.run_to_end(go_on(found, launch, checkpoint), launch, started, args.json)
 

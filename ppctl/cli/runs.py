@@ -16,7 +16,7 @@ from ppctl.cli.console import UNFOLDED, width
 from ppctl.cli.table import aligned, folded
 from ppctl.errors import CheckpointError, ConfigError, Problem
 from ppctl.processes import is_gone
-from ppctl.run_starts import holder, is_held
+from ppctl.run_starts import QUIET, holder, is_held, quiet_for
 from ppctl.rundir import RunDir
 from ppctl.runs import find_run, list_runs
 
@@ -24,8 +24,6 @@ STARTED = ("starting", "running")
 """States of status.json in which a run has processes."""
 LOST = "lost"
 """The state of a run that has started by its status.json, and has no process any more."""
-_QUIET = 60.0
-"""Seconds after the last write of any file when an unlocked run counts as lost: heartbeats come every ten."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,8 +124,7 @@ def _state(run: RunDir, status: dict[str, Any]) -> str:
         return state
     if is_gone(holder(run)):
         return LOST
-    files = [run.path, *run.path.glob("*.json*"), *(run.path / "heartbeats").glob("*.json")]
-    return LOST if time.time() - max(file.stat().st_mtime for file in files) > _QUIET else state
+    return LOST if quiet_for(run) > QUIET else state
 
 
 def _why_lost(run: RunDir, state: str) -> str | None:

@@ -17,6 +17,7 @@ from ppctl.cli.timeline import add_timeline_argument, write_timeline
 from ppctl.cli.trace_text import SeenStep
 from ppctl.cli.train import program, short_path
 from ppctl.config.batch_sizes import BatchSizes, at_size
+from ppctl.config.quantities import steps_of
 from ppctl.errors import ConfigError, Problem
 from ppctl.files import MOST_READ_OF_A_MODEL, read_text
 from ppctl.plan import Plan
@@ -82,10 +83,7 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
     or not this one, or a damaged one."""
     found = run.measured_steps()
     if not found:
-        message = f"no step of run {run.id} was traced"
-        done = run.status().get("step") or 0
-        remedy = f"{program()} resume {short_path(run.path)} steps={done + 3} log.trace={done + 2}:{done + 4}"
-        raise ConfigError(Problem("PP-E643", message, remedy, str(run.path)))
+        raise ConfigError(_none_traced(run))
     step = max(found) if asked is None else asked
     if step not in found:
         there = ", ".join(map(str, found))
@@ -105,6 +103,19 @@ def _step(run: RunDir, asked: int | None) -> tuple[MeasuredStep, Plan]:
         remedy = f"--step {max(others)}" if others else f"rm -r '{found[step]}'"
         raise ConfigError(Problem("PP-E643", message, remedy, str(found[step]))) from None
     return measured, plan
+
+
+def _none_traced(run: RunDir) -> Problem:
+    """Steps that a run has not reached yet are told: going on with it is enough."""
+    done, config = run.status().get("step") or 0, run.read_config()
+    message, remedy = f"no step of run {run.id} was traced", f"{program()} resume {short_path(run.path)}"
+    asked = config.log.trace
+    if asked is not None and steps_of(asked)[0] > done:
+        message += f": log.trace={asked}, and it has done {done} step{'s' * (done != 1)}"
+    else:
+        more = f" steps={done + 3}" * (config.train.steps < done + 3)
+        remedy += f"{more} log.trace={done + 2}:{done + 4}"
+    return Problem("PP-E643", message, remedy, str(run.path))
 
 
 def _check(measured: MeasuredStep, step: int, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
+from ppctl.checkpoint.local_copy import refused_on_one_host
 from ppctl.checkpoint_folder import AUTO, candidates, step_of
 from ppctl.cli.console import is_live, note, print_problems
 from ppctl.cli.plan import exit_code, planned, summary
@@ -145,6 +146,8 @@ def adapt_to_machine(
         problems.append(Problem("PP-E607", message, remedy, "launch.target = env"))
     else:
         problems += shortage(device, ranks_here, arguments, os.environ, share=share)
+    one_host = not started.is_rank or (started.by == "torchrun" and ranks_here == world)
+    problems += refused_on_one_host(world) if one_host and config.checkpoint.local_replicas else []
     config, conflicts = with_gpu_environment(
         with_value(config, "launch", device=device, share_gpu=share and device == "cuda"), plan
     )

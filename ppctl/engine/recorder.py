@@ -5,8 +5,10 @@ Must not know what the actions do. Messages have no spans: waiting for one is ou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from time import perf_counter
 
 import torch
@@ -49,6 +51,10 @@ class Recorder:
     def _take(self, actions: Sequence[Action]) -> None:
         self.actions = tuple(actions)
         self._stamped = [index for index, action in enumerate(self.actions) if action.op not in MESSAGES]
+        stamped = [self.actions[index] for index in self._stamped]
+        self._keys = [(op is Op.F, stage) if op in COMPUTE else None for op, stage, _ in stamped]
+        """For each stamped action what its time counts as, (forward, stage); None for what is no computing."""
+        self._counts = Counter((op is Op.F, stage) for op, stage, _ in stamped if op in PASSED_ON)
         self._starts = [0.0] * len(self.actions)
         self._ends = [0.0] * len(self.actions)
 
@@ -84,22 +90,15 @@ class Recorder:
         stamps = self.stamps()
         if not stamps:
             return None
-        busy = 0.0
         sums: dict[tuple[bool, int], float] = {}
-        counts: dict[tuple[bool, int], int] = {}
-        for index, start, end in stamps:
-            op, stage, _ = self.actions[index]
-            if op not in COMPUTE:
-                continue
-            busy += end - start
-            key = (op is Op.F, stage)
-            sums[key] = sums.get(key, 0.0) + end - start
-            counts[key] = counts.get(key, 0) + (op in PASSED_ON)
-        means = {key: total / max(counts[key], 1) for key, total in sums.items()}
+        for (_, start, end), key in zip(stamps, self._keys, strict=True):
+            if key is not None:
+                sums[key] = sums.get(key, 0.0) + end - start
+        means = {key: total / max(self._counts[key], 1) for key, total in sums.items()}
         return StepTotals(
-            busy=busy,
-            first_start=min(start for _, start, _ in stamps),
-            last_end=max(end for _, _, end in stamps),
+            busy=sum(sums.values()),
+            first_start=min(map(itemgetter(1), stamps)),
+            last_end=max(map(itemgetter(2), stamps)),
             forward={stage: mean for (is_forward, stage), mean in means.items() if is_forward},
             backward={stage: means.get((False, stage), 0.0) for _, stage in means},
         )

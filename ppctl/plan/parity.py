@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ppctl.config.keys import text_keys, value_of
 from ppctl.config.precision import autocast_dtype, weight_dtype
 from ppctl.config.schema import RunConfig
 from ppctl.geometry.canonical_names import embedding_uses, stack_of, stage_parameters, uses_of_embedding
@@ -20,6 +21,9 @@ _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 _LATER = 1e3
 """How much further gradients of later steps may lie apart: the optimizer divides by the size of each gradient."""
 
+_COMPUTED = ("model", "data", "train", "optim")
+_ENDS = ("train.steps", "train.exit_after")
+
 WHOLE = ("tp", "cp", "dp", "ep", "etp")
 """Axes that change the order of a sum."""
 
@@ -28,6 +32,8 @@ def kept_as(steps: int) -> list[str]:
     """Overrides by which a run does `steps` steps from its beginning and keeps what is compared, and nothing else."""
     return [
         f"train.steps={steps}",
+        "train.samples=null",
+        "train.tokens=null",
         f"log.gradients=1:{steps + 1}",
         "log.trace=null",
         "log.torch_profile=null",
@@ -37,7 +43,10 @@ def kept_as(steps: int) -> list[str]:
         "train.exit_after=null",
         "train.check_replicas=0",
         "checkpoint.interval=0",
+        "log.interval=1",
         "checkpoint.local=null",
+        "checkpoint.local_every=0",
+        "checkpoint.local_replicas=0",
         "launch.target=local",
     ]
 
@@ -56,6 +65,15 @@ def in_one_process(plan: Plan) -> list[str]:
         "pipeline.pp_schedule_csv=null",
         "pipeline.extra_warmup=0",
         "pipeline.p2p_capacity=null",
+    ]
+
+
+def other_keys(one: RunConfig, other: RunConfig) -> list[str]:
+    """The keys that differ and say what is computed, not where or for how long."""
+    return [
+        name
+        for name in text_keys()
+        if name.partition(".")[0] in _COMPUTED and name not in _ENDS and value_of(one, name) != value_of(other, name)
     ]
 
 
@@ -79,10 +97,11 @@ def tolerance(one: Plan, other: Plan, config: RunConfig, *, first: bool) -> floa
     return law if first else min(_LATER * law, 0.5)
 
 
-def stage_of(plan: Plan, config: RunConfig) -> Callable[[str], int]:
-    """What gives the stage that has a gradient of this name; -1 where none has."""
-    found = {name: spec.stage for spec in plan.stages for name in stage_parameters(config.model, spec.layers)}
-    return lambda name: found.get(name, found.get(stack_of(name), -1))
+def place_of(plan: Plan, config: RunConfig) -> Callable[[str], tuple[int, int]]:
+    """What gives (stage that has a gradient of this name, its number in the order of forwards); -1 where none has."""
+    names = [(name, spec.stage) for spec in plan.stages for name in stage_parameters(config.model, spec.layers)]
+    found = {name: (stage, number) for number, (name, stage) in enumerate(names)}
+    return lambda name: found.get(name, found.get(stack_of(name), (-1, -1)))
 
 
 def uses_of_shared(plan: Plan, config: RunConfig) -> list[str]:

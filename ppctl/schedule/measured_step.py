@@ -45,7 +45,7 @@ class MeasuredStep:
             return round(1e6 * (seconds - zero))
 
         ranks = [
-            [*map(since, rank[:4]), [[index, since(start), since(end)] for index, start, end in rank.actions]]
+            [*map(since, rank[:4]), [[i, round(1e6 * (a - zero)), round(1e6 * (b - zero))] for i, a, b in rank.actions]]
             for rank in self.ranks
         ]
         return {"version": _VERSION, "step": self.step, "unit": "us", "ranks": ranks}

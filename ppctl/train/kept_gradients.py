@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ppctl.checkpoint import shard_file
-from ppctl.checkpoint.gradients import Handed, step_directory, write_messages
+from ppctl.checkpoint.gradients import Handed, forget_step, step_directory, write_messages
 from ppctl.checkpoint.shards import values_of
 from ppctl.comm.buffers import Message
 from ppctl.comm.groups import gather_rows
@@ -34,10 +34,13 @@ _WIDTH = 3
 class KeptGradients:
     """Watches the programs of a rank's stages, and writes what was seen."""
 
-    def __init__(self, session: Session, directory: Path | None, first: Callable[[], int]) -> None:
-        """`first()` is the step's microbatch that is number 0 of the schedule call."""
+    def __init__(
+        self, session: Session, directory: Path | None, first: Callable[[], int], writes: Callable[[int], None]
+    ) -> None:
+        """`first()` is the step's microbatch that is number 0 of the schedule call; `writes` is called with the step
+        before its files are written, which take as long as the disk does."""
         asked = session.config.log.gradients
-        self.session, self.directory, self.first = session, directory, first
+        self.session, self.directory, self.first, self.writes = session, directory, first, writes
         self.steps = range(0) if asked is None or directory is None else steps_of(asked)
         self._on = False
         self._seen: dict[tuple[bool, int, int], tuple[Tensor, Tensor]] = {}
@@ -51,6 +54,10 @@ class KeptGradients:
         """Step `step` (from 1) begins."""
         self._on = step in self.steps
         self._seen.clear()
+        if self._on and self.session.own.rank == 0 and self.directory is not None:
+            # Of an earlier start that did this step, perhaps on more ranks. Before the ranks' reports are gathered:
+            # none writes yet, and one that dies now leaves a step that is not whole.
+            forget_step(self.directory, step)
 
     def keep(self, step: int) -> None:
         """Write the gradients, summed over all ranks and before they are clipped. A collective of the world."""
@@ -61,8 +68,8 @@ class KeptGradients:
         assert self.directory is not None
         path = step_directory(self.directory, step)
         path.mkdir(parents=True, exist_ok=True)
+        self.writes(step)
         file = path / shard_file.file_name(s.own.rank)
-        file.unlink(missing_ok=True)  # of an earlier start, which may have done this step
         shards = gradient_shards(s)
         shard_file.write(file, [shard.part for shard in shards], (values_of(shard.tensor) for shard in shards))
         rows = gather_rows(self._row(), s.own.rank, s.world_groups)  # behind it all files are written

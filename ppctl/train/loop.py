@@ -72,19 +72,25 @@ def train(
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
     first, consumed, sample_order, saved = _begin(session, saves, checkpoints, resume, say)
     sizes = BatchSizes.of(config.train, first, consumed)
+
+    def writes(number: int) -> None:
+        """Files of a step are written under the limit of a save."""
+        enter("saving", number - 1)
+
     trainer = Trainer(
         session,
         session.batches(first, consumed, sample_order),
         lambda: SAVE_FAILED if saves.failed else stop_requested(),
         sizes,
         gradients,
+        writes,
     )
     if session.device.type == "cuda" and first < config.train.steps:
         enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
         trainer.dry_pass(first)
 
     position = sizes.position
-    profiled = step_profiles(config, session.own.rank, session.device, profiles, say)
+    profiled = step_profiles(config, session.own.rank, session.device, profiles, say, writes)
     evaluator = Evaluator(trainer) if config.train.eval_interval else None
     loss, eval_loss, why = None, None, None
     done = max(first, config.train.steps)
@@ -129,11 +135,12 @@ class _Begin(NamedTuple):
 def _begin(
     session: Session, saves: Saves, checkpoints: Path, resume: Callable[[], list[Found]], say: Callable[[str], None]
 ) -> _Begin:
-    found, model = None, session.config.model.from_
-    if saves.local is not None:
-        found = load_local(session, saves.local, checkpoints, resume, say)
-    if found is None:
-        found = load_first(session, resume, say)
+    model, from_disk = session.config.model.from_, partial(load_first, session, resume, say)
+    if saves.local is None:
+        found = from_disk()
+    else:
+        room = saves.make_room
+        found = load_local(session, saves.local, checkpoints, resume, from_disk=from_disk, make_room=room, say=say)
     if found is not None:
         state = found.state
         return _Begin(state["step"], state["consumed_samples"], state["sample_order"], found.path)

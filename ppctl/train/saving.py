@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ppctl.checkpoint import Saver
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.checkpoint.background import BackgroundSaver, Saved
+from ppctl.checkpoint.host_memory import HostMemory
 from ppctl.checkpoint.local_copies import LocalCopies
 from ppctl.checkpoint.local_copy import directory_of
 from ppctl.comm.groups import connecting_on_first_use, make_group
@@ -32,8 +33,9 @@ class Saves:
     """Saves while it is entered; called by all ranks together.
 
     `writer` gives the address of the node's writer (empty: ranks write themselves); `say` takes lines for the user on
-    rank 0, `note` there the seconds of every save. Memory for the copies is made now. Raises CheckpointError
-    (PP-E511) on all ranks where one has none.
+    rank 0, `note` there the seconds of every save. Memory for the copies is made now, where `checkpoint.local` is set
+    by `make_room`: copies of an earlier start lie there. Raises CheckpointError (PP-E511) on all ranks where one has
+    none.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class Saves:
         say: Callable[[str], None] = print,
         note: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        self.session, self._say, self._note = session, say, note
+        self.session, self._say, self._note, self._directory, self._writer = session, say, note, directory, writer
         self._leads = dist.get_rank() == 0
         self._figures: dict[str, Any] = {}
         config = session.config.checkpoint
+        self.local: LocalCopies | None = None
+        """This run's copies in memory; None where `checkpoint.local` is not set."""
         self._path: Path | None = None
         self._saver: Saver | None = None
         self._background: BackgroundSaver | None = None
@@ -56,26 +60,33 @@ class Saves:
             self._saver = Saver(directory, keep=config.keep, keep_every=config.keep_every)
             return
         with connecting_on_first_use():
-            group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
-        ranks, shards = AgreeingRanks(group), session_shards(session)
-        local: LocalCopies | None = None
-        if config.local is not None:
-            copies, parts = directory_of(Path(config.local), directory.parent), [shard.part for shard in shards]
-            local = LocalCopies(copies, parts, ranks, replicas=config.local_replicas)
+            self._group = make_group([tuple(range(dist.get_world_size()))], backend="gloo")
+        if config.local is None:
+            self.make_room()
+            return
+        parts = [shard.part for shard in session_shards(session)]
+        copies = directory_of(Path(config.local), directory.parent)
+        self.local = LocalCopies(copies, parts, AgreeingRanks(self._group), replicas=config.local_replicas)
+
+    def make_room(self) -> HostMemory:
+        """Memory for the copies of what is saved, with what lies there. A collective; raises as making this does."""
+        config = self.session.config.checkpoint
 
         def make() -> None:
             self._background = BackgroundSaver(
-                directory,
-                shards,
+                self._directory,
+                session_shards(self.session),
                 keep=config.keep,
                 keep_every=config.keep_every,
-                process_group=group,
-                address=writer(),
-                local=local,
+                process_group=self._group,
+                address=self._writer(),
+                local=self.local,
                 warn=self._warn,
             )
 
-        ranks.agree("make room for copies of what it saves", make, lambda _: None)
+        AgreeingRanks(self._group).agree("make room for copies of what it saves", make, lambda _: None)
+        assert self._background is not None  # else it has raised
+        return self._background.memory
 
     @property
     def failed(self) -> bool:
@@ -86,11 +97,6 @@ class Saves:
     def waits(self) -> bool:
         """Whether `finish` has a save to wait for."""
         return self._background is not None and self._background.under_way is not None
-
-    @property
-    def local(self) -> BackgroundSaver | None:
-        """Whose memory may hold a copy of an earlier start; None where `checkpoint.local` is not set."""
-        return self._background if self._background is not None and self._background.local is not None else None
 
     def is_due(self, step: int) -> bool:
         """Whether something is saved after so many steps."""
@@ -149,8 +155,8 @@ class Saves:
             with suppress(CheckpointError):
                 self._background.finish(SETTLE)
             self.look()
-        elif error is None and self._background.local is not None:
-            self._background.local.remove()  # the last checkpoint on the disk is as new
+        elif error is None and self.local is not None:
+            self.local.remove()  # the last checkpoint on the disk is as new
         self._background.close()
 
     def look(self) -> None:

@@ -48,7 +48,7 @@ class Trainer:
     """Runs steps on a session. `stop_requested` is asked once a step, before the ranks agree.
 
     `sizes` says how many samples each step takes, from the step on with which this process begins. `gradients` is where
-    steps of `log.gradients` are kept; None keeps none.
+    steps of `log.gradients` are kept; None keeps none. `writes` is called with a step (from 1) whose files are next.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Trainer:
         stop_requested: Callable[[], int],
         sizes: BatchSizes | None = None,
         gradients: Path | None = None,
+        writes: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.whole = session
         """The session of the whole global batch; evaluations read as much."""
@@ -68,7 +69,7 @@ class Trainer:
         self.replicas = ReplicaCheck(session)
         self._steps_for = steps_for_tokens(session.config)
         self._said: set[int] = set()
-        self.gradients = KeptGradients(session, gradients, lambda: self.stages.first)
+        self.gradients = KeptGradients(session, gradients, lambda: self.stages.first, writes)
         self._take(session)
 
     def _take(self, session: Session) -> None:

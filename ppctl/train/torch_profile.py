@@ -22,20 +22,30 @@ _MOST_EVENTS = 100_000
 
 
 def step_profiles(
-    config: RunConfig, rank: int, device: torch.device, directory: Path | None, say: Callable[[str], None]
+    config: RunConfig,
+    rank: int,
+    device: torch.device,
+    directory: Path | None,
+    say: Callable[[str], None],
+    writes: Callable[[int], None],
 ) -> Callable[[int], AbstractContextManager[None]]:
-    """What a step (from 1) runs inside of. `directory` is the run's; None, or no key, profiles nothing."""
+    """What a step (from 1) runs inside of. `directory` is the run's; None, or no key, profiles nothing.
+
+    `writes` is called with the step when a rank turns to its files: they are no part of the step, nor of its limit.
+    """
     if config.log.torch_profile is None or directory is None:
         nothing = nullcontext()
         return lambda step: nothing
     steps = steps_of(config.log.torch_profile)
     if rank == 0 and device.type != "cuda":
         say("note: log.torch_profile: memory snapshots are of GPUs; on the CPU there are traces alone")
-    return lambda step: _profiled(step, rank, device, directory) if step in steps else nullcontext()
+    return lambda step: _profiled(step, rank, device, directory, writes) if step in steps else nullcontext()
 
 
 @contextmanager
-def _profiled(step: int, rank: int, device: torch.device, directory: Path) -> Iterator[None]:
+def _profiled(
+    step: int, rank: int, device: torch.device, directory: Path, writes: Callable[[int], None]
+) -> Iterator[None]:
     """Record a step; the files are written behind it, when the device is through."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -48,16 +58,19 @@ def _profiled(step: int, rank: int, device: torch.device, directory: Path) -> It
             yield
             if on_gpu:
                 torch.cuda.synchronize(device)
-        recorded.export_chrome_trace(str(_file(directory / TRACES, step, f"rank{rank}_trace.json")))
+            writes(step)  # what the profiler has gathered is put in order when it ends
+        _write(directory / TRACES / f"iteration_{step}" / f"rank{rank}_trace.json", recorded.export_chrome_trace)
         if on_gpu:
-            name = f"rank{rank}_memory_snapshot.pickle"
-            torch.cuda.memory._dump_snapshot(str(_file(directory / SNAPSHOTS, step, name)))
+            file = directory / SNAPSHOTS / f"iteration_{step}" / f"rank{rank}_memory_snapshot.pickle"
+            _write(file, torch.cuda.memory._dump_snapshot)
     finally:
         if on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _file(directory: Path, step: int, name: str) -> Path:
-    path = directory / f"iteration_{step}"
-    path.mkdir(parents=True, exist_ok=True)
-    return path / name
+def _write(file: Path, write: Callable[[str], object]) -> None:
+    """Under its own name when it is whole: half a trace looks like one until a viewer reads it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.tmp")
+    write(str(draft))
+    draft.replace(file)

@@ -8,7 +8,9 @@ on the disk for metrics any more), dumb (nor for this rank's log, to which every
 step on, every stage input is noise), nan (the stage's output), save (SIGKILL in the STEP-th save, when this rank's
 tensors are written), writer (SIGKILL of the node's writer then), room (no room for them), change (SIGKILL of the writer
 before the STEP-th change of a directory), update (raise in the STEP-th optimizer step), unsummed (from the STEP-th step
-on, counted from 1, all ranks leave out one sum of gradients between them: ACTION is `ties`, `tp` or `dp`).
+on, counted from 1, all ranks leave out one sum of gradients between them: ACTION is `ties`, `tp` or `dp`), shifted
+(the labels
+of a job of several ranks are those of one position further on).
 PPCTL_WATCH is a file to which the rank appends every path that it opens for writing from its second step on.
 PPCTL_TELL is a directory in which every rank that finds it at its start leaves a file with its number.
 """
@@ -209,6 +211,21 @@ def _arm_unsummed() -> None:
         left_out(replicate.GradientReducer, "_start", lambda self, parameters, group: group is not None)
 
 
+def _arm_shifted() -> None:
+    from dataclasses import replace
+
+    from ppctl.data.batches import Batches
+
+    drawn = Batches.step
+
+    def shifted(self: Batches, step: int) -> object:
+        batch = drawn(self, step)
+        return replace(batch, labels=batch.labels.roll(-1, -1))
+
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        Batches.step = shifted
+
+
 def _arm_writer() -> None:
     def killed(write: Callable[[], object]) -> object:
         write()
@@ -281,7 +298,7 @@ def _watch() -> None:
 
 if "RANK" in os.environ and "PPCTL_FAULT" in os.environ:
     _KINDS = {"save": _arm_save, "room": _arm_room, "writer": _arm_writer, "change": _arm_change}
-    _KINDS |= {"update": _arm_update, "unsummed": _arm_unsummed}
+    _KINDS |= {"update": _arm_update, "unsummed": _arm_unsummed, "shifted": _arm_shifted}
     _KINDS.get(os.environ["PPCTL_FAULT"].split()[0], (lambda: None) if _IS_WRITER else _arm)()
 if "RANK" in os.environ and "PPCTL_WATCH" in os.environ and not _IS_WRITER:
     _watch()

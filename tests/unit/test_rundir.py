@@ -257,6 +257,30 @@ def test_one_process_at_a_time_holds_a_run_and_its_death_lets_go(run: RunDir) ->
         assert is_held(run)
 
 
+@pytest.mark.parametrize(
+    ("state", "silent", "free"), [("running", 5, False), ("running", 90, True), ("failed", 5, True)]
+)
+@pytest.mark.parametrize("machine", ["elsewhere", None])
+def test_a_run_of_another_host_is_going_on_until_it_is_quiet(
+    run: RunDir, state: str, silent: int, free: bool, machine: str | None
+) -> None:
+    """Over NFS no lock tells, and a job of SLURM's has no launcher that holds one."""
+    run.write_status(state)
+    if machine is not None:
+        (run.path / "holder.json").write_text(json.dumps({"machine": machine, "boot": "b", "pid": 1, "started": 2}))
+    for path in (*run.path.rglob("*"), run.path):
+        os.utime(path, (time.time() - silent,) * 2)
+    if free:
+        with hold(run, strictly=True):
+            return
+    with pytest.raises(
+        ConfigError, match=r"PP-E613: run .* is still going on, on (elsewhere|another host): it wrote 5 s"
+    ):
+        hold(run, strictly=True).__enter__()
+    with hold(run):
+        pass  # a restart: who starts it knows that the ranks before are gone
+
+
 def test_looking_at_a_run_does_not_keep_a_launcher_from_it(run: RunDir) -> None:
     over = threading.Event()
 

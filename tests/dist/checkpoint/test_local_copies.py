@@ -121,7 +121,32 @@ def test_copies_of_another_cut_or_no_later_than_the_disk_are_not_used(local_mapp
     other = {**local_mapping, "parallel": {**local_mapping["parallel"], "pipeline_model_parallel_size": 1}}
     other["launch"] = {**local_mapping["launch"], "gpus_per_node": 1}
     rest, lines = run_ranks(going_on, 1, other, str(directory), None)[0]
-    assert [step for step, _ in rest] == [5, 6, 7, 8] and not any("memory" in line for line in lines)
+    said = "note: copies in memory are of step 6, of another cut or optimizer: going on from step-4 on the disk"
+    assert [step for step, _ in rest] == [5, 6, 7, 8] and lines[0] == said
+
+
+@pytest.mark.parametrize(
+    ("refused", "on_disk", "code"),
+    [("optim.name", True, "PP-E774"), ("data.seq_length", True, "PP-E741"), ("optim.name", False, "PP-E775")],
+)
+def test_a_start_that_is_refused_leaves_the_copies_to_the_next_one(
+    local_mapping, memory, tmp_path, refused, on_disk, code
+):
+    directory = tmp_path / "run" / "checkpoints"
+    if not on_disk:
+        local_mapping["checkpoint"]["interval"] = 0
+    run_ranks(going_on, 2, local_mapping, str(directory), 6)
+    before = files_of(memory)
+    other = {**local_mapping, "optim": {**local_mapping["optim"]}, "data": {**local_mapping["data"]}}
+    if refused == "optim.name":
+        other["optim"]["name"] = "muon"
+    else:
+        other["data"]["seq_length"] //= 2
+    with pytest.raises(Exception, match=code):
+        run_ranks(going_on, 2, other, str(directory), None)
+    assert files_of(memory) == before
+    (rest, lines), _ = run_ranks(going_on, 2, local_mapping, str(directory), None)
+    assert [step for step, _ in rest] == [7, 8] and "going on from the copies of step 6" in lines[0]
 
 
 # Copies on a neighbour's host

@@ -227,3 +227,10 @@ def test_what_stands_against_a_model_is_not_followed_by_what_is_not_wrong(
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     *_, problems = planned([f"model.from={here / 'cohere'}", f"data.path={here / 'corpus.txt'}", *RUN, typed])
     assert [problem.code for problem in problems] == [ALONE[typed]]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("more", [(), ("model.implementation=transformers", "model.lora.rank=2")])
+def test_parity_of_a_model_of_another_library_is_equal_to_the_bit(here: Path, more: tuple[str, ...]) -> None:
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", *more)
+    assert "gradients of 3: equal to the bit" in run(here, "parity", *typed)

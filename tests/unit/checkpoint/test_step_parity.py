@@ -5,7 +5,7 @@ import pytest
 
 from ppctl.checkpoint import shard_file
 from ppctl.checkpoint.boxes import Box
-from ppctl.checkpoint.gradients import Handed, KeptStep, kept_steps, step_directory, write_messages
+from ppctl.checkpoint.gradients import Handed, KeptStep, forget_step, kept_steps, step_directory, write_messages
 from ppctl.checkpoint.shard_file import Part
 from ppctl.checkpoint.step_parity import Side, compare_step
 from ppctl.errors import CheckpointError
@@ -33,7 +33,7 @@ def side(step, **sizes):
 
 
 def of(name):
-    return 0 if name == "a" else 1
+    return (0, 0) if name == "a" else (1, "abc".index(name))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def one(tmp_path):
 
 def test_equal_parts_on_two_ranks_are_the_whole(one, tmp_path):
     halves = [[("a", A.shape, (0, 3 * r), A[:, 3 * r : 3 * r + 3]), ("b", B.shape, (0,), B)] for r in range(2)]
-    found = compare_step(one, side(kept(tmp_path / "cut", halves), tp=2), tolerance=0.0, stage_of=of)
+    found = compare_step(one, side(kept(tmp_path / "cut", halves), tp=2), tolerance=0.0, place_of=of)
     assert found.same
     assert (found.equal, found.largest) == (2, 0.0)
     assert kept_steps(tmp_path / "cut") == [1]
@@ -54,11 +54,11 @@ def test_one_bit_of_one_copy_is_named_with_its_rank_and_place(one, tmp_path):
     other[2, 1] = np.nextafter(other[2, 1], np.float32(2))
     ranks = [[("a", A.shape, (0, 0), each), ("b", B.shape, (0,), B)] for each in (A, other)]
     cut = side(kept(tmp_path / "cut", ranks), dp=2)
-    found = compare_step(one, cut, tolerance=0.0, stage_of=of)
+    found = compare_step(one, cut, tolerance=0.0, place_of=of)
     (wrong,) = found.parameters
     assert (wrong.name, wrong.stage, wrong.ranks, wrong.of, wrong.at) == ("a", 0, [1], 2, (2, 1))
     assert 0 < wrong.relative < 1e-6
-    assert compare_step(one, cut, tolerance=1e-6, stage_of=of).same
+    assert compare_step(one, cut, tolerance=1e-6, place_of=of).same
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1.5])
@@ -66,14 +66,28 @@ def test_beyond_the_tolerance_and_numbers_that_are_none_differ(one, tmp_path, va
     other = B.copy()
     other[0] = value
     cut = side(kept(tmp_path / "cut", [[("a", A.shape, (0, 0), A), ("b", B.shape, (0,), other)]]))
-    found = compare_step(one, cut, tolerance=1e-6, stage_of=of)
+    found = compare_step(one, cut, tolerance=1e-6, place_of=of)
     assert [each.name for each in found.parameters] == ["b"]
 
 
 def test_names_that_one_lacks_and_uses_that_are_not_alike_are_differences(one, tmp_path):
     cut = side(kept(tmp_path / "cut", [[("a", A.shape, (0, 0), A), ("c", A.shape, (0, 0), 2 * A)]]))
-    found = compare_step(one, cut, tolerance=0.0, stage_of=of, uses=("a", "c"))
+    found = compare_step(one, cut, tolerance=0.0, place_of=of, uses=("a", "c"))
     assert (found.missing, found.unlike, found.same) == (["b", "c"], [("B", "c", "a")], False)
+
+
+def test_the_first_parameter_is_the_one_whose_gradient_a_backward_makes_first(one, tmp_path):
+    ours, theirs = ([[(n, B.shape, (0,), k * B) for n in "abc"]] for k in (1, 2))
+    sides = [side(kept(tmp_path / name, parts)) for name, parts in (("ours", ours), ("theirs", theirs))]
+    found = compare_step(*sides, tolerance=0.0, place_of=of)
+    assert [(each.name, each.stage) for each in found.parameters] == [("c", 1), ("b", 1), ("a", 0)]
+
+
+def test_a_step_that_is_done_again_on_fewer_ranks_has_nothing_of_the_earlier_start(tmp_path):
+    kept(tmp_path / "run", [[("a", A.shape, (0, 0), A)], [("b", B.shape, (0,), B)]])
+    forget_step(tmp_path / "run", 1)
+    assert kept_steps(tmp_path / "run") == [] and list(step_directory(tmp_path / "run", 1).iterdir()) == []
+    forget_step(tmp_path / "run", 2)
 
 
 def handed(*squares, forward=True, stage=0, bits=7):
@@ -84,10 +98,10 @@ def test_the_first_action_is_the_one_that_the_others_follow_from(tmp_path):
     ours = [*handed(4.0), *handed(9.0, stage=1), *handed(1.0, forward=False, stage=1)]
     theirs = [*handed(4.0), *handed(9.9, stage=1, bits=8), *handed(1.2, forward=False, stage=1, bits=9)]
     first, second = (side(kept(tmp_path / n, [[]], each)) for n, each in (("a", ours), ("b", theirs)))
-    found = compare_step(first, second, tolerance=0.0, stage_of=of)
+    found = compare_step(first, second, tolerance=0.0, place_of=of)
     assert (found.action.action, found.action.stage, found.action.ranks) == ("1F3", 1, [0])
     assert found.action.relative == pytest.approx(0.05)
-    assert compare_step(first, first, tolerance=0.0, stage_of=of).same
+    assert compare_step(first, first, tolerance=0.0, place_of=of).same
 
 
 def test_copies_and_parts_of_a_message_are_one_message(tmp_path):
@@ -96,7 +110,7 @@ def test_copies_and_parts_of_a_message_are_one_message(tmp_path):
     parted = copied._replace(step=kept(tmp_path / "c", [[], []], handed(1.0, 3.0, bits=8)), sequence_parallel=True)
     wrong = copied._replace(step=kept(tmp_path / "d", [[], []], handed(4.0, 3.0, bits=8)))
     for each, same in ((copied, True), (parted, True), (wrong, False)):
-        assert compare_step(whole, each, tolerance=1e-6, stage_of=of).same == same
+        assert compare_step(whole, each, tolerance=1e-6, place_of=of).same == same
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"messages": [[0]]}'])

@@ -208,6 +208,17 @@ def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
     assert prepared(run, "steps=4")[0].config.train.steps == 4, "its end may be what is missing"
 
 
+@pytest.mark.parametrize("key", ["log.trace", "log.torch_profile", "log.gradients"])
+def test_steps_to_keep_that_are_done_are_refused_with_some_that_are_not(run: RunDir, key: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"PP-E648: {key}=4:6 begins with step 4, and the run goes on behind"
+    ) as caught:
+        prepared(run, f"{key}=4:6")
+    (problem,) = caught.value.problems
+    assert problem.remedy == f"{key}=5:7"
+    assert getattr(prepared(run, problem.remedy)[0].config.log, key.partition(".")[2]) == "5:7"
+
+
 @pytest.mark.parametrize("typed", ["log.name=other", "log.dir=elsewhere"])
 def test_a_run_stays_where_it_is(run: RunDir, typed: str) -> None:
     with pytest.raises(ConfigError, match="a run keeps its directory"):

@@ -72,3 +72,25 @@ def test_a_step_is_shown_by_the_plan_of_its_own_start(run, capsys):
     assert "rank 1" in text.out
     (run.path / "plan-1.json").unlink()
     assert shown(run, capsys)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("trace", "steps", "said", "remedy"),
+    [
+        ("6:8", 10, "log.trace=6:8, and it has done 1 step", "resume {run}"),
+        (None, 10, "was traced", "resume {run} log.trace=3:5"),
+        (None, 2, "was traced", "resume {run} steps=4 log.trace=3:5"),
+    ],
+)
+def test_a_run_without_a_traced_step_says_whether_it_only_has_to_go_on(tmp_path, capsys, trace, steps, said, remedy):
+    def fill(draft):
+        config = RunConfig()
+        config.log.trace, config.train.steps = trace, steps
+        draft.write_plan(plan(pp=2, gbs=4, mbs=1))
+        draft.write_config(config)
+
+    made = RunDir.create(tmp_path, "r", fill)
+    made.write_status("stopped", step=1)
+    code, text = shown(made, capsys)
+    first, *_, last = text.err.splitlines()
+    assert code == 2 and first.endswith(said) and last.endswith(remedy.format(run=made.path))

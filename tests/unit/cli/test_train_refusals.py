@@ -15,6 +15,7 @@ from ppctl.cli import train
 from ppctl.cli.main import main
 from ppctl.cli.plan import planned
 from ppctl.config.argv import retyped
+from ppctl.errors import ConfigError
 from ppctl.launch.environment import Started
 from ppctl.launch.run_directory import Launch, new_run, with_value
 from ppctl.rundir import RunDir
@@ -323,3 +324,13 @@ def test_what_is_loaded_is_resumed_if_it_is_there_and_else_the_run_begins(
     again = prepared(*typed).config.checkpoint
     assert (again.load, again.resume) == (None, str(step))
     assert f"checkpoint.load=out: going on from {step}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("started", [Started("person"), Started("torchrun", 0, 2, "id", 0, {"LOCAL_WORLD_SIZE": "2"})])
+def test_copies_on_a_neighbours_host_are_refused_where_there_is_one_host(started: Started) -> None:
+    typed = ["+recipe=quickstart", "launch.device=cpu", "checkpoint.local=/dev/shm/x", "checkpoint.local_every=2"]
+    with pytest.raises(ConfigError, match=r"PP-E544: .* the ranks are on one host") as caught:
+        train.prepare(front.parse("train", train, [*typed, "checkpoint.local_replicas=1"]), started)
+    assert [problem.remedy for problem in caught.value.problems] == ["checkpoint.local_replicas=0"]
+    there = Started("torchrun", 0, 2, "id", 0, {"LOCAL_WORLD_SIZE": "1"})
+    train.prepare(front.parse("train", train, [*typed, "checkpoint.local_replicas=1"]), there)

@@ -13,12 +13,9 @@ from ppctl.schedule.trace import step_time
 from ppctl.schedule.what_if import measured_costs, stage_changes
 
 
-def measured(schedule: Schedule, tail: float = 0.0) -> MeasuredStep:
+def measured(schedule: Schedule, tail: float = 0.0, costs: Costs | None = None) -> MeasuredStep:
     """A simulated step as ranks would have stamped it; each of them ends `tail` seconds after the one before."""
-    trace = simulate(
-        schedule,
-        Costs.uniform(schedule.placement.num_stages, message=0.25),
-    )
+    trace = simulate(schedule, costs or Costs.uniform(schedule.placement.num_stages, message=0.25))
     index = [{action: at for at, action in enumerate(row)} for row in schedule.actions]
     last = max(span.end for span in trace.spans)
     ranks = [
@@ -95,3 +92,18 @@ def test_halves_of_backwards_are_priced_apart(name):
     seconds, changes = stage_changes(schedule, measured_costs(trace, schedule))
     assert seconds == pytest.approx(step_time(trace), rel=0.02)
     assert all(change.backward == pytest.approx(3.0) for change in changes)
+
+
+@pytest.mark.parametrize(("name", "vpp"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1)])
+def test_a_slow_stage_is_the_one_that_its_neighbours_wait_for_and_the_one_to_make_faster(name, vpp):
+    schedule, slow = lower(make_schedule(name, pp=4, vpp=vpp, num_microbatches=8)), 2
+    stages = schedule.placement.num_stages
+    forward, split = ([each * (5 if s == slow else 1) for s in range(stages)] for each in (1.0, 1.0))
+    costs = Costs(forward, [2 * each for each in split], split, split, message=0.01)
+    step = measured(schedule, costs=costs)
+    found = ledgers(step, schedule, range(4))
+    for neighbour in (1, 3):
+        assert max(found[neighbour].waiting, key=found[neighbour].waiting.__getitem__) == slow
+    _, changes = stage_changes(schedule, measured_costs(step.trace(schedule, range(4)), schedule))
+    assert min(changes, key=lambda change: change.faster).stage == slow
+    assert max(changes, key=lambda change: change.slower).stage == slow
