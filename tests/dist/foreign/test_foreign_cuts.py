@@ -207,6 +207,8 @@ def exported_logits(checkpoints: Path) -> Tensor:
     export_checkpoint(step_path(checkpoints, STEPS), out, lambda *_: None)
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    for parameter in model.parameters():  # mapped from the file at odd places, where products round otherwise
+        parameter.data = parameter.data.clone()
     with torch.no_grad():
         logits: Tensor = model.eval()(TOKENS).logits
     return logits
