@@ -114,7 +114,7 @@ class _Model:
 
     def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_Tables]:
         """What a forward makes for its layers, once for all of them: seen from behind the last kind of layer."""
-        stage, found = self._stage([Layer("decoder", max(self.kinds))]), []
+        stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_Tables]()
         for batch in batches:
             given = self._given(stage, *batch)
             own = {storage_of(tensor) for tensor in (*held_tensors(stage), given)}
