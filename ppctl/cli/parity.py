@@ -94,8 +94,6 @@ def run(args: argparse.Namespace) -> int:
         except _Interrupted as end:
             return int(end.args[0])
         report = _report((sides[0], sides[1]))
-        if args.keep is None:  # their directory is removed when this ends
-            report["runs"] = [None, None]
         return _shown(report, args)
 
 

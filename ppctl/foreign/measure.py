@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,30 +48,47 @@ def measure(
 ) -> tuple[Measured, ...]:
     """Of a model and its layers with the indices `kinds`, one of each kind, which allows so many `positions`.
 
-    In float32 and bfloat16; for sequences that are longer than a window, or chunk, of its attention once more. Raises
-    what torch does for code that reads values which nothing has.
+    In float32 and bfloat16; once more for sequences that are at least as long as a window, or chunk, of its attention.
+    Raises what torch does for code that reads values which nothing has.
     """
     found = []
     windowed = deepcopy(config)
     window = lower_windows(windowed)
-    for above, shape in ((0, config), (window, windowed)):
-        whole, shorter = shape is config, 0 < window < positions
-        if (whole and shorter and window < _LEAST) or not (whole or shorter):
+    unmasked = window - 1  # the library masks what is as long as a window, though each token sees all before it
+    shorter = 0 < unmasked < positions
+    loops: bool | None = None
+    for above, shape in ((0, config), (unmasked, windowed)):
+        whole = shape is config
+        if (whole and shorter and unmasked < _LEAST) or not (whole or shorter):
             continue
-        longest = min(_LONGEST, positions, window or positions) if whole else min(_LONGEST, positions)
+        longest = min(_LONGEST, positions, unmasked) if whole and shorter else min(_LONGEST, positions)
         for element, dtype in _WIDTHS.items():
-            blank = make_model(shape, "meta", dtype).train()
-            if adapters is not None:
-                blank = add_adapters(blank, adapters, anatomy, dtype)
-            model = _Model(blank, anatomy, kinds, hidden, dtype, adapters is not None)
-            most = min(longest, _LONGEST_LOOP) if model.loops() else longest
+            model = _model_of(shape, anatomy, kinds, hidden, dtype, adapters)
+            loops = model.loops() if loops is None else loops
+            most = min(longest, _LONGEST_LOOP) if loops else longest
             found.append(model.measured(element, above, (most // 4, most // 2, most)))
     return tuple(found)
 
 
+def _model_of(
+    config: Any, anatomy: Anatomy, kinds: Sequence[int], hidden: int, dtype: torch.dtype, adapters: Adapters | None
+) -> _Model:
+    """The model up to the last layer that is measured: a stage of all layers takes seconds to make.
+
+    Beside adapters all layers are there: the first that has one decides what runs backwards.
+    """
+    blank = make_model(config, "meta", dtype).train()
+    if adapters is not None:
+        return _Model(add_adapters(blank, adapters, anatomy, dtype), anatomy, kinds, hidden, dtype, True)
+    count = max(kinds) + 1
+    layers: Any = blank.get_submodule(anatomy.layers)
+    del layers[count:]
+    return _Model(blank, replace(anatomy, count=count), kinds, hidden, dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A whole model on meta, and what of it is measured."""
+    """A model on meta, and what of it is measured."""
 
     blank: nn.Module
     anatomy: Anatomy
@@ -90,7 +107,7 @@ class _Model:
         """All of it, in sequences of so many tokens."""
         batches = [(rows, lengths[place]) for rows, place in BATCHES]
         with valueless():
-            surveys = [self._tables(*batch) for batch in batches]
+            surveys = self._tables(batches)
             numbers = surveys[0].numbers
             tables = [fitted(batches, [survey.sizes[n] for survey in surveys]) for n in range(len(surveys[0].sizes))]
             runs = [self._runs([Layer("decoder", index)], batches) for index in self.kinds]
@@ -122,13 +139,15 @@ class _Model:
         trained = [name for name, each in self.blank.named_parameters() if each.requires_grad]
         return min(int(name.removeprefix(f"{self.anatomy.layers}.").split(".")[0]) for name in trained)
 
-    def _tables(self, rows: int, length: int) -> _Tables:
+    def _tables(self, batches: Sequence[tuple[int, int]]) -> list[_Tables]:
         """What a forward makes for its layers, once for all of them: seen from behind the last kind of layer."""
-        stage = self._stage([Layer("decoder", max(self.kinds))])
-        given, found = self._given(stage, rows, length), _Tables({storage_of(tensor) for tensor in held_tensors(stage)})
-        found.own.add(storage_of(given))
-        with found.watching(stage, self.kinds):
-            stage(given)
+        stage, found = self._stage([Layer("decoder", max(self.kinds))]), list[_Tables]()
+        for batch in batches:
+            given = self._given(stage, *batch)
+            own = {storage_of(tensor) for tensor in (*held_tensors(stage), given)}
+            found.append(_Tables(own))
+            with found[-1].watching(stage, self.kinds):
+                stage(given)
         return found
 
     def _runs(self, layers: Sequence[Layer], batches: Sequence[tuple[int, int]]) -> list[PassCosts]:

@@ -6,7 +6,7 @@ is answered: every choice of the largest scores is a balanced one, so that each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ppctl.weight_gradients.put_off import PLAIN
 
@@ -49,8 +48,14 @@ class _NumbersHaveValues(TorchDispatchMode):
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """All tensors in lists, tuples and dicts."""
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    """All tensors in lists, tuples and dicts: torch's own walk through these takes a tenth of a measurement's time."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in tensors_of(value)]
 
 
 def _makes_numbers(func: Any, kwargs: Any) -> bool:

@@ -88,7 +88,7 @@ class Measured(NamedTuple):
     element: int
     """Bytes of a number."""
     above: int
-    """Sequences are longer: a window that is shorter than a sequence needs a mask."""
+    """Sequences are longer: a window needs a mask where it is no longer than a sequence."""
     tables: tuple[Growth, ...]
     """Bytes of what every forward makes for its layers: masks, cosines and sines, positions."""
     before: Growth

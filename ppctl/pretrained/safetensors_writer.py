@@ -20,6 +20,8 @@ from ppctl.families.safetensors import INDEX, SINGLE
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 SHARD = 5 * 10**9
 """Bytes of one file, as Hugging Face cuts them."""
+_PLACE = 64
+"""Values begin at a multiple of so many bytes, a processor's widest read, as tensors in memory do."""
 
 
 class Spec(NamedTuple):
@@ -75,7 +77,8 @@ def _write(file: Path, specs: Sequence[Spec], tensors: Iterator[Tensor]) -> None
         header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.bytes]}
         end += spec.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    # Who maps the file reads weights where they lie, and products of the same numbers round by their place in memory.
+    text += b" " * (-(len(text) + 8) % _PLACE)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for spec in specs:

@@ -234,3 +234,17 @@ def test_what_stands_against_a_model_is_not_followed_by_what_is_not_wrong(
 def test_parity_of_a_model_of_another_library_is_equal_to_the_bit(here: Path, more: tuple[str, ...]) -> None:
     typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", *more)
     assert "gradients of 3: equal to the bit" in run(here, "parity", *typed)
+
+
+@pytest.mark.whole
+def test_dropout_is_refused_in_the_plan_and_the_remedy_trains(here: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=2, n_embd=24, n_head=4, n_positions=64, vocab_size=320).save_pretrained(here / "gpt2")
+    typed = ("model.from=gpt2", "data.path=corpus.txt", *RUN, "pp=2", "steps=1", "log.name=gpt2")
+    refused = ppctl("plan", *typed, cwd=here, timeout=300, XDG_CACHE_HOME=str(here / "cache"))
+    assert refused.returncode == 2 and "PP-E529" in refused.stderr and "resid_pdrop=0.1" in refused.stderr
+    remedy = [f"model.hf_overrides.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
+    assert " ".join(remedy) in refused.stderr
+    run(here, "train", *typed, *remedy)
+    assert len(losses(next((here / "runs" / "gpt2").iterdir()))) == 1

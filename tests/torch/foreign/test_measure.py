@@ -10,8 +10,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppctl.config.schema import ModelConfig
+from ppctl.config.schema import ModelConfig, RunConfig
+from ppctl.cost.activations import stage_activations
 from ppctl.cost.flops import stage_flops
+from ppctl.cost.setting import TORCH_ON_CPU, Setting
 from ppctl.foreign.anatomy import survey
 from ppctl.foreign.describe import describe
 from ppctl.foreign.foreign_stage import ForeignStage
@@ -23,7 +25,8 @@ from ppctl.foreign.traits import names_of, traits_of
 from ppctl.foreign.valueless import valueless
 from ppctl.geometry.foreign_costs import measured_for, most
 from ppctl.geometry.foreign_model import ForeignModel
-from ppctl.geometry.layers import parse_layers
+from ppctl.geometry.layers import Layer, parse_layers
+from ppctl.plan.build import build_plan
 
 ROWS, LENGTH = 2, 96
 SIZES = dict(
@@ -94,14 +97,50 @@ def test_kinds_of_layers_are_told_apart_and_named(kind: str) -> None:
 
 
 @pytest.mark.whole
-def test_a_window_counts_where_sequences_are_longer() -> None:
+def test_a_window_counts_where_sequences_are_as_long() -> None:
     config = transformers.Cohere2Config(**GATED | WINDOWS)
     found = measure(config, survey(make_model(config, "cpu")), [0, 1], 64, 256)
-    short, long = (measured_for(found, 4, length) for length in (24, 25))
-    assert (short.above, long.above) == (0, 24)
+    short, long = (measured_for(found, 4, length) for length in (23, 24))
+    assert (short.above, long.above) == (0, 23)
     assert (len(short.tables), len(long.tables)) == (3, 4)  # a mask, which no shorter sequence needs
     assert long.layers[0].reads != long.layers[1].reads
     assert measured_for(found, 8, 25).layers[0].kept.of(2, 64) == 2 * long.layers[0].kept.of(2, 64)
+
+
+MIXED: dict[str, tuple[dict[str, Any], str]] = {
+    "Olmo3": ({}, "self_attn.attention_type=sliding_attention"),
+    "Exaone4": ({}, "self_attn.is_sliding=True"),
+    "Gemma3Text": ({}, "self_attn.layer_type=sliding_attention"),
+    "GptOss": (dict(num_local_experts=4, num_experts_per_tok=2), "self_attn.layer_type=sliding_attention"),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k == "Olmo3" else pytest.mark.whole) for k in MIXED])
+def test_a_plan_tells_layers_with_and_without_a_window_apart_and_prices_each(kind: str, tmp_path: Path) -> None:
+    sizes, name = MIXED[kind]
+    getattr(transformers, f"{kind}Config")(**GATED | WINDOWS | sizes).save_pretrained(tmp_path)
+    found = describe(tmp_path, {})
+    model = ModelConfig(**found.sizes, transformers=found.to_text())
+    (said,) = (each for each in build_plan(RunConfig(model=model)).derived if each.key == "kinds of layers")
+    assert found.layers == (0, 1, 0, 1) and not found.notes[1:]
+    assert said.value == 2 and f"2 with {name}" in said.equation and "(layers 1, 3)" in said.equation
+
+    def kept(length: int, layer: int) -> float:
+        setting = Setting(1, length, 4, allocator=TORCH_ON_CPU)
+        return stage_activations(model, [Layer("decoder", layer)], setting).kept
+
+    def squares(length: int) -> float:
+        """What a layer with a window keeps more than one without, without what grows with tokens."""
+        more, half = (kept(each, 0) - kept(each, 1) for each in (length, length // 2))
+        return more - 2 * half
+
+    assert squares(22) == 0  # a token sees all before it
+    if kind == "GptOss":  # whose own attention takes a mask in every layer
+        long, tables = found.measured_in(4, 96), [set(layer.reads) for layer in found.measured_in(4, 96).layers]
+        both, one = (long.tables_of(numbers, 1, 96) for numbers in (tables[0] | tables[1], tables[0]))
+        assert squares(96) == 0 and both - one == 4 * 96**2  # which each kind has of its own
+    else:
+        assert squares(96) == 4 * (96**2 - 2 * 48**2)  # each layer keeps a mask
 
 
 def test_the_moment_that_has_most_depends_on_the_batch() -> None:

@@ -86,6 +86,8 @@ def test_many_files_are_read_and_written_through_their_index(tmp_path, monkeypat
     assert index["metadata"]["total_size"] == exported.bytes == 2 * exported.parameters
     assert_equal(values(tmp_path / "back"), values(tmp_path / "theirs"))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    begins = [8 + int.from_bytes(file.read_bytes()[:8], "little") for file in (tmp_path / "back").glob("*.safetensors")]
+    assert not any(begin % 64 for begin in begins)  # a mapped file's tensors lie as tensors in memory do
 
 
 def test_a_tokenizers_files_go_where_the_weights_go(tmp_path):
