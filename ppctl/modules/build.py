@@ -16,7 +16,7 @@ from torch import nn
 
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.devices import group_backends
+from ppctl.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.errors import CheckpointError, ConfigError, Problem, ScheduleError
 from ppctl.modules.sources import (
     OwnModel,
@@ -152,6 +152,8 @@ def _schedule_in(path: str) -> Schedule:
 
 def device_of(asked: torch.device | str | None) -> torch.device:
     """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
+    if torch.device(asked or "cuda").type == "cuda" and not torch.cuda.is_initialized():
+        os.environ.setdefault(QUEUES, MOST_QUEUES)  # CUDA reads it when it starts
     if asked is not None:
         found = torch.device(asked)
         return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found

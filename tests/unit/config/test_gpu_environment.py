@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ppctl.config.gpu_environment import LOADING, MOST_QUEUES, QUEUES, WORKSPACES, gpu_environment, refuse_backend
+from ppctl.config.gpu_environment import LOADING, WORKSPACES, gpu_environment, refuse_backend
 from ppctl.config.schema import RunConfig
-from ppctl.devices import SEVERAL_RANKS
+from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS
 from ppctl.errors import ConfigError
 
 
