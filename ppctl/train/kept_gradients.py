@@ -59,6 +59,8 @@ class KeptGradients:
         self._on = False
         s = self.session
         assert self.directory is not None
+        if s.heartbeat is not None:  # gigabytes of a rank take longer than a step
+            s.heartbeat.set_state("recording")
         path = step_directory(self.directory, step)
         path.mkdir(parents=True, exist_ok=True)
         file = path / shard_file.file_name(s.own.rank)
@@ -70,6 +72,8 @@ class KeptGradients:
             write_messages(
                 path, [handed for rank, row in enumerate(rows.tolist()) for handed in self._unpack(rank, row)]
             )
+        if s.heartbeat is not None:
+            s.heartbeat.set_state("updating")
 
     def _watched(self, program: StageProgram) -> StageProgram:
         def forward(mb: int, inputs: Message) -> Message:

@@ -22,20 +22,31 @@ _MOST_EVENTS = 100_000
 
 
 def step_profiles(
-    config: RunConfig, rank: int, device: torch.device, directory: Path | None, say: Callable[[str], None]
+    config: RunConfig,
+    rank: int,
+    device: torch.device,
+    directory: Path | None,
+    say: Callable[[str], None],
+    writing: Callable[[int], None] = lambda done: None,
 ) -> Callable[[int], AbstractContextManager[None]]:
-    """What a step (from 1) runs inside of. `directory` is the run's; None, or no key, profiles nothing."""
+    """What a step (from 1) runs inside of. `directory` is the run's; None, or no key, profiles nothing.
+
+    `writing(completed steps before it)` is called when the step is over and its files are written, which may take
+    longer than a step ever does.
+    """
     if config.log.torch_profile is None or directory is None:
         nothing = nullcontext()
         return lambda step: nothing
     steps = steps_of(config.log.torch_profile)
     if rank == 0 and device.type != "cuda":
         say("note: log.torch_profile: memory snapshots are of GPUs; on the CPU there are traces alone")
-    return lambda step: _profiled(step, rank, device, directory) if step in steps else nullcontext()
+    return lambda step: _profiled(step, rank, device, directory, writing) if step in steps else nullcontext()
 
 
 @contextmanager
-def _profiled(step: int, rank: int, device: torch.device, directory: Path) -> Iterator[None]:
+def _profiled(
+    step: int, rank: int, device: torch.device, directory: Path, writing: Callable[[int], None]
+) -> Iterator[None]:
     """Record a step; the files are written behind it, when the device is through."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -48,6 +59,7 @@ def _profiled(step: int, rank: int, device: torch.device, directory: Path) -> It
             yield
             if on_gpu:
                 torch.cuda.synchronize(device)
+            writing(step - 1)
         recorded.export_chrome_trace(str(_file(directory / TRACES, step, f"rank{rank}_trace.json")))
         if on_gpu:
             name = f"rank{rank}_memory_snapshot.pickle"
