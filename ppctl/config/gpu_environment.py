@@ -28,18 +28,19 @@ _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
 
 
 def gpu_environment(
-    config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+    config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
     """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
 
-    `environ` is what ranks inherit; `launch_env` is stronger.
+    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in whoever's
+    code.
     """
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)
     if config.parallel.deterministic_mode and WORKSPACES not in environ:
         added.setdefault(WORKSPACES, _REPEATABLE[0])
-    if pp > 1 and (config.model.num_moe_experts or config.data.reset_attention_mask) and LOADING not in environ:
+    if pp > 1 and (routed or config.data.reset_attention_mask) and LOADING not in environ:
         added.setdefault(LOADING, _EAGER)
     problems = list(_problems(config.parallel.deterministic_mode, pp, environ, added))
     if added.get(SEVERAL_RANKS, environ.get(SEVERAL_RANKS)) != "1":
