@@ -286,10 +286,10 @@ class Pipeline:
                 is_last = number == self.placement.num_stages - 1
                 run = partial(dry_pass, program, self._ranks.rank, device=self.device, is_last=is_last)
                 splits = [(number, mb) in schedule.split for mb in range(schedule.num_microbatches)]
+                with self._evaluating():  # first: a backward lets sharded weights go that a forward has gathered
+                    run(0, training=False)
                 for mb in representatives(splits):
                     run(mb, split=splits[mb])
-                with self._evaluating():
-                    run(0, training=False)
         for parameter, gradient in held:
             parameter.grad = gradient
         with torch.no_grad():
