@@ -1,4 +1,4 @@
-"""Which device the ranks of one machine use, and what carries messages between them there.
+"""Which device the ranks of one machine use, what carries messages between them there, and in how many queues.
 
 Knows the rules alone. Must not know how GPUs are counted (the launcher asks the driver, a rank asks torch), nor
 configs. Ranks that share GPUs (`launch.share_gpu`) were never run on CUDA.
@@ -8,8 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = "32"
+"""A rank has a stream for its kernels, one for each channel and one for each group. Two that share a hardware queue
+may wait for each other; CUDA's default is 8 queues, and 32 are the most."""
+
 SEVERAL_RANKS = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SEVERAL_RANKS_SINCE = (2, 30, 7)
+
+
+def why_one_queue_blocks(pp: int, queues: str | None) -> str | None:
+    """What is wrong with a value of QUEUES for a pipeline of so many ranks, if anything is."""
+    if pp == 1 or queues != "1":
+        return None
+    return (
+        f"{QUEUES}=1 puts all work of a GPU into one queue: a receive that is posted ahead of need would block the "
+        "compute and the sends behind it, and the ranks would wait for each other for ever"
+    )
 
 
 def machines(nodes: int | None, per_node: int | None, world: int) -> tuple[int, int]:

@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-STATES = ("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading")
+STATES = (
+    *("starting", "warming up", "training", "evaluating", "generating", "saving", "done", "updating", "loading"),
+    *("loading kernels", "recording"),
+)
+"""By the number that a rank has in shared memory: new ones come last."""
 NO_ACTION = -1
 EXCHANGING_AXES = ("tp", "cp", "ep", "etp")
 """Along which ranks exchange something within an action."""

@@ -113,8 +113,7 @@ class BackgroundSaver:
 
     def _save(self, step: int, state: bytes, began: float, copied: list[torch.cuda.Event], to_disk: bool) -> None:
         try:
-            for event in copied:
-                event.synchronize()
+            self.memory.wait(copied)
             if self.local is not None:
                 self.local.copy(step, self.memory.parts, state, self.memory.bytes)
             if to_disk:

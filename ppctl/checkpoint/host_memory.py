@@ -66,7 +66,7 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, shards: Sequence[Shard]) -> list[torch.cuda.Event]:
-        """Copy the values of shards of the same parts: on the CPU at once, from a GPU until the events have come.
+        """Copy the values of shards of the same parts: on the CPU at once, from a GPU until `wait` returns.
 
         The host does not wait for a GPU. What it is asked to compute from now on waits for the copy.
         """
@@ -77,9 +77,19 @@ class HostMemory:
                 out.copy_(shard.tensor, non_blocking=True)
         events = []
         for device, stream in self._streams.items():
-            events.append(stream.record_event())
+            # A blocking event leaves the core to training's own host while a thread waits.
+            events.append(stream.record_event(torch.cuda.Event(blocking=True)))
             torch.cuda.current_stream(device).wait_stream(stream)
         return events
+
+    def wait(self, events: Sequence[torch.cuda.Event]) -> None:
+        """Return when the copy with these events is there; on any thread.
+
+        A new thread's device is the first one: what it asks of CUDA would make a context there, of half a GiB.
+        """
+        for device, event in zip(self._streams, events, strict=True):
+            with torch.cuda.device(device):
+                event.synchronize()
 
 
 def shared_file(size: int, file: Path | None) -> tuple[int, mmap]:

@@ -129,6 +129,7 @@ _STARTING = {
     "starting": "joining, building stages",
     "warming up": "first messages on every connection",
     "loading": "loading weights",
+    "loading kernels": "loading kernels, before the first step",
     "training": "in the first step",
 }
 

@@ -169,7 +169,8 @@ def with_gpu_environment(config: RunConfig, plan: Plan) -> tuple[RunConfig, list
     """`config` with the variables that ranks on GPUs need in `launch.env`, and what contradicts them."""
     if config.launch.device != "cuda":
         return config, []
-    variables, conflicts = gpu_environment(config, plan.sizes.pp, os.environ, config.launch.env)
+    environ, routed = os.environ, plan.params_active < plan.params_total
+    variables, conflicts = gpu_environment(config, plan.sizes.pp, environ, config.launch.env, routed=routed)
     return with_value(config, "launch", env=variables), conflicts
 
 

@@ -5,6 +5,7 @@ Must not know schedules, stages or Megatron's methods (`ppctl.megatron.p2p_commu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -16,7 +17,8 @@ from ppctl.comm.channels import ChannelEnd, DirectEnd
 from ppctl.comm.connections import connections_of, moves_on_device
 from ppctl.comm.message_batches import BatchedEnd, FusedBatch, LooseBatch, MessageBatch
 from ppctl.comm.modes import Modes
-from ppctl.errors import Problem, ScheduleError
+from ppctl.devices import QUEUES, why_one_queue_blocks
+from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.schedule.action import Channel
 
 _OWN_CHANNELS = Modes()
@@ -32,7 +34,7 @@ class Communicator:
     torch's default device; tensors of a GPU on a gloo group go through pinned host memory. Without `connect` channels
     of NCCL connect on their first message; where shapes vary that must be before the engine's messages (`ppctl.reach`
     then sets `connected`), or the engine is refused. `ends` are this rank's ends of all channels where the caller has
-    made them.
+    made them. Raises ConfigError (PP-E608) where channels of a GPU would have one queue with its kernels.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Communicator:
         if self.fused and on_device:
             meet_once(pp_group, self.device)
         if ends is None and (not self.fused or modes.variable):
+            if on_device:
+                _refuse_one_queue(self.pp)
             wanted = loop_channels(self.pp) if channels is None else channels
             self._ends = make_ends(pp_group, self.device, wanted, variable=modes.variable, connect=connect)
 
@@ -117,3 +121,10 @@ class Communicator:
             remedy = "P2PCommunicator(pp_group, config, channels=schedule.capacities)"
             raise ScheduleError(Problem("PP-E390", message, remedy))
         return self._ends[channel]
+
+
+def _refuse_one_queue(pp: int) -> None:
+    """A run's launcher and ranks have looked before; scripts and Megatron's users come here first."""
+    message = why_one_queue_blocks(pp, os.environ.get(QUEUES))
+    if message is not None:
+        raise ConfigError(Problem("PP-E608", message, f"unset {QUEUES}", "environment"))

@@ -9,13 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ppctl.config.schema import RunConfig
-from ppctl.devices import SEVERAL_RANKS
+from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS, why_one_queue_blocks
 from ppctl.errors import ConfigError, Problem
-
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES = "32"
-"""A rank has a stream for its kernels, one for each channel and one for each group. Two that share a hardware queue
-may wait for each other; CUDA's default is 8 queues, and 32 are the most."""
 
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE = (":4096:8", ":16:8")
@@ -33,18 +28,19 @@ _BACKEND = "parallel.pipeline_model_parallel_comm_backend"
 
 
 def gpu_environment(
-    config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
+    config: RunConfig, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str], *, routed: bool
 ) -> tuple[dict[str, str], list[Problem]]:
     """`launch_env` with what a rank on a GPU needs and nothing sets, and what is wrong with what something sets.
 
-    `environ` is what ranks inherit; `launch_env` is stronger.
+    `environ` is what ranks inherit; `launch_env` is stronger. `routed`: a token meets some of the experts, in whoever's
+    code.
     """
     added = dict(launch_env)
     if QUEUES not in environ:
         added.setdefault(QUEUES, MOST_QUEUES)
     if config.parallel.deterministic_mode and WORKSPACES not in environ:
         added.setdefault(WORKSPACES, _REPEATABLE[0])
-    if pp > 1 and (config.model.num_moe_experts or config.data.reset_attention_mask) and LOADING not in environ:
+    if pp > 1 and (routed or config.data.reset_attention_mask) and LOADING not in environ:
         added.setdefault(LOADING, _EAGER)
     problems = list(_problems(config.parallel.deterministic_mode, pp, environ, added))
     if added.get(SEVERAL_RANKS, environ.get(SEVERAL_RANKS)) != "1":
@@ -72,12 +68,8 @@ def _backend_of_shared_gpus(config: RunConfig, why: str) -> list[Problem]:
 def _problems(
     deterministic: bool, pp: int, environ: Mapping[str, str], launch_env: Mapping[str, str]
 ) -> Iterator[Problem]:
-    queues = launch_env.get(QUEUES, environ.get(QUEUES))
-    if pp > 1 and queues == "1":
-        message = (
-            f"{QUEUES}=1 puts all work of a GPU into one queue: a receive that is posted ahead of need would block the "
-            "compute and the sends behind it, and the ranks would wait for each other for ever"
-        )
+    message = why_one_queue_blocks(pp, launch_env.get(QUEUES, environ.get(QUEUES)))
+    if message is not None:
         if QUEUES in launch_env:
             yield Problem("PP-E608", message, f"launch.env.{QUEUES}={MOST_QUEUES}", f"launch.env.{QUEUES} = 1")
         else:

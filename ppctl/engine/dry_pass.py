@@ -10,7 +10,7 @@ while no rank waits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
@@ -62,6 +62,15 @@ def dry_pass(
             stage.weight_gradients(mb)
     except Exception as error:
         raise EngineError(pp_rank, actions, at, error) from error
+
+
+def representatives(kinds: Iterable[Hashable]) -> list[int]:
+    """Microbatches of a stage that together run all of its kernels; `kinds` are those of its microbatches, in order.
+
+    One of each kind, twice: the second time its gradients are added to those of the first.
+    """
+    found = {kind: mb for mb, kind in enumerate(kinds)}
+    return [*found.values(), *found.values()]
 
 
 def _made_up(specs: Sequence[TensorLike], seed: int, device: torch.device) -> Message:

@@ -16,6 +16,7 @@ from ppctl.rank_records import RankState
 
 LEAST, TIMES = 120.0, 10.0
 """The adaptive limit of a step: so many times the slowest one so far, and at least so many seconds."""
+_AS_LONG_AS_A_FIRST_STEP = {"loading kernels", "recording", "saving", "evaluating", "generating", "done"}
 GRACE = float(os.environ.get("PPCTL_ALARM_GRACE", "60"))
 """Seconds by which a rank's own alarm is later than the watch's limit."""
 
@@ -79,7 +80,7 @@ class Progress:
         names = {each.state for each in states}
         if names & {"starting", "warming up", "loading"}:
             return self.limits.start
-        if self._step <= self._first or names & {"saving", "evaluating", "generating", "done"}:
+        if self._step <= self._first or names & _AS_LONG_AS_A_FIRST_STEP:
             return self.limits.first_step
         if self.limits.step is not None:
             return self.limits.step

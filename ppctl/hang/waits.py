@@ -16,8 +16,8 @@ from ppctl.topology import RankGrid
 
 _LISTED = ("training", "evaluating", "generating")
 _ORDER = (
-    *("starting", "warming up", "loading", "training", "updating", "evaluating", "saving", "generating"),
-    "done",
+    *("starting", "warming up", "loading", "loading kernels", "training", "updating", "recording"),
+    *("evaluating", "saving", "generating", "done"),
 )
 
 

@@ -55,15 +55,20 @@ class Kernels:
     """Whether AdamW is one kernel over all parameters, without temporaries."""
     compiles: bool = False
     """Whether layers are compiled."""
+    by_transformers: bool = False
+    """Whether the layers are transformers', which chooses the kernels of their attention and experts itself."""
 
     def names(self) -> dict[str, str]:
         """Kind of product -> the kernel that it takes: what env.json records."""
         attention = " > ".join(_NAMES[one] for one in self.attention) or "torch's choice"
-        return {
+        layers = {
             "attention": f"blocks with dropout (evaluation: {attention})" if self.drops else attention,
             "documents": "one by one" if self.drops or self.attend_documents is None else "varlen",
             **({} if self.blocks is None else {"blocks": self.blocks.name}),
             "experts": "grouped" if self.groups_experts else "one by one",
+        }
+        return {
+            **(dict.fromkeys(("attention", "experts"), "transformers' choice") if self.by_transformers else layers),
             "weights": _fp8_name(self.fp8),
             "optimizer": "fused" if self.fuses_optimizer else "plain",
             "layers": "compiled" if self.compiles else "eager",
@@ -126,6 +131,8 @@ def choose_kernels(config: RunConfig, can: Capability) -> Kernels:
     """The kernels of a run. Raises ConfigError (PP-E771) where the device lacks what the config names."""
     model, cuda = config.model, can.device == "cuda"
     cast = autocast_dtype(config.parallel)
+    if model.transformers is not None:
+        return Kernels(fuses_optimizer=cuda, compiles=config.train.compile, by_transformers=True)
     dtype = cast or weight_dtype(config.parallel)
     shares = config.parallel.context_parallel_size > 1
     reason = _unable(model, can, dtype, blockwise=shares)

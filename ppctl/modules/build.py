@@ -18,7 +18,7 @@ from torch import nn
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.config.keys import keys
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.devices import group_backends
+from ppctl.devices import MOST_QUEUES, QUEUES, group_backends
 from ppctl.errors import ConfigError, Problem, ScheduleError
 from ppctl.modules.agreement import agreed, refuse_unlike
 from ppctl.modules.sources import (
@@ -181,6 +181,8 @@ def _schedule_in(path: str) -> Schedule:
 
 def device_of(asked: torch.device | str | None) -> torch.device:
     """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
+    if torch.device(asked or "cuda").type == "cuda" and not torch.cuda.is_initialized():
+        os.environ.setdefault(QUEUES, MOST_QUEUES)  # CUDA reads it when it starts
     if asked is not None:
         try:
             found = torch.device(asked)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from ppctl.checkpoint.agreement import AgreeingRanks
 from ppctl.comm.communicator import Communicator
 from ppctl.config.pipeline_config import PipelineConfig
-from ppctl.engine.dry_pass import dry_pass
+from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.interpreter import run_schedule
 from ppctl.engine.stage import StageProgram
 from ppctl.errors import CheckpointError, ConfigError, Problem
@@ -142,14 +142,7 @@ class Pipeline:
 
     def eval(self, batch: Any = None, **named: Any) -> Tensor | None:
         """The loss of a batch in evaluation mode, without gradients, on the rank of the last stage; else as `step`."""
-        modes = {each: each.training for module in self._modules.values() for each in module.modules()}
-        for module in self._modules.values():
-            module.eval()
-        try:
-            return self._run(_given(batch, named), training=False)
-        finally:
-            for each, training in modes.items():
-                each.training = training
+        return self._run(_given(batch, named), training=False)
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -223,6 +216,10 @@ class Pipeline:
 
     def _run(self, given: Any, *, training: bool) -> Tensor | None:
         batch = self._begin(given, training=training)
+        with nullcontext() if training else self._evaluating():
+            return self._run_calls(batch, training=training)
+
+    def _run_calls(self, batch: Batch, *, training: bool) -> Tensor | None:
         survey, schedule, forwards = self._known[batch.shapes]
         loss = StepLoss(self.config, batch.microbatches)
         held = self._hold_tied() if training else {}
@@ -242,6 +239,18 @@ class Pipeline:
             for parameter, before in held.items():
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
         return torch.stack(losses).sum() if losses else None
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """All modules are in evaluation mode inside."""
+        modes = {each: each.training for module in self._modules.values() for each in module.modules()}
+        for module in self._modules.values():
+            module.eval()
+        try:
+            yield
+        finally:
+            for each, training in modes.items():
+                each.training = training
 
     def _run_schedule(self, schedule: Schedule, programs: list[StageProgram]) -> None:
         try:
@@ -285,7 +294,7 @@ class Pipeline:
         return batch
 
     def _dry_pass(self, batch: Batch) -> None:
-        """Run all kernels of a step once, before the first message (see `engine.dry_pass`).
+        """Run all kernels of a step and of an evaluation once, before the first message (see `engine.dry_pass`).
 
         Nothing that a step reads is different afterwards: gradients, buffers, draws of random numbers.
         """
@@ -297,12 +306,17 @@ class Pipeline:
         on_gpu = self.device.type == "cuda"
         loss = StepLoss(self.config, batch.microbatches)
         with torch.random.fork_rng([self.device] if on_gpu else []):
-            for number in self._numbers * 2:  # the second time gradients are added to those of the first
+            for number in self._numbers:
                 program = self._program(number, batch, 0, survey, loss, [], last_call=True)
                 if program.around_backward is not None:  # what is not summed now would be added to the step's gradients
-                    program = replace(program, around_backward=partial(self._sync[number].around, 0))
-                is_last, split = number == self.placement.num_stages - 1, (number, 0) in schedule.split
-                dry_pass(program, self._ranks.rank, 0, self.device, is_last=is_last, split=split)
+                    program = replace(program, around_backward=self._sync[number].at_once)
+                is_last = number == self.placement.num_stages - 1
+                run = partial(dry_pass, program, self._ranks.rank, device=self.device, is_last=is_last)
+                splits = [(number, mb) in schedule.split for mb in range(schedule.num_microbatches)]
+                with self._evaluating():  # first: a backward lets sharded weights go that a forward has gathered
+                    run(0, training=False)
+                for mb in representatives(splits):
+                    run(mb, split=splits[mb])
         for parameter, gradient in held:
             parameter.grad = gradient
         with torch.no_grad():

@@ -25,3 +25,7 @@ class GradientSync:
             module.set_requires_gradient_sync(mb == last, recurse=False)
             module.set_is_last_backward(mb == last)
         run()
+
+    def at_once(self, mb: int, run: Callable[[], None]) -> None:
+        """Run the backward of a microbatch, behind which gradients are summed."""
+        self.around(mb, mb, run)

@@ -222,7 +222,8 @@ def _writer(shared: SharedRun, own: OwnRank, store: Store) -> Callable[[], str]:
 def _device(shared: SharedRun, own: OwnRank) -> torch.device:
     """Where this rank computes. Raises ConfigError for an environment in which it would hang there."""
     # The launcher's environment is not always the rank's: a job's setup and a node's own profile come later.
-    missing, problems = gpu_environment(shared.config, shared.plan.sizes.pp, os.environ, {})
+    plan, routed = shared.plan, shared.plan.params_active < shared.plan.params_total
+    missing, problems = gpu_environment(shared.config, plan.sizes.pp, os.environ, {}, routed=routed)
     if shared.config.launch.device != "cpu":
         os.environ |= missing  # before CUDA is used at all: even counting devices may read it
     launch, gpus = shared.config.launch, torch.cuda.device_count()

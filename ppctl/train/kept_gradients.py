@@ -77,6 +77,8 @@ class KeptGradients:
             write_messages(
                 path, [handed for rank, row in enumerate(rows.tolist()) for handed in self._unpack(rank, row)]
             )
+        if s.heartbeat is not None:
+            s.heartbeat.set_state("updating")
 
     def _watched(self, program: StageProgram) -> StageProgram:
         def forward(mb: int, inputs: Message) -> Message:

@@ -65,8 +65,8 @@ def train(
 
     Evaluates at its interval and at the end. `write` takes the records of `log.interval`, `keep` the steps of
     `log.trace`, and `say` lines for the user (rank 0 only); `gradients` and `profiles` are the directories for steps
-    of `log.gradients` and `log.torch_profile`. `enter(state, step)` is called when `training`, `evaluating` or
-    `saving` begins. `writer` and `note_save` are `Saves`'.
+    of `log.gradients` and `log.torch_profile`. `enter(state, step)` is called when `loading kernels`, `training`,
+    `evaluating`, `saving` or `recording` begins. `writer` and `note_save` are `Saves`'.
     """
     config = session.config
     saves = Saves(session, checkpoints, writer=writer, say=say, note=note_save)
@@ -74,8 +74,8 @@ def train(
     sizes = BatchSizes.of(config.train, first, consumed)
 
     def writes(number: int) -> None:
-        """Files of a step are written under the limit of a save."""
-        enter("saving", number - 1)
+        """Files of a step are written, which may take longer than a step ever does."""
+        enter("recording", number - 1)
 
     trainer = Trainer(
         session,
@@ -86,7 +86,7 @@ def train(
         writes,
     )
     if session.device.type == "cuda" and first < config.train.steps:
-        enter("training", first)  # kernels are loaded and compiled here: the first step's limit holds
+        enter("loading kernels", first)  # minutes, where layers are compiled: they say nothing of a step's length
         trainer.dry_pass(first)
 
     position = sizes.position

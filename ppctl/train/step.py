@@ -15,7 +15,7 @@ from ppctl.config.batch_sizes import BatchSizes, steps_for_tokens
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mtp_weight import mtp_weight
 from ppctl.data.batches import Batches, StepBatch
-from ppctl.engine.dry_pass import dry_pass
+from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.interpreter import run_schedule
 from ppctl.errors import Problem, TrainingError
 from ppctl.parallel.tensor import sum_partial_gradients
@@ -160,7 +160,8 @@ class Trainer:
         for program in self.programs:
             schedule, is_last = s.plan.schedule, program.stage == len(s.plan.stages) - 1
             trained, back = program.stage >= schedule.frozen_stages, schedule.gradient_leaves(program.stage)
-            for mb in self._representatives(program.stage) if trained else ():
+            units = [(program.stage, mb) for mb in range(s.plan.num_microbatches)] if trained else []
+            for mb in representatives((u in self.stages.keeping, u in schedule.split) for u in units):
                 split = (program.stage, mb) in schedule.split
                 dry_pass(program, s.own.pp_rank, mb, s.device, is_last=is_last, split=split, hands_back=back)
             s.stages[program.stage].train(False)
@@ -171,14 +172,6 @@ class Trainer:
         s.weights.clear_gradients()
         if s.device.type == "cuda":
             torch.cuda.synchronize(s.device)
-
-    def _representatives(self, stage: int) -> list[int]:
-        """Microbatches of a stage that together run all of its kernels: the second one adds to the first one's
-        gradients; of some the activations are recomputed, of others kept, and the backward is split or whole."""
-        plan = self.session.plan
-        every = [(stage, mb) for mb in range(plan.num_microbatches)]
-        kinds = {(unit in self.stages.keeping, unit in plan.schedule.split): unit[1] for unit in every}
-        return [*kinds.values(), *kinds.values()]
 
     def _begin(self, step: int) -> None:
         """Forget the step before, and fetch the samples of this one."""

@@ -355,3 +355,27 @@ def test_memory_that_cuda_cannot_pin_is_told_with_what_to_do(monkeypatch):
     with pytest.raises(CheckpointError, match="GiB: CUDA cannot pin it, out of memory") as raised:
         host_memory._pin(torch.empty(8, dtype=torch.uint8))
     assert [problem.code for problem in raised.value.problems] == ["PP-E511"]
+
+
+def test_a_save_waits_for_a_gpu_on_that_gpu(tmp_path, monkeypatch):
+    """A new thread is on the first GPU: each rank of a node would make a context there, beside that of its owner."""
+    now, seen = [], []
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            now.append(self.device)
+
+        def __exit__(self, *_):
+            now.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", On)
+    saver, gpu = saver_of(tmp_path, held(1), writer=False), torch.device("cuda", 3)
+    saver.memory._streams = {gpu: None}
+    copied = SimpleNamespace(synchronize=lambda: seen.append([*now]))
+    saver.memory.copy = lambda shards: [copied]
+    saver.begin(1, held(1), {})
+    saver.finish()
+    assert seen == [[gpu]]

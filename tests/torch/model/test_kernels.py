@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppctl.config.compose import compose
+from ppctl.config.schema import RunConfig
 from ppctl.cost.layer_parts import attention_parts
 from ppctl.cost.setting import Setting
 from ppctl.errors import ConfigError
@@ -156,6 +157,15 @@ def test_flash_attention_of_latent_heads_is_planned_and_not_trained():
 )
 def test_experts_share_one_product_where_the_kernel_can(typed, can, grouped):
     assert chosen(typed, can).groups_experts == grouped
+
+
+def test_what_transformers_chooses_is_not_told_as_ours() -> None:
+    config = RunConfig()
+    config.model.transformers = "{}"
+    for can in (Capability("cpu"), Capability("cuda", (9, 0))):
+        names = choose_kernels(config, can).names()
+        assert names["attention"] == names["experts"] == "transformers' choice"
+        assert names["optimizer"] == ("fused" if can.device == "cuda" else "plain")
 
 
 def test_all_kernels_are_named_in_one_line():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from own_modules import PARTS, batches, made
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppctl
 from ppctl.errors import ConfigError
@@ -24,6 +27,62 @@ def test_a_dry_pass_leaves_everything_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, state[name]) for name, value in pipeline.state_dict().items())
     assert all(torch.equal(p.grad, gradients[name]) for name, p in pipeline.named_parameters())
+
+
+class Operations(TorchDispatchMode):
+    """Every operation, with the dtypes of its arguments: what has a kernel of its own on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add((str(func), *(str(each.dtype) for each in args if isinstance(each, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+class Dropping(nn.Module):
+    """Computes otherwise in training than in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.training else layer(x).sin()
+        return x
+
+
+@pytest.mark.parametrize("first", ["step", "eval"])
+def test_a_dry_pass_runs_every_kernel_of_steps_and_evaluations(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first, and of a schedule in which some backwards of a stage are split and others are not."""
+    config = ppctl.PipelineConfig(
+        pp_schedule="dualpipev",
+        module_fqns_per_model_part=[["layers.0"], ["layers.1"]],
+        loss_fn=nn.functional.mse_loss,
+    )
+    pipeline, dry = ppctl.pipeline(Dropping(), config), Operations()
+    begin = ppctl.Pipeline._begin
+
+    def as_on_a_gpu(self: ppctl.Pipeline, given: Any) -> Any:
+        batch = begin(self, given)
+        with dry:
+            self._dry_pass(batch)
+        return batch
+
+    monkeypatch.setattr(ppctl.Pipeline, "_begin", as_on_a_gpu)
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    with Operations() as run:
+        getattr(pipeline, first)(batch)
+    seen, run.seen = dry.seen, set()
+    monkeypatch.undo()
+    with run:
+        pipeline.step(batch)
+        pipeline.eval(batch)
+    assert len(run.seen) > 15
+    around = {"aten.stack.default", "aten.sum.default", "aten.detach.default", "aten.slice.Tensor", "aten.split.Tensor"}
+    assert {each for each in run.seen - seen if each[0] not in around} == set()
 
 
 def test_evaluation_gives_every_module_its_own_mode_back() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from ppctl.config.gpu_environment import LOADING, MOST_QUEUES, QUEUES, WORKSPACES, gpu_environment, refuse_backend
+from ppctl.config.gpu_environment import LOADING, WORKSPACES, gpu_environment, refuse_backend
 from ppctl.config.schema import RunConfig
-from ppctl.devices import SEVERAL_RANKS
+from ppctl.devices import MOST_QUEUES, QUEUES, SEVERAL_RANKS
 from ppctl.errors import ConfigError
+
+environment = partial(gpu_environment, routed=False)
 
 
 @pytest.mark.parametrize(
@@ -21,11 +25,11 @@ from ppctl.errors import ConfigError
     ],
 )
 def test_every_stream_gets_a_queue_and_a_single_one_is_refused(environ, launch_env, set_to, place) -> None:
-    variables, problems = gpu_environment(RunConfig(), 2, environ, launch_env | {"OTHER": "1"})
+    variables, problems = environment(RunConfig(), 2, environ, launch_env | {"OTHER": "1"})
     assert variables == {"OTHER": "1"} | ({} if set_to is None else {QUEUES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     assert all("posted ahead of need would block" in problem.message for problem in problems)
-    assert gpu_environment(RunConfig(), 1, environ, launch_env)[1] == [], "one rank receives nothing"
+    assert environment(RunConfig(), 1, environ, launch_env)[1] == [], "one rank receives nothing"
 
 
 @pytest.mark.parametrize(
@@ -42,24 +46,25 @@ def test_every_stream_gets_a_queue_and_a_single_one_is_refused(environ, launch_e
 def test_deterministic_mode_sets_cublas_workspaces_or_refuses_others(environ, launch_env, set_to, place) -> None:
     config, environ = RunConfig(), environ | {QUEUES: "32"}
     config.parallel.deterministic_mode = True
-    variables, problems = gpu_environment(config, 2, environ, launch_env | {"OTHER": "1"})
+    variables, problems = environment(config, 2, environ, launch_env | {"OTHER": "1"})
     assert variables.pop("OTHER") == "1"
     assert variables == ({} if set_to is None else {WORKSPACES: set_to})
     assert [problem.place for problem in problems] == ([] if place is None else [place])
     for problem in problems:
         name, value = problem.remedy.removeprefix("launch.env.").split("=")
-        assert gpu_environment(config, 2, environ, launch_env | {name: value})[1] == []
+        assert environment(config, 2, environ, launch_env | {name: value})[1] == []
 
 
-@pytest.mark.parametrize(("experts", "packed", "pp", "loading"), [
-    (None, False, 4, None), (8, False, 4, "EAGER"), (None, True, 4, "EAGER"), (8, True, 1, None),
+@pytest.mark.parametrize(("routed", "packed", "pp", "loading"), [
+    (False, False, 4, None), (True, False, 4, "EAGER"), (False, True, 4, "EAGER"), (True, True, 1, None),
 ])  # fmt: skip
-def test_kernels_are_loaded_at_the_start_where_sizes_change_from_step_to_step(experts, packed, pp, loading) -> None:
+def test_kernels_are_loaded_at_the_start_where_sizes_change_from_step_to_step(routed, packed, pp, loading) -> None:
     config = RunConfig()
-    config.model.num_moe_experts, config.data.reset_attention_mask = experts, packed
-    assert gpu_environment(config, pp, {}, {})[0].get(LOADING) == loading
-    assert LOADING not in gpu_environment(config, pp, {LOADING: "LAZY"}, {})[0]
-    assert gpu_environment(config, pp, {}, {LOADING: "LAZY"})[0][LOADING] == "LAZY"
+    config.data.reset_attention_mask = packed
+    added = partial(gpu_environment, config, pp, routed=routed)
+    assert added({}, {})[0].get(LOADING) == loading
+    assert LOADING not in added({LOADING: "LAZY"}, {})[0]
+    assert added({}, {LOADING: "LAZY"})[0][LOADING] == "LAZY"
 
 
 BACKEND = "parallel.pipeline_model_parallel_comm_backend"
@@ -73,7 +78,7 @@ def test_nccl_is_refused_between_ranks_that_share_a_gpu_unless_it_takes_them(sha
     config.launch.share_gpu, config.parallel.pipeline_model_parallel_comm_backend = share, asked
     launch_env = {} if several is None else {SEVERAL_RANKS: several}
     refused = share and asked in ("nccl", "ucc")
-    for problems in (gpu_environment(config, 2, {}, launch_env)[1], gpu_environment(config, 2, launch_env, {})[1]):
+    for problems in (environment(config, 2, {}, launch_env)[1], environment(config, 2, launch_env, {})[1]):
         assert [(each.code, each.remedy) for each in problems] == [("PP-E642", f"{BACKEND}=null")] * (
             refused and several != "1"
         )

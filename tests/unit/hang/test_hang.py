@@ -12,9 +12,9 @@ from unit_plan import plan
 
 from ppctl.hang.limits import GRACE, LEAST, TIMES, Limits, Progress
 from ppctl.hang.verdict import verdict
-from ppctl.hang.waits import root, waits
+from ppctl.hang.waits import _ORDER, root, waits
 from ppctl.plan import Plan
-from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, RankState
+from ppctl.rank_records import EXCHANGING_AXES, NO_ACTION, STATES, RankState
 from ppctl.schedule.action import INPUT_GRADIENTS, MESSAGES, Action, B, F, I, Op, Schedule, W, deps, input_gradient_of
 
 PLANS = {
@@ -258,6 +258,20 @@ def test_each_phase_has_its_limit() -> None:
         progress.late(standing("training", step, 100.0 + 20.0 * step), 100.0 + 20.0 * step)
     assert progress.limit(standing("training", 4, 180.0)) == TIMES * 80.0  # the first step took from 40 to 120
     assert progress.limit(standing("saving", 4, 180.0)) == 900
+
+
+def test_loading_kernels_says_nothing_of_how_long_a_step_takes() -> None:
+    """On a GPU layers are compiled before the first step: ten times those minutes would be no limit for a step."""
+    progress = Progress(Limits(start=30, first_step=3600, step=None), now=0.0)
+    assert progress.late(standing("loading kernels", 0, 40.0), 3600.0) is None
+    for step in range(4):
+        progress.late(standing("training", step, 3600.0 + step), 3600.0 + step)
+    assert progress.limit(standing("training", 3, 3603.0)) == LEAST
+    assert progress.limit(standing("recording", 3, 3603.0)) == 3600
+
+
+def test_every_state_has_its_place_in_the_order_of_a_run() -> None:
+    assert sorted(_ORDER) == sorted(STATES)
 
 
 @pytest.mark.parametrize(

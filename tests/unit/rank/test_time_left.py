@@ -57,6 +57,15 @@ def test_the_slowest_save_counts_and_of_the_steps_the_slowest_of_the_last_ten() 
     assert left.over()
 
 
+def test_what_is_no_step_and_no_save_is_not_reckoned_with() -> None:
+    """Kernels are compiled once, and a profile's files are no checkpoint: else a run would stop an hour too early."""
+    clock = Clock()
+    left = TimeLeft(clock=clock, slowest_save=1.0)
+    run(clock, left, ("loading kernels", 900.0), ("training", 2.0), ("recording", 300.0), ("training", 0.0))
+    left.job_end = clock.now + 2 * 1 + 3 * 2 + MARGIN + 0.5
+    assert not left.over()
+
+
 def test_before_the_first_save_the_bytes_say_how_long_one_takes() -> None:
     """A slow disk is assumed until one has been measured: else a large model's first save would begin too late."""
     clock = Clock()
