@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ppctl.errors import ConfigError, Problem
-from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.anatomy import CannotCut, further_names
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
 from ppctl.foreign.measure import measure, rough
@@ -29,6 +29,7 @@ from ppctl.geometry.rows import Parameter
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
+_OTHER_MODEL = "one process trains it with transformers alone; docs/architectures.md lists the architectures that run"
 _UNBOUNDED = 1 << 20
 """Positions of a model whose config names no limit."""
 
@@ -43,7 +44,8 @@ def proved(config: Any, directory: Path) -> Proof:
 
 def _uncut(config: Any, directory: Path, error: CannotCut) -> ConfigError:
     message = f"{config.model_type} at {directory} cannot be cut into stages: {error}"
-    remedy = "model.hf_overrides.output_router_logits=false" if "router" in str(error) else ""
+    routers = "router" in str(error) and getattr(config, "output_router_logits", False)
+    remedy = "model.hf_overrides.output_router_logits=false" if routers else _OTHER_MODEL
     return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
 
@@ -64,7 +66,9 @@ def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
     proof = proved(config, directory)
     anatomy = proof.anatomy
     blank = make_model(config, "meta").train()
-    named = [*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank)]
+    further = further_names(blank).keys() - {*anatomy.uses}
+    every = (*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank))
+    named = [name for name in every if name not in further]
     _compare(anatomy, named, directory)
     rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
     structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)

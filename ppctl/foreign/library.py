@@ -23,6 +23,14 @@ from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file
 
 
+try:
+    from huggingface_hub.errors import StrictDataclassError as ConfigFails
+except ImportError:  # it comes with transformers, and is asked for beside it
+
+    class ConfigFails(Exception):  # type: ignore[no-redef]
+        """What configs raise that check their own values."""
+
+
 def _transformers() -> Any:
     """The library. Raises ConfigError (PP-E526) where it is not installed or cannot be imported."""
     try:
@@ -54,24 +62,48 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     try:
         fields = {name: _value(text) for name, text in overrides.items()}
         config = library.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **fields)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise _refused(directory, f"transformers {library.__version__} does not read its config: {error}") from None
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, ConfigFails) as error:
+        reason = " ".join(str(error).split())
+        raise _refused(directory, f"transformers {library.__version__} does not read its config: {reason}") from None
     kind = config.model_type
     if unknown := [name for name in overrides if not hasattr(config, name)]:
         message = f"{directory}: the config of {kind} has no field {', '.join(unknown)}"
         raise ConfigError(Problem("PP-E527", f"{message}; leave it out", place="model.hf_overrides"))
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
-    if config.get_text_config() is not config:
-        raise _refused(directory, f"{kind} has several modalities; a language model alone can be cut")
+    _refuse_modalities(config, directory)
     _refuse_quantised(config, directory)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # it would be built for hours, or never
         raise _refused(directory, f"it has {layers} layers: they must be greater than 0, at most {MOST_STAGES}")
-    masked = type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
-    if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
+    causal = type(config) in library.AutoModelForCausalLM._model_mapping
+    if type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True):
+        remedy = "model.hf_overrides.is_decoder=true" if causal else ""
+        raise _refused(directory, f"{kind} fills in masked words, and is no causal language model", remedy)
+    if not causal:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
     return config
+
+
+_MODALITIES = ("vision", "audio", "image", "vq")
+"""Parts of the names of configs within a config that are not for text."""
+
+
+def _refuse_modalities(config: Any, directory: Path) -> None:
+    """Raise ConfigError (PP-E527) for a model of more than text, with the command that takes out its language model."""
+    beside = [name for name in config.sub_configs if any(part in name for part in _MODALITIES)]
+    if config.get_text_config() is config and not beside:
+        return
+    found = _transformers().AutoModelForCausalLM._model_mapping
+    model = found[type(config)] if type(config) in found else None
+    remedy = ""
+    if model is not None and model.config_class is config.sub_configs.get("text_config"):
+        load = f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}-text')"
+        remedy = f'python -c "from transformers import AutoModelForCausalLM; {load}"'
+    listed = f" ({', '.join(beside)})" if beside else ""
+    raise _refused(
+        directory, f"{config.model_type} has several modalities{listed}; a language model alone can be cut", remedy
+    )
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:
@@ -93,9 +125,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def _refused(directory: Path, reason: str) -> ConfigError:
-    remedy = "a directory with a decoder-only language model"
-    return ConfigError(Problem("PP-E527", f"{directory} cannot be cut into stages: {reason}", remedy, str(directory)))
+def _refused(directory: Path, reason: str, remedy: str = "") -> ConfigError:
+    message = f"{directory} cannot be cut into stages: {reason}"
+    remedy = remedy or "a directory with a decoder-only language model"
+    return ConfigError(Problem("PP-E527", message, remedy, str(directory)))
 
 
 def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:

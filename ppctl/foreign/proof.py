@@ -5,20 +5,22 @@ Knows how the two are run and compared. Must not know directories or what is pri
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ppctl.comm.buffers import Message
-from ppctl.foreign.anatomy import CannotCut, survey
+from ppctl.foreign.anatomy import CannotCut, structure, survey
 from ppctl.foreign.foreign_stage import ForeignStage, untie
-from ppctl.foreign.library import call, make_model
+from ppctl.foreign.library import ConfigFails, call, make_model
 from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
@@ -30,7 +32,10 @@ _RUNS = 4
 """Stages with layers; the embedding and the head are one more each."""
 _MOST_PARAMETERS = 100_000_000
 """Of a miniature: more would take minutes, and memory that a login node does not have."""
-CODE_FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+CODE_FAILS = (
+    *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, ImportError),
+    ConfigFails,
+)
 """What a model's own code raises where its sizes do not go together, or something that it reads is not there."""
 
 
@@ -89,11 +94,14 @@ def _draws(config: Any, name: str) -> bool:
 
 def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
     """The smallest miniature that runs: on meta, with weights, its anatomy, and how its weights began."""
+    _check_code(config)
     failed: Exception | None = None
     for small in miniatures(config):
         try:
             blank = make_model(small, "meta").train()
-            if sum(parameter.numel() for parameter in blank.parameters()) > _MOST_PARAMETERS:
+            structure(blank)
+            if (number := sum(parameter.numel() for parameter in blank.parameters())) > _MOST_PARAMETERS:
+                failed = failed or ValueError(f"it has {number:,} parameters, most of them in {_largest(blank)}")
                 break
             torch.manual_seed(0)
             whole = make_model(small, "cpu").train()
@@ -102,8 +110,32 @@ def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, 
             return blank, whole, survey(whole), starts
         except CODE_FAILS as error:
             failed = failed or error
-    reason = "ppctl does not know which of its sizes to lower" if failed is None else line_of(failed)
-    raise CannotCut(f"no miniature of it can be made: {reason}") from failed
+    assert failed is not None  # a miniature was tried
+    raise CannotCut(f"its small copy, on which the cut is tried, cannot be made: {line_of(failed)}") from failed
+
+
+def _check_code(config: Any) -> None:
+    """Refuse a config of which the model's own code makes no model. Raises CannotCut."""
+    try:
+        make_model(config, "meta")
+    except CODE_FAILS as error:
+        reason = f"transformers makes no model of this config, in any number of stages: {line_of(error)}"
+        raise CannotCut(f"{reason} ({_place(error)})") from error
+
+
+def _place(error: BaseException) -> str:
+    """Where a model's own code failed: the class or function that was running, and its file."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.name} in {Path(last.filename).name}, line {last.lineno}"
+
+
+def _largest(model: nn.Module) -> str:
+    """The child of a model that has most of its parameters, with its class."""
+    sizes = {
+        path: sum(each.numel() for each in module.parameters(recurse=False)) for path, module in model.named_modules()
+    }
+    path = max(sizes, key=lambda each: sizes[each])
+    return f"{path} ({type(model.get_submodule(path)).__name__})"
 
 
 def _start(tensor: Tensor) -> Start:
