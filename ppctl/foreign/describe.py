@@ -20,8 +20,9 @@ from ppctl.foreign.anatomy import CannotCut, further_names
 from ppctl.foreign.foreign_stage import row_of
 from ppctl.foreign.library import library_version, make_model, read_own_config
 from ppctl.foreign.measure import measure, rough
-from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, line_of, prove
+from ppctl.foreign.proof import Proof, drops_of, prove
 from ppctl.foreign.routers import router_logits
+from ppctl.foreign.small_model import CODE_FAILS, line_of
 from ppctl.foreign.traits import names_of, traits_of
 from ppctl.geometry.foreign_model import Anatomy, ForeignModel, LayerKind, RouterLogits
 from ppctl.geometry.rows import Parameter

@@ -22,7 +22,6 @@ from ppctl.errors import ConfigError, Problem
 from ppctl.families.config_json import known_families
 from ppctl.families.directory import CONFIG, read_config_file
 
-
 try:
     from huggingface_hub.errors import StrictDataclassError as ConfigFails
 except ImportError:  # it comes with transformers, and is asked for beside it
@@ -85,17 +84,12 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     return config
 
 
-_MODALITIES = ("vision", "audio", "image", "vq")
-"""Parts of the names of configs within a config that are not for text."""
-
-
 def _refuse_modalities(config: Any, directory: Path) -> None:
     """Raise ConfigError (PP-E527) for a model of more than text, with the command that takes out its language model."""
-    beside = [name for name in config.sub_configs if any(part in name for part in _MODALITIES)]
+    beside = [name for name in config.sub_configs if "vision" in name]
     if config.get_text_config() is config and not beside:
         return
-    found = _transformers().AutoModelForCausalLM._model_mapping
-    model = found[type(config)] if type(config) in found else None
+    model = _transformers().AutoModelForCausalLM._model_mapping.get(type(config), None)
     remedy = ""
     if model is not None and model.config_class is config.sub_configs.get("text_config"):
         load = f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}-text')"

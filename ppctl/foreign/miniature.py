@@ -41,6 +41,11 @@ _STATE_SPACES = (
     ("num_heads", "head_dim", "expand", "n_groups"),
 )
 """Names of heads, their width, the factor of the residual stream's width that is their product, and groups of heads."""
+_STATE_WIDTH = "mamba_d_ssm"
+"""The name of that product, where a config has it."""
+_CHUNKS = ("mamba_chunk_size", "chunk_size")
+_CHUNK = 16
+"""Tokens that are computed together: a sequence is filled up to a whole number of chunks, and is shorter than most."""
 
 
 def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
@@ -58,19 +63,26 @@ def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
         for name in dropout_fields(config):
             if name != drops:
                 setattr(small, name, 0.0)
-        for name, most in _OTHERS.items():
-            _lower(small, name, most)
-        for name in list(vars(small)):
-            if any(part in name for part in _INNER):
-                _lower(small, name, _WIDTH)
+        _lower_widths(small)
         if groups is not None:
             _lower_heads(small, groups, narrow=narrow)
             _lower_other_heads(small, groups)
             _fit_state_spaces(small, config)
+            for name in _CHUNKS:
+                _lower(small, name, _CHUNK)
+        _lower_nested(small, config)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             if vars(small).get(name) is not None:
                 _take_token(small, name, token)
         yield small
+
+
+def _lower_widths(small: Any) -> None:
+    for name, most in _OTHERS.items():
+        _lower(small, name, most)
+    for name in list(vars(small)):
+        if any(part in name for part in _INNER):
+            _lower(small, name, _WIDTH)
 
 
 def lower_windows(config: Any) -> int:
@@ -162,10 +174,26 @@ def _lower_other_heads(config: Any, most: int) -> None:
 
 def _fit_state_spaces(small: Any, config: Any) -> None:
     """As many heads of a state space as the narrower residual stream has room for, where they filled the wide one."""
-    for names in _STATE_SPACES:
-        heads, width, factor, groups = (_own(config, name) for name in names)
-        if all(map(_is_size, (heads, width, factor))) and heads * width == factor * config.hidden_size:
-            fewer = max(1, factor * small.hidden_size // width)
-            setattr(small, names[0], fewer)
-            if _is_size(groups):
-                setattr(small, names[3], math.gcd(groups, fewer))
+    for heads_, width_, factor_, groups_ in _STATE_SPACES:
+        heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
+        filled = _own(config, _STATE_WIDTH)
+        if not all(map(_is_size, (heads, width, factor))):
+            continue
+        if heads * width not in (filled, factor * config.hidden_size):
+            continue
+        fewer = max(1, min(heads, factor * small.hidden_size // width))
+        setattr(small, heads_, fewer)
+        if filled == heads * width:
+            setattr(small, _STATE_WIDTH, fewer * width)
+        if _is_size(groups):
+            setattr(small, groups_, math.gcd(groups, fewer))
+
+
+def _lower_nested(small: Any, config: Any) -> None:
+    """Lower what configs within a config say: inner widths, experts, heads of keys, and the residual stream's width."""
+    for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
+        wide = _own(inner, "hidden_size")
+        _lower_widths(inner)
+        if wide is not None and wide == config.hidden_size:
+            inner.hidden_size = small.hidden_size
+        _lower(inner, "kv_n_heads", _own(small, "num_attention_heads") or 1)
