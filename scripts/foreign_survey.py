@@ -35,15 +35,25 @@ PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 ANSWERS = Path(tempfile.gettempdir()) / "foreign-survey"
 HEAD_WIDTH = {"head_dim": 128}
 FIELDS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}},
     "dbrx": {"attn_config": {"rope_theta": 5e5, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "gemma3n_text": {"num_kv_shared_layers": 5, "num_hidden_layers": 10},
+    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
     "hunyuan_v1_dense": HEAD_WIDTH,
     "hunyuan_v1_moe": HEAD_WIDTH | {"num_experts": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "ministral": HEAD_WIDTH,
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp_text": {
+        "head_dim": 128,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+    },
 }
 """What configs have to say whose own defaults make no model."""
 

@@ -86,18 +86,15 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
 
 def _refuse_modalities(config: Any, directory: Path) -> None:
     """Raise ConfigError (PP-E527) for a model of more than text, with the command that takes out its language model."""
-    beside = [name for name in config.sub_configs if "vision" in name]
-    if config.get_text_config() is config and not beside:
+    if config.get_text_config() is config and not any("vision" in name for name in config.sub_configs):
         return
     model = _transformers().AutoModelForCausalLM._model_mapping.get(type(config), None)
     remedy = ""
     if model is not None and model.config_class is config.sub_configs.get("text_config"):
         load = f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}-text')"
         remedy = f'python -c "from transformers import AutoModelForCausalLM; {load}"'
-    listed = f" ({', '.join(beside)})" if beside else ""
-    raise _refused(
-        directory, f"{config.model_type} has several modalities{listed}; a language model alone can be cut", remedy
-    )
+    reason = f"{config.model_type} has several modalities or models in one ({', '.join(config.sub_configs)})"
+    raise _refused(directory, f"{reason}; a language model alone can be cut", remedy)
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:

@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "weights around all layers": ("XLNet", dict(n_layer=2), "transformer.mask_emb: weights of the module around"),
     "layers that are no modules": ("XLM", dict(n_layers=2), "lists of modules are transformer.attentions of 2, "),
-    "two stacks of layers": ("HrmText", {}, "lists of modules are model.L_module.layers of 4, model.H_module.layers"),
+    "two stacks of layers": ("HrmText", {}, "lists of modules are model.L_module.layers of 16, model.H_module.layers"),
     "sizes of which no model is made": ("Nemotron", {}, r"makes no model of this config.*\(__init__ in modeling_nemo"),
 }
 
