@@ -40,7 +40,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "gemma3n_text": {"num_kv_shared_layers": 5, "num_hidden_layers": 10},
-    "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+    "gemma4_assistant": {
+        "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    },
     "hunyuan_v1_dense": HEAD_WIDTH,
     "hunyuan_v1_moe": HEAD_WIDTH | {"num_experts": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},

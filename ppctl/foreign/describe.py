@@ -18,7 +18,7 @@ from torch import nn
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.anatomy import CannotCut, further_names
 from ppctl.foreign.foreign_stage import row_of
-from ppctl.foreign.library import library_version, make_model, read_own_config
+from ppctl.foreign.library import ConfigFails, library_version, make_model, read_own_config
 from ppctl.foreign.measure import measure, rough
 from ppctl.foreign.proof import Proof, drops_of, prove
 from ppctl.foreign.routers import router_logits
@@ -56,8 +56,17 @@ def refuse_dropout(config: Any, directory: Path) -> None:
     if drops:
         listed = ", ".join(f"{name}={value}" for name, value in drops.items())
         message = f"{config.model_type} at {directory} has {listed}: its draws would depend on the cut"
-        remedy = " ".join(f"model.hf_overrides.{name}=0" for name in drops)
+        remedy = " ".join(f"model.hf_overrides.{name}={_zero(config, name)}" for name in drops)
         raise ConfigError(Problem("PP-E529", message, remedy, str(directory)))
+
+
+def _zero(config: Any, name: str) -> str:
+    """0 as a config takes it: some want a number with a point."""
+    try:
+        setattr(deepcopy(config), name, 0)
+    except ConfigFails:
+        return "0.0"
+    return "0"
 
 
 def describe(directory: Path, overrides: Mapping[str, str]) -> ForeignModel:
