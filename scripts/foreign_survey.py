@@ -45,7 +45,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": HEAD_WIDTH,
     "hunyuan_v1_moe": HEAD_WIDTH | {"num_experts": 8, "moe_topk": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "ministral": HEAD_WIDTH,
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp_text": {
@@ -65,9 +65,10 @@ def config_of(kind: str) -> Any:
     fields = FIELDS.get(kind, {})
     config = CONFIG_MAPPING[kind](**fields)
     layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > LAYERS and "num_hidden_layers" not in fields:
-        return CONFIG_MAPPING[kind](**fields, num_hidden_layers=LAYERS)
-    return config
+    several = isinstance(layers, int) and layers > LAYERS and "num_hidden_layers" not in fields
+    if not several or getattr(config, "is_encoder_decoder", False):  # those have numbers of their own for both
+        return config
+    return CONFIG_MAPPING[kind](**fields, num_hidden_layers=LAYERS)
 
 
 def ask(kind: str, answer: Path, measure: bool) -> None:

@@ -38,7 +38,7 @@ def survey(model: nn.Module) -> Anatomy:
     calls, returned, routers = _watch(model, layers, outside)
     first, last = _sides(outside, calls, len(layers), name)
     tied = head.weight is embedding.weight
-    _check_sharing(model, name, {f"{names[id(head)]}.weight"} if tied else set(), first)
+    _check_sharing(model, name, {f"{names[id(each)]}.weight" for each in (embedding, head) if tied}, first)
     listed = list(names.values())
     early = tuple(path for path in last if listed.index(path) < listed.index(name))
     return Anatomy(
@@ -62,7 +62,7 @@ def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
             owned = ", ".join(f"{path}.{key}".lstrip(".") for key in _saved(module))
             raise CannotCut(f"{owned}: weights of the module around all layers, which is part of every stage")
     tied = head.weight is embedding.weight
-    _check_sharing(model, name, {f"{names[id(head)]}.weight"} if tied else set())
+    _check_sharing(model, name, {f"{names[id(each)]}.weight" for each in (embedding, head) if tied})
     return name, layers
 
 
@@ -119,7 +119,7 @@ def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequenc
         return "outside" if first is None else "first" if name.rpartition(".")[0] in first else "last"
 
     for name, owner in further_names(model).items():
-        if name not in tied and part(name) != part(owner):
+        if not {name, owner} <= tied and part(name) != part(owner):
             raise CannotCut(f"{name} is the same parameter as {owner}, which another stage may hold")
 
 

@@ -51,7 +51,7 @@ _CHUNK = 16
 def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     """Copies of a config of transformers with small widths, no dropout, and all of its layers; the smallest first.
 
-    `drops` names a field that keeps its share of what is dropped.
+    `drops` names a field by which so much is dropped that it is seen in a few tokens.
 
     The width of a head stays, because rotary tables are written for it. Larger ones follow for models whose residual
     stream has to be as wide as all heads, that want more heads, or other sizes than are lowered here;
@@ -61,8 +61,7 @@ def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     for token, (groups, narrow) in product((None, VOCABULARY - 1), sizes):
         small = deepcopy(config)
         for name in dropout_fields(config):
-            if name != drops:
-                setattr(small, name, 0.0)
+            setattr(small, name, _SEEN if name == drops else 0.0)
         _lower_widths(small)
         if groups is not None:
             _lower_heads(small, groups, narrow=narrow)
@@ -93,6 +92,8 @@ def lower_windows(config: Any) -> int:
     return min(found, default=0)
 
 
+_SEEN = 0.5
+"""A share of what is dropped, or of noise, that changes a miniature's results whatever it draws."""
 _DRAWS = ("drop", "jitter")
 """Parts of the names of fields by which a model draws random numbers in training."""
 
@@ -177,11 +178,11 @@ def _fit_state_spaces(small: Any, config: Any) -> None:
     for heads_, width_, factor_, groups_ in _STATE_SPACES:
         heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
         filled = _own(config, _STATE_WIDTH)
-        if not all(map(_is_size, (heads, width, factor))):
+        if not all(map(_is_size, (heads, width, factor, _own(config, "hidden_size")))):
             continue
-        if heads * width not in (filled, factor * config.hidden_size):
+        if heads * width not in (filled, factor * _own(config, "hidden_size")):
             continue
-        fewer = max(1, min(heads, factor * small.hidden_size // width))
+        fewer = max(1, min(heads, factor * _own(small, "hidden_size") // width))
         setattr(small, heads_, fewer)
         if filled == heads * width:
             setattr(small, _STATE_WIDTH, fewer * width)
@@ -194,6 +195,6 @@ def _lower_nested(small: Any, config: Any) -> None:
     for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
         wide = _own(inner, "hidden_size")
         _lower_widths(inner)
-        if wide is not None and wide == config.hidden_size:
-            inner.hidden_size = small.hidden_size
+        if wide is not None and wide == _own(config, "hidden_size"):
+            inner.hidden_size = _own(small, "hidden_size")
         _lower(inner, "kv_n_heads", _own(small, "num_attention_heads") or 1)
