@@ -166,7 +166,7 @@ OTHERS |= {
         head_dim=8,
         first_k_dense_replace=0,
     ),
-    "Helium": HEADS,
+    "Helium": HEADS | dict(head_dim=6),
     "Bert": SIZES
     | dict(intermediate_size=40, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
 }
