@@ -20,7 +20,7 @@ from ppctl.topology import ParallelSizes
 class Orthogonalised(NamedTuple):
     """The matrices of a pp_rank that Muon moves."""
 
-    count: Count
+    elements: Count
     """Their elements on all ranks."""
     dense: int = 0
     """Elements, without experts', that one rank owns at most."""
@@ -31,7 +31,7 @@ class Orthogonalised(NamedTuple):
 
     def on(self, sizes: ParallelSizes) -> tuple[int, int]:
         """(dense elements, experts' elements) on one device, before anything is shared."""
-        return on_device(self.count, sizes)
+        return on_device(self.elements, sizes)
 
     @property
     def owned(self) -> int:

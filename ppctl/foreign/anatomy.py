@@ -7,7 +7,7 @@ by the name of a class.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,24 +30,15 @@ def survey(model: nn.Module) -> Anatomy:
 
     A forward of 2 x 4 tokens is watched, so the model should be small; the anatomy is that of all sizes.
     """
-    name, layers = _layers_of(model)
     tables: Any = model
+    name, layers = structure(model)
     embedding, head = tables.get_input_embeddings(), tables.get_output_embeddings()
     names = {id(module): path for path, module in model.named_modules()}
-    if id(embedding) not in names or id(head) not in names:
-        raise CannotCut("it has no embedding or no head of its own")
-    outside = {
-        path: module
-        for path, module in model.named_modules()
-        if not path.startswith(f"{name}.") and next(_saved(module), None) is not None
-    }
-    for path in outside:
-        if name.startswith(f"{path}.") or not path:
-            raise CannotCut(f"{path or 'the model itself'} has weights of its own beside its layers")
-    tied = head.weight is embedding.weight
-    _check_sharing(model, {f"{names[id(head)]}.weight"} if tied else set())
+    outside = _outside(model, name)
     calls, returned, routers = _watch(model, layers, outside)
     first, last = _sides(outside, calls, len(layers), name)
+    tied = head.weight is embedding.weight
+    _check_sharing(model, name, {f"{names[id(each)]}.weight" for each in (embedding, head) if tied}, first)
     listed = list(names.values())
     early = tuple(path for path in last if listed.index(path) < listed.index(name))
     return Anatomy(
@@ -55,33 +46,80 @@ def survey(model: nn.Module) -> Anatomy:
     )
 
 
+def structure(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The name of the list of decoder layers, and the list; the model may be on meta.
+
+    Raises CannotCut where modules and the owners of weights, of which nothing has to run, stand against a cut.
+    """
+    tables: Any = model
+    embedding, head = tables.get_input_embeddings(), tables.get_output_embeddings()
+    names = {id(module): path for path, module in model.named_modules()}
+    if id(embedding) not in names or id(head) not in names:
+        raise CannotCut("it has no embedding or no head of its own")
+    name, layers = _layers_of(model)
+    for path, module in _outside(model, name).items():
+        if name.startswith(f"{path}.") or not path:
+            owned = ", ".join(f"{path}.{key}".lstrip(".") for key in _saved(module))
+            raise CannotCut(f"{owned}: weights of the module around all layers, which is part of every stage")
+    tied = head.weight is embedding.weight
+    _check_sharing(model, name, {f"{names[id(each)]}.weight" for each in (embedding, head) if tied})
+    return name, layers
+
+
+def _outside(model: nn.Module, layers: str) -> dict[str, nn.Module]:
+    """The modules outside the layers that have weights or saved buffers of their own."""
+    named = model.named_modules()
+    return {path: module for path, module in named if not path.startswith(f"{layers}.") and _saved(module)}
+
+
 def _layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The name of the list of decoder layers, and the list. Raises CannotCut where no list or several can be it."""
     count = getattr(model.config, "num_hidden_layers", None)
     found = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
+        if isinstance(module, nn.ModuleList) and next(module.parameters(), None) is not None
     ]
-    outermost = [each for each in found if not any(each[0].startswith(f"{path}.") for path, _ in found)]
+    counted = [each for each in found if len(each[1]) == count]
+    outermost = [
+        each for each in counted or found if not any(each[0].startswith(f"{path}.") for path, _ in counted or found)
+    ]
     if len(outermost) != 1:
-        listed = ", ".join(path for path, _ in outermost) or "none"
-        raise CannotCut(f"one list of {count} layers is needed, and it has {listed}")
+        listed = ", ".join(f"{path} of {len(module)}" for path, module in outermost) or "none"
+        raise CannotCut(
+            f"one list of layers is needed, each of which is a module, and its lists of modules are {listed}"
+        )
     return outermost[0]
 
 
-def _saved(module: nn.Module) -> Iterator[Tensor]:
+def _saved(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module itself that a state dict has."""
-    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    found = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
     transient = module._non_persistent_buffers_set
-    yield from (buffer for key, buffer in module._buffers.items() if buffer is not None and key not in transient)
+    return found | {key: each for key, each in module._buffers.items() if each is not None and key not in transient}
 
 
-def _check_sharing(model: nn.Module, tied: set[str]) -> None:
-    """Refuse parameters with several names, but for a tied head."""
+def further_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters with several names: each further one, and the first."""
     owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = owners.setdefault(id(parameter), name)
-        if owner != name and name not in tied:
+    named = model.named_parameters(remove_duplicate=False)
+    pairs = {name: owners.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: owner for name, owner in pairs.items() if name != owner}
+
+
+def _check_sharing(model: nn.Module, layers: str, tied: set[str], first: Sequence[str] | None = None) -> None:
+    """Refuse parameters that have names in several parts of the model, but for a tied head: layers, and if it is known
+    what runs `first`, the parts before and behind them.
+    """
+
+    def part(name: str) -> str:
+        inside = name.removeprefix(f"{layers}.")
+        if inside != name:
+            return inside.split(".")[0]
+        return "outside" if first is None else "first" if name.rpartition(".")[0] in first else "last"
+
+    for name, owner in further_names(model).items():
+        if not {name, owner} <= tied and part(name) != part(owner):
             raise CannotCut(f"{name} is the same parameter as {owner}, which another stage may hold")
 
 
@@ -92,17 +130,19 @@ def _watch(
     adds to the loss how many tensors the routers of each layer record.
     """
     calls: list[str | int] = []
-    forms = Counter[int]()
+    forms, widths = Counter[int](), Counter[tuple[int, ...]]()
     routed = list[int]()
 
     def note(who: str | int) -> Any:
         return lambda *_: calls.append(who)
 
     def form(module: nn.Module, arguments: Any, output: Any) -> None:
-        whole = isinstance(output, tuple)
-        if not isinstance(output[0] if whole else output, Tensor):
+        several = isinstance(output, tuple | list)
+        state = output[0] if several else output
+        if not isinstance(state, Tensor):
             raise CannotCut(f"its layers return {type(output).__name__}, which is no hidden state")
-        forms[len(output) if whole else 0] += 1
+        widths[tuple(state.shape)] += 1
+        forms[len(output) if several else 0] += 1
         routed.append(len(recorded()))
 
     hooks = [module.register_forward_pre_hook(note(path)) for path, module in outside.items()]
@@ -113,9 +153,18 @@ def _watch(
     finally:
         for hook in hooks:
             hook.remove()
-    if len(forms) != 1:
+    _check_states([*widths])
+    if len(forms) > 1:
         raise CannotCut(f"its layers return in {len(forms)} ways")
-    return calls, next(iter(forms)), () if added is None else tuple(b - a for a, b in pairwise([0, *routed]))
+    return calls, next(iter(forms), 0), () if added is None else tuple(b - a for a, b in pairwise([0, *routed]))
+
+
+def _check_states(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse hidden states that are no single one, [sequences, tokens, width], of a width that all layers share."""
+    if len(shapes) > 1 or any(len(shape) != 3 or shape[:2] != (2, _TOKENS) for shape in shapes):
+        listed = ", ".join(str(list(shape)) for shape in shapes)
+        reason = f"a hop carries one state of a width that all layers share, [2, {_TOKENS}, width]"
+        raise CannotCut(f"its layers return {listed} of 2 x {_TOKENS} tokens: {reason}")
 
 
 def _sides(
@@ -124,7 +173,7 @@ def _sides(
     """The modules outside the layers that run before and behind them."""
     order = [call for call in calls if isinstance(call, int)]
     if order != list(range(count)):
-        wrong = next(index for index in range(count) if order[index : index + 1] != [index])
+        wrong = next((index for index in range(count) if order[index : index + 1] != [index]), order[count:][0])
         raise CannotCut(f"{name}.{wrong} is not called once, behind the layers before it")
     begin, end = calls.index(0), calls.index(count - 1)
     first, last = [], []

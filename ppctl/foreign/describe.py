@@ -19,12 +19,13 @@ from torch import nn
 
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.adapters import add_adapters, shapes_of
-from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.anatomy import CannotCut, further_names
 from ppctl.foreign.foreign_stage import row_of
-from ppctl.foreign.library import library_version, make_model, read_own_config
+from ppctl.foreign.library import ConfigFails, library_version, make_model, read_own_config
 from ppctl.foreign.measure import measure, rough
-from ppctl.foreign.proof import CODE_FAILS, Proof, drops_of, line_of, prove
+from ppctl.foreign.proof import Proof, drops_of, prove
 from ppctl.foreign.routers import router_logits
+from ppctl.foreign.small_model import CODE_FAILS, line_of
 from ppctl.foreign.traits import names_of, training_of, traits_of
 from ppctl.geometry.adapters import frozen, with_adapters
 from ppctl.geometry.foreign_model import Adapters, Anatomy, ForeignModel, LayerKind, RouterLogits
@@ -33,6 +34,7 @@ from ppctl.geometry.rows import Parameter
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "num_experts_per_token", "moe_k")
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "n_positions")
+_OTHER_MODEL = "one process trains it with transformers alone; docs/architectures.md lists the architectures that run"
 _UNBOUNDED = 1 << 20
 """Positions of a model whose config names no limit."""
 
@@ -52,7 +54,8 @@ def _uncut(
     typed = ", ".join(f"model.hf_overrides.{name}={value}" for name, value in overrides.items())
     beside = f" with {typed}" if typed else ""
     message = f"{config.model_type} at {directory}{beside} cannot be cut into stages: {error}"
-    remedy = "model.hf_overrides.output_router_logits=false" if "router" in str(error) else ""
+    routers = "router" in str(error) and getattr(config, "output_router_logits", False)
+    remedy = "model.hf_overrides.output_router_logits=false" if routers else _OTHER_MODEL
     return ConfigError(Problem("PP-E528", message, remedy, str(directory)))
 
 
@@ -62,8 +65,17 @@ def refuse_dropout(config: Any, directory: Path) -> None:
     if drops:
         listed = ", ".join(f"{name}={value}" for name, value in drops.items())
         message = f"{config.model_type} at {directory} has {listed}: its draws would depend on the cut"
-        remedy = " ".join(f"model.hf_overrides.{name}=0" for name in drops)
+        remedy = " ".join(f"model.hf_overrides.{name}={_zero(config, name)}" for name in drops)
         raise ConfigError(Problem("PP-E529", message, remedy, str(directory)))
+
+
+def _zero(config: Any, name: str) -> str:
+    """0 as a config takes it: some want a number with a point."""
+    try:
+        setattr(deepcopy(config), name, 0)
+    except ConfigFails:
+        return "0.0"
+    return "0"
 
 
 def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters | None = None) -> ForeignModel:
@@ -76,7 +88,9 @@ def describe(directory: Path, overrides: Mapping[str, str], adapters: Adapters |
     proof = proved(config, directory, overrides)
     anatomy = proof.anatomy
     blank = make_model(config, "meta").train()
-    named = [*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank)]
+    further = further_names(blank).keys() - {*anatomy.uses}
+    every = (*dict(blank.named_parameters(remove_duplicate=False)), *_saved_buffers(blank))
+    named = [name for name in every if name not in further]
     _compare(anatomy, named, directory)
     rows = {name: row_of(blank, anatomy, name)._replace(start=proof.starts.get(name, "normal")) for name in named}
     structures, traits = [_inside(anatomy, rows, index) for index in range(anatomy.count)], traits_of(blank, anatomy)

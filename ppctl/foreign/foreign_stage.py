@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ppctl.config.schema import ModelConfig
 from ppctl.errors import ConfigError, Problem
 from ppctl.foreign.adapters import add_adapters, canonical
-from ppctl.foreign.anatomy import CannotCut
+from ppctl.foreign.anatomy import CannotCut, further_names
 from ppctl.foreign.library import call, config_from, make_model, recorded, rows_are_whole
 from ppctl.foreign.stage_memory import give_memory, make_buffers
 from ppctl.geometry.canonical_names import stage_parameters
@@ -71,8 +71,12 @@ class ForeignStage(nn.Module, StageModel):
         self._beside: Mapping[str, Tensor] = {}
         self.model = model
         untie(model, anatomy)
+        shared = further_names(model)
         for name, module in model.named_modules():
             give_memory(module, torch.device(device), owned=self._holds(name))
+        for name, owner in shared.items():
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path)._parameters[key] = model.get_parameter(owner)
         make_buffers(model, [name for name, _ in model.named_modules() if self._holds(name)])
         held = [name for name, _ in model.named_parameters() if self._holds(name.rpartition(".")[0])]
         self._names = {canonical(name): name for name in held} if adapted else {name: name for name in held}
@@ -290,7 +294,8 @@ class _OwnLayer(nn.Module):
 
     def forward(self, state: Tensor, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The layer's own forward."""
-        return self.function(state, *arguments, **named)
+        output = self.function(state, *arguments, **named)
+        return tuple(output) if isinstance(output, list) else output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As `nn.Module.compile`, in one graph. A call raises ConfigError (PP-E551) where the compiler refuses it."""

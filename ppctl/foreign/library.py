@@ -27,6 +27,15 @@ _OLDEST = 5
 """Of transformers' versions: before it models record, name and convert otherwise."""
 
 
+try:
+    from huggingface_hub import errors
+except ImportError:  # it comes with transformers, and is asked for beside it
+    ConfigFails: type[Exception] = ValueError
+else:
+    ConfigFails = errors.StrictDataclassError
+"""What configs raise that check their own values."""
+
+
 def _transformers() -> Any:
     """The library. Raises ConfigError (PP-E526) where it is not installed, cannot be imported or is too old."""
     try:
@@ -69,16 +78,31 @@ def read_own_config(directory: Path, overrides: Mapping[str, str] = MappingProxy
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(directory, f"{kind} has an encoder, whose states every layer of the decoder reads")
-    if config.get_text_config() is not config:
-        raise _refused(directory, f"{kind} has several modalities; a language model alone can be cut")
+    _refuse_modalities(config, directory)
     _refuse_quantised(config, directory)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and not 0 < layers <= MOST_STAGES:  # it would be built for hours, or never
         raise _refused(directory, f"it has {layers} layers: they must be greater than 0, at most {MOST_STAGES}")
-    masked = type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True)
-    if masked or type(config) not in library.AutoModelForCausalLM._model_mapping:
+    causal = type(config) in library.AutoModelForCausalLM._model_mapping
+    if type(config) in library.AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", True):
+        remedy = "model.hf_overrides.is_decoder=true" if causal else ""
+        raise _refused(directory, f"{kind} fills in masked words, and is no causal language model", remedy)
+    if not causal:
         raise _refused(directory, f"{kind} is no causal language model of transformers {library.__version__}")
     return config
+
+
+def _refuse_modalities(config: Any, directory: Path) -> None:
+    """Raise ConfigError (PP-E527) for a model of more than text, with the command that takes out its language model."""
+    if config.get_text_config() is config and not any("vision" in name for name in config.sub_configs):
+        return
+    model = _transformers().AutoModelForCausalLM._model_mapping.get(type(config), None)
+    remedy = ""
+    if model is not None and model.config_class is config.sub_configs.get("text_config"):
+        load = f"AutoModelForCausalLM.from_pretrained('{directory}').save_pretrained('{directory}-text')"
+        remedy = f'python -c "from transformers import AutoModelForCausalLM; {load}"'
+    reason = f"{config.model_type} has several modalities or models in one ({', '.join(config.sub_configs)})"
+    raise _refused(directory, f"{reason}; a language model alone can be cut", remedy)
 
 
 def _refuse_quantised(config: Any, directory: Path) -> None:
@@ -102,9 +126,10 @@ def _config_in(library: Any, directory: Path, **fields: Any) -> Any:
         raise _refused(directory, f"transformers {library.__version__} does not read its config: {reason}") from None
 
 
-def _refused(directory: Path, reason: str) -> ConfigError:
-    remedy = "a directory with a decoder-only language model"
-    return ConfigError(Problem("PP-E527", f"{directory} cannot be cut into stages: {reason}", remedy, str(directory)))
+def _refused(directory: Path, reason: str, remedy: str = "") -> ConfigError:
+    message = f"{directory} cannot be cut into stages: {reason}"
+    remedy = remedy or "a directory with a decoder-only language model"
+    return ConfigError(Problem("PP-E527", message, remedy, str(directory)))
 
 
 def make_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:

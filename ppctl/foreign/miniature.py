@@ -5,9 +5,13 @@ Knows the usual names of sizes in configs of transformers. Must not know what is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import product
 from typing import Any
+
+from ppctl.foreign.library import ConfigFails
 
 VOCABULARY = 256
 _WIDTH, _EXPERTS, _RANK, _WINDOW = 64, 32, 32, 8
@@ -27,35 +31,57 @@ _OTHERS = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
 }
-_AS_WIDE = ("word_embed_proj_dim",)
+_AS_WIDE = ("word_embed_proj_dim", "attention_hidden_size", "embedding_dim")
 """Sizes beside the residual stream's: where they are equal, there is no projection between the two."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+_OTHER_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "index_n_heads")
+"""Of linear attention, and of what chooses the tokens that attention sees."""
+_STATE_SPACES = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand", "mamba_n_groups"),
+    ("num_heads", "head_dim", "expand", "n_groups"),
+)
+"""Names of heads, their width, the factor of the residual stream's width that is their product, and groups of heads."""
+_STATE_WIDTH = "mamba_d_ssm"
+"""The name of that product, where a config has it."""
+_CHUNKS = ("mamba_chunk_size", "chunk_size")
+_CHUNK = 16
+"""Tokens that are computed together: a sequence is filled up to a whole number of chunks, and is shorter than most."""
 
 
 def miniatures(config: Any, drops: str | None = None) -> Iterator[Any]:
     """Copies of a config of transformers with small widths, no dropout, and all of its layers; the smallest first.
 
-    `drops` names a field that keeps its share of what is dropped.
+    `drops` names a field by which so much is dropped that it is seen in a few tokens.
 
     The width of a head stays, because rotary tables are written for it. Larger ones follow for models whose residual
-    stream has to be as wide as all heads, that want more heads, or other sizes than are lowered here.
+    stream has to be as wide as all heads, that want more heads, or other sizes than are lowered here;
+    and for those that ask for a padding token.
     """
-    for groups, narrow in ((2, True), (2, False), (4, False), (None, False)):
+    sizes = ((2, True), (2, False), (4, False), (None, False))
+    for token, (groups, narrow) in product((None, VOCABULARY - 1), sizes):
         small = deepcopy(config)
         for name in dropout_fields(config):
-            if name != drops:
-                setattr(small, name, 0.0)
-        for name, most in _OTHERS.items():
-            _lower(small, name, most)
-        for name in list(vars(small)):
-            if any(part in name for part in _INNER):
-                _lower(small, name, _WIDTH)
+            setattr(small, name, _SEEN if name == drops else 0.0)
+        _lower_widths(small)
         if groups is not None:
             _lower_heads(small, groups, narrow=narrow)
+            _lower_other_heads(small, groups)
+            _fit_state_spaces(small, config)
+            for name in _CHUNKS:
+                _lower(small, name, _CHUNK)
+        _lower_nested(small, config)
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if name in vars(small):
-                setattr(small, name, None)
+            if vars(small).get(name) is not None:
+                _take_token(small, name, token)
         yield small
+
+
+def _lower_widths(small: Any) -> None:
+    for name, most in _OTHERS.items():
+        _lower(small, name, most)
+    for name in list(vars(small)):
+        if any(part in name for part in _INNER):
+            _lower(small, name, _WIDTH)
 
 
 def lower_windows(config: Any) -> int:
@@ -66,10 +92,27 @@ def lower_windows(config: Any) -> int:
     return min(found, default=0)
 
 
+_SEEN = 0.5
+"""A share of what is dropped, or of noise, that changes a miniature's results whatever it draws."""
+_DRAWS = ("drop", "jitter")
+"""Parts of the names of fields by which a model draws random numbers in training."""
+
+
 def dropout_fields(config: Any) -> dict[str, float]:
-    """The fields of a config whose names say that they drop something, with their values."""
-    found = vars(config).items()
-    return {name: value for name, value in found if "drop" in name and isinstance(value, float) and value > 0}
+    """The fields of a config whose names say that they drop something or add noise, with their values."""
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if any(part in name for part in _DRAWS) and isinstance(value, float) and value > 0
+    }
+
+
+def _take_token(config: Any, name: str, token: int | None) -> None:
+    """Let no token of a batch have a meaning of its own: the one that has is None, or behind those that are drawn."""
+    try:
+        setattr(config, name, token)
+    except ConfigFails:  # it has to be a number
+        setattr(config, name, VOCABULARY - 1)
 
 
 def _lower(config: Any, name: str, most: int) -> None:
@@ -96,7 +139,10 @@ def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
     `narrow` makes that no wider than other sizes, where a config names the width of a head.
     """
     heads, hidden = _own(config, "num_attention_heads"), _own(config, "hidden_size")
-    if not _is_size(heads) or not _is_size(hidden):
+    if not _is_size(hidden):
+        return
+    if not _is_size(heads):
+        _narrow(config, min(hidden, _WIDTH))
         return
     keys = next((name for name in _KEY_HEADS if _is_size(_own(config, name))), None)
     groups = heads if keys is None else _own(config, keys)
@@ -109,7 +155,46 @@ def _lower_heads(config: Any, most: int, *, narrow: bool) -> None:
     if keys is not None:
         setattr(config, keys, min(groups, most))
     beside = hidden != heads * width or (narrow and named is not None)
-    config.hidden_size = min(hidden, _WIDTH) if beside else fewer * width
-    for name in _AS_WIDE:
-        if _own(config, name) == hidden:
-            setattr(config, name, config.hidden_size)
+    _narrow(config, min(hidden, _WIDTH) if beside else fewer * width)
+
+
+def _narrow(config: Any, width: int) -> None:
+    """Give the residual stream another width, and what is as wide."""
+    for name in (*(name for name in _AS_WIDE if _own(config, name) == config.hidden_size), "hidden_size"):
+        setattr(config, name, width)
+
+
+def _lower_other_heads(config: Any, most: int) -> None:
+    """At most so many of the kind with the fewest heads, and of the others in proportion."""
+    found = {name: heads for name in _OTHER_HEADS if _is_size(heads := _own(config, name))}
+    share = max(1, min(found.values(), default=1) // most)
+    for name, heads in found.items():
+        if heads % share == 0:
+            setattr(config, name, heads // share)
+
+
+def _fit_state_spaces(small: Any, config: Any) -> None:
+    """As many heads of a state space as the narrower residual stream has room for, where they filled the wide one."""
+    for heads_, width_, factor_, groups_ in _STATE_SPACES:
+        heads, width, factor, groups = (_own(config, name) for name in (heads_, width_, factor_, groups_))
+        filled = _own(config, _STATE_WIDTH)
+        if not all(map(_is_size, (heads, width, factor, _own(config, "hidden_size")))):
+            continue
+        if heads * width not in (filled, factor * _own(config, "hidden_size")):
+            continue
+        fewer = max(1, min(heads, factor * _own(small, "hidden_size") // width))
+        setattr(small, heads_, fewer)
+        if filled == heads * width:
+            setattr(small, _STATE_WIDTH, fewer * width)
+        if _is_size(groups):
+            setattr(small, groups_, math.gcd(groups, fewer))
+
+
+def _lower_nested(small: Any, config: Any) -> None:
+    """Lower what configs within a config say: inner widths, experts, heads of keys, and the residual stream's width."""
+    for inner in (vars(small)[name] for name in config.sub_configs if hasattr(vars(small).get(name), "__dict__")):
+        wide = _own(inner, "hidden_size")
+        _lower_widths(inner)
+        if wide is not None and wide == _own(config, "hidden_size"):
+            inner.hidden_size = _own(small, "hidden_size")
+        _lower(inner, "kv_n_heads", _own(small, "num_attention_heads") or 1)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ppctl.comm.buffers import Message
-from ppctl.foreign.anatomy import CannotCut, survey
+from ppctl.foreign.anatomy import CannotCut
 from ppctl.foreign.foreign_stage import ForeignStage, untie
 from ppctl.foreign.library import call, make_model
 from ppctl.foreign.miniature import VOCABULARY, dropout_fields, miniatures
+from ppctl.foreign.small_model import CODE_FAILS, line_of, small_model
 from ppctl.geometry.foreign_model import Anatomy
 from ppctl.geometry.layers import Layer
 from ppctl.geometry.rows import Start
@@ -28,10 +29,6 @@ from ppctl.model.loss import microbatch_loss
 _MICROBATCHES, _ROWS, _TOKENS = 2, 2, 20
 _RUNS = 4
 """Stages with layers; the embedding and the head are one more each."""
-_MOST_PARAMETERS = 100_000_000
-"""Of a miniature: more would take minutes, and memory that a login node does not have."""
-CODE_FAILS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
-"""What a model's own code raises where its sizes do not go together, or something that it reads is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,7 @@ def prove(config: Any) -> Proof:
     to it; the embedding, the head, and up to four runs of layers are stages of their own. Raises CannotCut naming the
     first module that differs, or that asks for what another stage has.
     """
-    blank, whole, anatomy, starts = _small_model(config)
+    blank, whole, anatomy, starts = small_model(config)
     untie(whole, anatomy)
     batches = [_batch(number) for number in range(_MICROBATCHES)]
     states, expected, loss = _run_whole(whole, anatomy, batches)
@@ -85,37 +82,6 @@ def _draws(config: Any, name: str) -> bool:
             model = make_model(small, "cpu").train()
             return not torch.equal(*(model(input_ids=tokens, use_cache=False).logits for _ in range(2)))
     return True
-
-
-def _small_model(config: Any) -> tuple[nn.Module, nn.Module, Anatomy, dict[str, Start]]:
-    """The smallest miniature that runs: on meta, with weights, its anatomy, and how its weights began."""
-    failed: Exception | None = None
-    for small in miniatures(config):
-        try:
-            blank = make_model(small, "meta").train()
-            if sum(parameter.numel() for parameter in blank.parameters()) > _MOST_PARAMETERS:
-                break
-            torch.manual_seed(0)
-            whole = make_model(small, "cpu").train()
-            starts = {name: _start(tensor) for name, tensor in whole.state_dict().items()}
-            _shake(whole)
-            return blank, whole, survey(whole), starts
-        except CODE_FAILS as error:
-            failed = failed or error
-    reason = "ppctl does not know which of its sizes to lower" if failed is None else line_of(failed)
-    raise CannotCut(f"no miniature of it can be made: {reason}") from failed
-
-
-def _start(tensor: Tensor) -> Start:
-    """Constants stay what they are in any size; all else is drawn."""
-    return "ones" if bool((tensor == 1).all()) else "zeros" if bool((tensor == 0).all()) else "normal"
-
-
-def _shake(model: nn.Module) -> None:
-    """Move every parameter off its start: biases of zeros and norms of ones would hide that they are mixed up."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
 
 def _batch(number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,8 +243,3 @@ def _compare_gradients(found: Mapping[str, Tensor | None], expected: Mapping[str
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
-
-
-def line_of(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

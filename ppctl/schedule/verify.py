@@ -139,15 +139,14 @@ def _early(schedule: Schedule, own: Lanes, mixed: set[int]) -> Iterator[tuple[in
     for (op, stage), at in own.items():
         if op in RECEIVES:
             continue
-        single = op is Op.REDUCE_GRAD
-        if not single and mixed.isdisjoint((stage, stage + 1)):
-            needs = [own.get((need.op, need.stage)) for need in deps(Action(op, stage, 0), schedule)]
-            if not any(any(map(lt, at, other)) for other in needs if other):
-                continue
-        if single:
-            needs = [(need, own.get((need.op, need.stage))) for need in deps(Action(op, stage), schedule)]
-            yield from ((at[0], Action(op, stage), need) for need, other in needs if other and at[0] < other[need.mb])
-        else:
+        if op is Op.REDUCE_GRAD:  # once for all microbatches
+            for need in deps(Action(op, stage), schedule):
+                other = own.get((need.op, need.stage))
+                if other and at[0] < other[need.mb]:
+                    yield at[0], Action(op, stage), need
+            continue
+        needs = [own.get((need.op, need.stage), ()) for need in deps(Action(op, stage, 0), schedule)]
+        if not mixed.isdisjoint((stage, stage + 1)) or any(any(map(lt, at, other)) for other in needs):
             yield from _early_in_lane(schedule, own, (op, stage), at)
 
 
@@ -163,7 +162,7 @@ def _early_in_lane(
         kind = (stage, mb) in schedule.split, (stage + 1, mb) in schedule.split
         if kind not in alike:
             keys = [(need.op, need.stage) for need in deps(Action(op, stage, mb), schedule)]
-            alike[kind] = [(key, other) for key in keys if (other := own.get(key))]
+            alike[kind] = [(key, own[key]) for key in keys if own.get(key)]
         for key, other in alike[kind]:
             if index < other[mb]:
                 yield index, Action(op, stage, mb), Action(*key, mb)

@@ -143,6 +143,33 @@ OTHERS |= {
     "Apertus": HEADS,
     "BitNet": GROUPED,
 }
+OTHERS |= {
+    # Chunked attention beside full, and experts in every other layer; attention and a state space in one layer; layers
+    # that return lists; two attentions in each, so that num_hidden_layers counts others; biases with two names.
+    "Llama4Text": HEADS
+    | dict(
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=5,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+    ),
+    "FalconH1": GROUPED | dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8),
+    "OpenAIGPT": dict(vocab_size=WORDS, n_positions=64, n_embd=HIDDEN, n_layer=LAYERS, n_head=4) | NO_DROPOUT,
+    "LongcatFlash": {key: LATENT[key] for key in LATENT if not key.startswith(("num_hidden", "n_group", "topk_g"))}
+    | dict(
+        num_layers=LAYERS,
+        moe_topk=2,
+        zero_expert_num=2,
+        ffn_hidden_size=40,
+        expert_ffn_hidden_size=16,
+        head_dim=8,
+        first_k_dense_replace=0,
+    ),
+    "Helium": HEADS | dict(head_dim=6),
+    "Bert": SIZES
+    | dict(intermediate_size=40, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+}
 OTHERS |= {f"{kind} balanced": OTHERS[kind] | BALANCED for kind in ("Qwen3Moe", "Olmoe", "GraniteMoe", "GptOss")}
 
 

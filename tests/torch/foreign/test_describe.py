@@ -77,6 +77,18 @@ def test_dropout_is_refused_with_the_keys_that_set_it_to_0(tmp_path: Path) -> No
     assert json.loads(describe(tmp_path, overrides).config)["attn_pdrop"] == 0
 
 
+def test_noise_of_routers_is_refused_with_a_number_that_the_config_takes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.PhimoeConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        describe(tmp_path, {})
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E529"
+    words = [word.removeprefix("model.hf_overrides.").split("=") for word in problem.remedy.split()]
+    assert [name for name, _ in words] == ["router_jitter_noise"]
+    assert read_own_config(tmp_path, dict(words)).router_jitter_noise == 0.0
+
+
 def test_a_child_writes_a_description_or_its_problems(tmp_path: Path) -> None:
     config_of("Llama").save_pretrained(tmp_path)
     out = tmp_path / "answer.json"

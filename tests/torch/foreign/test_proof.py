@@ -45,8 +45,16 @@ def test_a_full_sized_config_becomes_a_miniature_with_all_layers() -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "keys and values that layers share": ("Gemma3nText", dict(num_hidden_layers=10, num_kv_shared_layers=5), "layer"),
     "token ids read by every layer": ("Gemma4Text", {}, "model.layers.0"),
-    "random draws in a layer": ("Phimoe", dict(num_hidden_layers=2), "model.layers.0 draws random numbers"),
     "weights that layers share": ("Zamba2", {}, "is the same parameter as"),
+    "several states in one": (
+        "DeepseekV4",
+        dict(num_hidden_layers=4),
+        r"return \[2, 4, 4, 64\] of 2 x 4 tokens: a hop",
+    ),
+    "weights around all layers": ("XLNet", dict(n_layer=2), "transformer.mask_emb: weights of the module around"),
+    "layers that are no modules": ("XLM", dict(n_layers=2), "lists of modules are transformer.attentions of 2, "),
+    "two stacks of layers": ("HrmText", {}, "lists of modules are model.L_module.layers of 16, model.H_module.layers"),
+    "sizes of which no model is made": ("Nemotron", {}, r"makes no model of this config.*\(__init__ in modeling_nemo"),
 }
 
 
@@ -55,6 +63,57 @@ def test_what_a_cut_cannot_carry_is_named(case: str) -> None:
     kind, sizes, named = REFUSED[case]
     with pytest.raises(CannotCut, match=named):
         prove(getattr(transformers, f"{kind}Config")(**sizes))
+
+
+class _Draws(nn.Module):
+    """A layer that adds noise in training."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, state: torch.Tensor, **named: Any) -> torch.Tensor:
+        result: torch.Tensor = self.layer(state, **named) + 0.1 * torch.randn_like(state)
+        return result
+
+
+def test_random_draws_in_a_layer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = library._transformers().LlamaForCausalLM
+
+    class Noisy(made):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = nn.ModuleList(map(_Draws, self.model.layers))
+
+    monkeypatch.setitem(
+        transformers.AutoModelForCausalLM._model_mapping._extra_content, transformers.LlamaConfig, Noisy
+    )
+    with pytest.raises(CannotCut, match=r"model\.layers\.0 draws random numbers"):
+        prove(config_of("Llama"))
+
+
+NEWLY: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers that return a list": ("OpenAIGPT", dict(n_layer=3, attn_pdrop=0.1)),
+    "fewer layers than num_hidden_layers": ("LongcatFlash", dict(num_layers=3)),
+    "biases with two names in one part": ("Bert", dict(num_hidden_layers=3, is_decoder=True)),
+    "a padding token that the code compares with": ("Roberta", dict(num_hidden_layers=3, is_decoder=True)),
+    "a token that has to be a number": ("Cwm", dict(num_hidden_layers=3)),
+    "heads of a state space that fill the stream": ("Mamba2", dict(num_hidden_layers=3)),
+    "the same beside attention": ("Bamba", dict(num_hidden_layers=3, attn_layer_indices=[1])),
+    "a width of its own for the state space": ("FalconH1", dict(num_hidden_layers=3)),
+    "no heads at all": ("Rwkv", dict(num_hidden_layers=3)),
+    "heads of linear attention": ("KimiLinear", dict(num_hidden_layers=3)),
+    "sizes in configs within the config": (
+        "Dbrx",
+        dict(n_layers=3, attn_config=dict(rope_theta=5e5, kv_n_heads=8, clip_qkv=8.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEWLY)
+def test_the_librarys_own_sizes_become_a_miniature_and_are_proved(case: str) -> None:
+    kind, sizes = NEWLY[case]
+    assert prove(getattr(transformers, f"{kind}Config")(**sizes)).anatomy.count == 3
 
 
 def test_a_buffer_that_is_not_made_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +267,32 @@ def test_fields_that_do_not_fit_each_other_are_said_with_their_values(tmp_path: 
     where = directory(tmp_path, config_of("Gemma2"))
     with pytest.raises(ConfigError, match=r"with model\.hf_overrides\.num_attention_heads=3 cannot be cut"):
         describe(where, {"num_attention_heads": "3"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("Roberta", "model.hf_overrides.is_decoder=true"),
+        ("Llama4", "save_pretrained('{}-text')"),
+        ("Phi4Multimodal", "a directory with"),
+    ],
+)
+def test_the_way_from_what_is_refused_to_a_language_model_is_told(tmp_path: Path, kind: str, remedy: str) -> None:
+    where = directory(tmp_path / kind, getattr(transformers, f"{kind}Config")())
+    with pytest.raises(ConfigError) as caught:
+        read_own_config(where)
+    (problem,) = caught.value.problems
+    assert problem.code == "PP-E527"
+    assert remedy.format(where) in problem.remedy
+
+
+def test_a_config_that_the_library_itself_refuses_is_a_problem_with_its_reason(tmp_path: Path) -> None:
+    where = directory(tmp_path, config_of("Llama"))
+    text = (where / "config.json").read_text()
+    (where / "config.json").write_text(text.replace('"num_hidden_layers": 4', '"num_hidden_layers": "four"'))
+    with pytest.raises(ConfigError, match=r"does not read its config: .*num_hidden_layers") as caught:
+        read_own_config(where)
+    assert [problem.code for problem in caught.value.problems] == ["PP-E527"]
 
 
 def test_without_transformers_there_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
