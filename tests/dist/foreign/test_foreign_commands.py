@@ -15,6 +15,8 @@ from ppctl.checkpoint.manifest import read_manifest
 from ppctl.checkpoint.reading import CheckpointReader
 from ppctl.cli.plan import planned
 
+# Each describes a model, some ten seconds of a quiet machine, and starts several runs.
+pytestmark = pytest.mark.timeout(400)
 RUN = ("data.tokenizer=byte", "seq=16", "gbs=4", "mbs=1", "launch.device=cpu")
 
 
