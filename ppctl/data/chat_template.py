@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError, UndefinedError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ppctl.data.template_limits import Limited
 from ppctl.errors import DataError, Problem
 from ppctl.files import read_text
 
@@ -27,10 +27,6 @@ Message = Mapping[str, Any]
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Around what a template generates, until it is rendered: two of Unicode's noncharacters, which no text may hold."""
 _SETTINGS = "tokenizer_config.json"
-_TURNS = "ppctl_turns"
-"""The name of the filter around what a loop goes through."""
-MOST_TURNS = 10_000_000
-"""Turns of loops of one rendering, which take seconds; a call counts as fifty. A template that goes on never ends."""
 _KEYWORD = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -54,8 +50,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, marks: Mapping[str, str], place: str) -> None:
-        environment = _Counting(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.filters["tojson"] = _to_json
+        environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = environment.bounded(_to_json)
         self._environment = environment
         environment.globals["raise_exception"] = _refuse
         self.place, self.marks = place, dict(marks)
@@ -76,7 +72,7 @@ class ChatTemplate:
         """
         if any(mark in json.dumps([*messages, tools], ensure_ascii=False) for mark in (_BEGIN, _END)):
             raise RenderingFailed("the conversation holds U+FDD0 or U+FDD1, which are no characters")
-        self._environment.left = MOST_TURNS
+        self._environment.begin()
         try:
             text = self._template.render(
                 messages=[dict(message) for message in messages],
@@ -159,37 +155,6 @@ def _without_marks(text: str) -> Rendered:
         else:
             length += len(piece)
     return Rendered("".join(pieces[::2]), tuple(generated))
-
-
-class _Counting(ImmutableSandboxedEnvironment):
-    """Counts the turns of all loops of a template and what it calls, and ends a rendering that has too many.
-
-    Counted, not timed: on a slow machine the same conversations are refused as on a fast one.
-    """
-
-    left = MOST_TURNS
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        found = super()._parse(source, name, filename)
-        for loop in found.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno)
-        self.filters[_TURNS] = self._turns
-        return found
-
-    def call(self, context: Any, callee: Any, /, *arguments: Any, **named: Any) -> Any:
-        """As the sandbox's, counted."""
-        self._count(50)
-        return super().call(context, callee, *arguments, **named)
-
-    def _turns(self, items: Any) -> Iterator[Any]:
-        for item in items:
-            self._count()
-            yield item
-
-    def _count(self, turns: int = 1) -> None:
-        self.left -= turns
-        if self.left < 0:
-            raise TemplateError(f"its loops have more than {MOST_TURNS:,} turns: it does not seem to end")
 
 
 class _Generation(Extension):

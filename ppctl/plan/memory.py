@@ -37,7 +37,7 @@ from ppctl.plan.memory_limit import GIB, MIB, amount, unit_for
 from ppctl.plan.sharing import moved_by_muon, sharding_of, updating_bytes
 from ppctl.plan.stages import precision_of
 from ppctl.plan.types import Derived, RankCost, StageSpec, TensorSpec
-from ppctl.schedule.action import Action, Op, Schedule, send_slots
+from ppctl.schedule.action import Schedule, receive_slots, send_slots
 from ppctl.topology import ParallelSizes
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -138,8 +138,8 @@ def rank_pricer(
 
     def price(schedule: Schedule, samples: int = config.train.global_batch_size) -> tuple[RankCost, ...]:
         ends = halves() if schedule.split else None
-        for stage in stages[: schedule.frozen_stages]:  # nothing is kept, but for what has not left yet
-            in_forward[stage.stage] = alive[stage.stage].in_forward + _leaving(stage, schedule)
+        for stage in stages[: schedule.frozen_stages]:  # what arrived is not kept: it lies in a buffer for messages
+            in_forward[stage.stage] = alive[stage.stage].in_forward - _arriving(stage, schedule)
         messages = _messages(of_rank, schedule) if setting.allocator.receives else [0] * len(of_rank)
         return tuple(priced(pp_rank, schedule, ends, size, samples) for pp_rank, size in enumerate(messages))
 
@@ -324,25 +324,25 @@ def _buffers(config: RunConfig, own: Sequence[StageSpec], sizes: ParallelSizes, 
     return workspaces + allocator.chunk_buffers * len(own) * setting.hidden_bytes(config.model) + dummies
 
 
-def _leaving(stage: StageSpec, schedule: Schedule) -> int:
-    """Bytes of a frozen stage that are under way while its next forward runs, which waits for no backward."""
-    place = schedule.placement
-    if place.is_local(stage.stage) or not schedule.capacities:
-        return 0
-    under_way = send_slots(schedule.capacities[place.channel(Action(Op.SEND_F, stage.stage, 0))])
-    return 0 if schedule.batched else min(1, under_way) * message_bytes(stage.sends)
+def _arriving(stage: StageSpec, schedule: Schedule) -> int:
+    """Bytes that come to a stage as a message."""
+    return message_bytes(stage.receives) if schedule.messages_into[stage.stage] else 0
 
 
 def _messages(of_rank: Sequence[Sequence[StageSpec]], schedule: Schedule) -> list[int]:
     """Bytes of the receives that each rank posts ahead: for every channel to it, capacity x each form of its messages.
 
-    Buffers of one form (shapes and dtypes) are not used for another.
+    Buffers of one form (shapes and dtypes) are not used for another. A capacity has the sends that may be under way, as
+    if each rank sent as many messages as it gets; beside frozen stages those of every channel's sender are counted.
     """
     total = [0] * len(of_rank)
     for channel, capacity in schedule.capacities.items():
         senders = of_rank[channel.source]
         edges = [stage.sends if channel.direction == "F" else stage.receives for stage in senders]
-        total[channel.target] += capacity * sum(map(message_bytes, set(edges)))
+        size = sum(map(message_bytes, set(edges)))
+        total[channel.target] += (receive_slots(capacity) if schedule.frozen_stages else capacity) * size
+        if schedule.frozen_stages:
+            total[channel.source] += send_slots(capacity) * size
     return total
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from ppctl.foreign.describe import describe
+from ppctl.launch import weights
+from ppctl.launch.described import Description
 
 LAYERS, HIDDEN, WORDS = 4, 24, 320
 
@@ -194,3 +201,11 @@ def model_of(kind: str) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     return model
+
+
+@contextmanager
+def described_here() -> Iterator[None]:
+    """Models are described in this process, and what is found is kept nowhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "describe", lambda *asked: Description(describe(*asked).to_text(), None))
+        yield

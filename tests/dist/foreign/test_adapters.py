@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
-from foreign_models import model_of
+from foreign_models import described_here, model_of
 from oracle.data import microbatches
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
 from ppctl.foreign.adapters import canonical
-from ppctl.foreign.describe import describe
-from ppctl.launch import weights
 from ppctl.launch.weights import model_values
 from ppctl.model.initialize import initial_value
 from ppctl.model.loss import microbatch_loss
@@ -192,8 +190,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def own_cache() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "describe", lambda *asked: describe(*asked).to_text())
+    with described_here():
         yield
 
 
@@ -214,9 +211,25 @@ def test_stages_before_the_first_adapter_run_forwards_alone_and_get_no_gradient(
     config = config_of(text, cut, "Llama", late(layer))
     found = run_ranks(train_and_count, cut["pp"], to_mapping(config), str(tmp_path), timeout=300.0)
     hold([each for each, _ in found], text, "Llama", layer=layer)
+    if way == "zbv":
+        has_adapters_in_layers(tmp_path, text, range(layer, 4))
     assert [(counts["F"], counts["B"]) for _, counts in found] == [
         (STEPS * ahead, STEPS * back) for ahead, back in sent
     ]
+
+
+def has_adapters_in_layers(checkpoints: Path, text: Path, layers: range) -> None:
+    """An export has adapters where training had them, and peft loads them there alone, every one."""
+    import peft
+
+    out = checkpoints / "exported"
+    export_checkpoint(next(checkpoints.glob("step-*")), out, lambda *_: None)
+    loaded = peft.PeftModel.from_pretrained(model_of("Llama"), out)
+    made = {
+        canonical(name.removeprefix("base_model.model.")) for name, _ in loaded.named_parameters() if "lora_" in name
+    }
+    assert made == {n for n in by_a_plain_loop(text, "Llama", layers.start)[2]}
+    assert {int(name.split(".")[2]) for name in made} == {*layers}
 
 
 def test_a_checkpoint_goes_on_in_another_cut_and_peft_loads_its_adapters(text: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_runs import config_of as run_of
-from foreign_models import FEW, OTHERS, model_of
+from foreign_models import FEW, OTHERS, described_here, model_of
 from oracle.data import microbatches
 from oracle.reference import muon_of, update
 from ranks import run_ranks
@@ -25,8 +25,6 @@ from ppctl.comm.groups import make_group
 from ppctl.config.learning_rate import lr_at
 from ppctl.config.mapping import from_mapping, to_mapping
 from ppctl.config.schema import ModelConfig, RunConfig
-from ppctl.foreign.describe import describe
-from ppctl.launch import weights
 from ppctl.launch.weights import model_values
 from ppctl.model.loss import microbatch_loss
 from ppctl.plan.build import build_plan
@@ -247,10 +245,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Descriptions are made here, in this process, and kept for this module alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "describe", lambda *asked: describe(*asked).to_text())
+def own_cache() -> Iterator[None]:
+    with described_here():
         yield
 
 

@@ -61,13 +61,16 @@ ADAPTED = {
     "last": Adapters(8, 8.0, ("q_proj", "o_proj"), (3,)),
     "second": Adapters(8, 8.0, ("k_proj", "up_proj"), (1,)),
 }
-WITH_ADAPTERS = [
-    ("Llama", way, "float32", asked) for way in WAYS if way not in ("interleaved", "split, vpp=2") for asked in ADAPTED
-]
+WIDER = {("interleaved", "second"): 0.04}
+"""Of the first rank: receives that it posts in the steady state alone are counted at its peak, which is in its warm-up,
+because frozen stages run then that keep nothing. Up to 4 % too high."""
+WITH_ADAPTERS = [("Llama", way, width, asked) for way in WAYS for width in ("float32", "bfloat16") for asked in ADAPTED]
 SAMPLE_ADAPTED = [
     ("Llama", "1f1b", "float32", "everywhere"),
-    ("Llama", "recomputed", "float32", "last"),
+    ("Llama", "interleaved", "bfloat16", "last"),
+    ("Llama", "interleaved", "float32", "second"),
     ("Llama", "split", "float32", "second"),
+    ("Llama", "split, vpp=2", "float32", "second"),
 ]
 
 
@@ -135,7 +138,8 @@ def hold(text: Path, cases: Sequence[tuple[str, ...]]) -> None:
     off = []
     for rank, found in enumerate(run_ranks(each, 2, mappings, timeout=850)):
         for case, (live, cost) in zip(cases, found, strict=True):
-            if abs(cost.peak_bytes / live - 1) > CLOSE:
+            above = WIDER.get((case[1], case[-1]), CLOSE)
+            if not -CLOSE <= cost.peak_bytes / live - 1 <= above:
                 off.append(f"{', '.join(case)}, rank {rank}: {cost.peak_bytes / live - 1:+.2%} of {live:,}: {cost}")
     assert not off, "\n".join(off)
 

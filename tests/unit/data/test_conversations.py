@@ -8,7 +8,7 @@ import pytest
 from chats import CHATML, CHATML_SAYS, EXPECTED, MISTRAL, TALK, THINKS, WITH_SYSTEM, chat, tokenizer_directory
 
 from ppctl.config.schema import DataConfig
-from ppctl.data import chat_template
+from ppctl.data import template_limits
 from ppctl.data.chat_template import open_template
 from ppctl.data.conversations import encode_conversations
 from ppctl.data.load import load_data, load_tokenizer
@@ -112,9 +112,49 @@ def test_what_cannot_be_learned_from_is_refused_by_name(directory, kind):
     ],
 )
 def test_a_template_that_does_not_end_is_refused_by_what_it_counts(directory, monkeypatch, template):
-    monkeypatch.setattr(chat_template, "MOST_TURNS", 20_000)
+    monkeypatch.setattr(template_limits, "MOST_TURNS", 20_000)
     (problem,) = refused(directory(template), chat(*TALK))
     assert problem.code == "PP-E420" and "loops have more than 20,000 turns" in problem.message
+
+
+DOUBLED = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = EACH %}{% endfor %}{{ n.x }}"
+LONG = {
+    "a sum": DOUBLED.replace("EACH", "n.x + n.x"),
+    "a tilde": DOUBLED.replace("EACH", "n.x ~ n.x"),
+    "a product": "{{ 'ab' * 10 ** 10 }}",
+    "a power": "{{ 2 ** (10 ** 10) }}",
+    "a product of lists": "{{ [1] * 10 ** 10 }}",
+    "a replacement": DOUBLED.replace("EACH", "n.x|replace('a', n.x)"),
+    "a method": DOUBLED.replace("EACH", "n.x.replace('a', n.x)"),
+    "a width": "{{ 'a'|center(10 ** 10) }}",
+    "a width in a format": "{{ '%9999999999d' % 1 }}",
+    "a width in braces": "{{ '{:>9999999999}'.format('a') }}",
+    "a filled text": "{{ 'a'.ljust(10 ** 10) }}",
+    "an indent": "{{ 'a\nb'|indent(10 ** 10) }}",
+    "joined": DOUBLED.replace("EACH", "[n.x, n.x]|join(n.x)"),
+    "joined by a method": DOUBLED.replace("EACH", "n.x.join([n.x, n.x])"),
+    "a block": DOUBLED.replace("{% set n.x = EACH %}", "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}"),
+    "lists in lists": DOUBLED.replace("EACH", "[n.x, n.x]"),
+    "lists as JSON": DOUBLED.replace("EACH", "[n.x, n.x]").replace("{{ n.x }}", "{{ n.x|tojson }}"),
+    "lists as a text": DOUBLED.replace("EACH", "[n.x, n.x]").replace("{{ n.x }}", "{{ '%s' % n.x }}"),
+    "loops that put out": "{% set x = 'a' * 9999 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_a_template_that_fills_the_memory_is_refused_before_it_does(directory, monkeypatch, kind):
+    monkeypatch.setattr(template_limits, "LONGEST", 2**20)
+    (problem,) = refused(directory(LONG[kind]), chat(*TALK))
+    assert problem.code == "PP-E420" and "a text of more than 1,048,576 characters" in problem.message
+
+
+def test_texts_that_a_template_makes_are_counted_together(directory, monkeypatch):
+    monkeypatch.setattr(template_limits, "MOST_MADE", 2**20)
+    template = (
+        "{% set n = namespace(l=[]) %}{% for i in range(99999) %}{% set n.l = n.l + [i ~ 'a' * 999] %}{% endfor %}"
+    )
+    (problem,) = refused(directory(template), chat(*TALK))
+    assert "it makes texts of more than 1,048,576 characters together" in problem.message
 
 
 def test_loops_that_are_counted_know_where_they_are(directory):
