@@ -22,6 +22,7 @@ from ppctl.cli import ckpt_text
 from ppctl.cli.console import UNFOLDED, byte_progress, print_problems, width
 from ppctl.cli.table import prose
 from ppctl.errors import CheckpointError, ConfigError, Problem
+from ppctl.families.directory import read_config_file
 from ppctl.run_starts import at_rest
 from ppctl.rundir import RunDir
 from ppctl.runs import find_checkpoint, find_run
@@ -322,7 +323,6 @@ def _described(source: str, words: Sequence[str]) -> ModelConfig | None:
     """
     from ppctl.config.keys import keys
     from ppctl.config.schema import ModelConfig
-    from ppctl.families.directory import read_config_file
     from ppctl.launch.weights import model_values
 
     read_config_file(Path(source))  # a checkpoint, which model.from may be, is none

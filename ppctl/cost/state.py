@@ -176,7 +176,7 @@ def fetched_at_once(held: Sequence[int]) -> Ends:
 
 
 def peaks(
-    actions: Iterable[Action],
+    actions: Sequence[Action],
     bytes_of: Sequence[int],
     while_forward: Sequence[int] | None = None,
     while_backward: Sequence[int] | None = None,

@@ -45,5 +45,6 @@ def test_a_pipeline_of_a_script_gets_all_queues(
 ) -> None:
     environ = {} if before is None else {QUEUES: before}
     monkeypatch.setattr("os.environ", environ)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device_of(asked)
     assert environ.get(QUEUES) == then

@@ -445,4 +445,4 @@ def test_the_command_imports_exports_and_leaves_with_the_errors_code(saved, capf
     assert {value.dtype for value in values(there / "back").values()} == {torch.bfloat16}
     (saved / "config.json").write_text('{"model_type": "bert"}')
     assert main(["ckpt", "import", "--hf", str(saved), str(there / "more")]) == 2
-    assert "error PP-E520" in capfd.readouterr().err
+    assert "error PP-E527" in capfd.readouterr().err

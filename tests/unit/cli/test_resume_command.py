@@ -211,7 +211,7 @@ def test_fewer_steps_than_are_done_are_refused(run: RunDir) -> None:
 @pytest.mark.parametrize("key", ["log.trace", "log.torch_profile", "log.gradients"])
 def test_steps_to_keep_that_are_done_are_refused_with_some_that_are_not(run: RunDir, key: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"PP-E648: {key}=4:6 begins with step 4, and the run goes on behind"
+        ConfigError, match=f"PP-E648: {key}=4:6 begins with step 4, and the run goes on after"
     ) as caught:
         prepared(run, f"{key}=4:6")
     (problem,) = caught.value.problems

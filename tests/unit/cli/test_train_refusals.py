@@ -272,6 +272,7 @@ def test_overrides_are_shown_as_a_person_types_them(typed: list[str], shown: str
 
 def test_a_job_on_gpus_has_a_queue_for_every_stream_and_a_single_one_is_refused(capsys, monkeypatch) -> None:
     """`submit` looked at the variable never, and the job hung."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)  # which a pipeline of an earlier test has set
     asked = ["submit", "+recipe=quickstart", "launch.device=cuda", "--dry-run"]
     assert main(asked) == 0
     assert "export CUDA_DEVICE_MAX_CONNECTIONS=32\n" in capsys.readouterr().out

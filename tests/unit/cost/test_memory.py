@@ -92,4 +92,4 @@ def test_context_parallelism_divides_the_tokens() -> None:
 def test_a_peak_counts_what_is_alive_from_forward_to_backward(
     actions: str, sizes: list[int], most: tuple[int, int]
 ) -> None:
-    assert peaks(map(Action.parse, actions.split()), sizes) == most
+    assert peaks(list(map(Action.parse, actions.split())), sizes) == most

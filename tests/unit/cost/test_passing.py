@@ -38,7 +38,8 @@ def test_weights_begin_to_travel_beside_the_forward_before() -> None:
     actions = list(map(Action.parse, ["0F0", "0F1", "2F0"]))
     alone = most(actions[:1], [1, 0, 1], [1, 0, 1], [0, 0, 0], {0: FIRST, 2: THIRD})
     beside = most(actions, [1, 0, 0], [1, 0, 0], [0, 0, 0], {0: FIRST, 2: THIRD})
-    assert (alone.weights, beside.weights, beside.total) == (10, 30, 32)
+    # Without a backward a stage keeps nothing for one: the third forward has its own microbatch alone.
+    assert (alone.weights, beside.weights, beside.total) == (10, 30, 31)
 
 
 def test_what_travels_is_counted_beside_what_it_becomes() -> None:
