@@ -245,7 +245,7 @@ def test_parity_of_a_model_of_another_library_is_equal_to_the_bit(here: Path, mo
 
 
 def test_what_a_frozen_stage_hands_on_is_kept_to_be_compared(here: Path) -> None:
-    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", "steps=1", "log.name=late", "log.gradients=1")
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", "steps=1", "log.name=late", "log.gradients=1:2")
     run(here, "train", *typed, *LATE)
     (kept,) = (here / "runs" / "late").glob("*/gradients/step-1/messages.json")
     handed = json.loads(kept.read_text())["messages"]
