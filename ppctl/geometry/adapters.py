@@ -7,6 +7,7 @@ Knows what may be asked for, and what a layer's rows become. Must not know peft,
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any
@@ -18,7 +19,9 @@ from ppctl.geometry.rows import Parameter
 
 _SETTINGS = {"dropout": ("0", "its draws would depend on the cut"), "bias": ("none", "biases are frozen")}
 """Settings of peft that have one value here: the value, and why."""
-_OTHERS = {
+_OURS = {"r": "rank", "target_modules": "targets", "lora_alpha": "alpha", "layers_to_transform": "layers"}
+"""Names of peft's -> ours."""
+_OTHERS = {name: f"its name here is {ours}" for name, ours in _OURS.items()} | {
     "modules_to_save": "modules beside adapters are frozen here",
     "target_parameters": "tensors that are no module's weight have none here",
     "use_dora": "adapters have no magnitudes here",
@@ -26,10 +29,6 @@ _OTHERS = {
     "rank_pattern": "all adapters have one rank here",
     "alpha_pattern": "all adapters have one alpha here",
     "exclude_modules": "targets are named one by one here",
-    "layers_to_transform": "its name here is layers",
-    "target_modules": "its name here is targets",
-    "r": "its name here is rank",
-    "lora_alpha": "its name here is alpha",
     "lora_dropout": "adapters have no dropout here",
     "init_lora_weights": "adapters start as peft's gaussian",
 }
@@ -40,30 +39,45 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 MOST_RANK = 2**16
 """More than any model has columns."""
+_EXAMPLES = {"rank": "16", "targets": "[q_proj,v_proj]", "alpha": "16", "layers": "[0]", "dropout": "0", "bias": "none"}
+
+
+class WrongAdapters(ValueError):
+    """What `model.lora` says and must not; `remedy` has the words to type in its place."""
+
+    def __init__(self, message: str, **values: str) -> None:
+        super().__init__(message)
+        self.remedy = shlex.join(f"model.lora.{name}={value}" for name, value in values.items())
 
 
 def read_adapters(given: Mapping[str, Any]) -> Adapters:
-    """What `model.lora` says. Raises ValueError saying what is wrong."""
-    lora = {name: value_text(value) for name, value in given.items()}
+    """What `model.lora` says; a key that is null is as one that is not there. Raises WrongAdapters."""
+    lora = {name: value_text(value) for name, value in given.items() if value_text(value) != "null"}
     for name, (only, why) in _SETTINGS.items():
         value = lora.get(name, only)
         if value != only and not (only == "0" and _number(name, value) == 0):
-            raise ValueError(f"{name}={value} is refused, because {why}: model.lora.{name}={only}")
+            raise WrongAdapters(f"{name}={value} is refused, because {why}: model.lora.{name}={only}", **{name: only})
     unknown = [name for name in lora if name not in _KEYS]
     if unknown:
         known = [f"{name} of peft's ({_OTHERS[name]})" if name in _OTHERS else name for name in unknown]
-        raise ValueError(f"it has rank, targets, alpha and layers, and nothing called {', '.join(known)}")
+        ours = {_OURS[name]: lora[name] for name in unknown if name in _OURS and _OURS[name] not in lora}
+        message = f"it has rank, targets, alpha and layers, and nothing called {', '.join(known)}"
+        raise WrongAdapters(message, **dict.fromkeys(unknown, "null"), **ours)
     missing = [name for name in ("rank", "targets") if not lora.get(name)]
     if missing:
-        raise ValueError(f"it needs {' and '.join(missing)}")
+        raise WrongAdapters(f"it needs {' and '.join(missing)}", **{name: _EXAMPLES[name] for name in missing})
     rank = _number("rank", lora["rank"])
     if not 1 <= rank <= MOST_RANK or not rank.is_integer():
-        raise ValueError(f"rank={lora['rank']} is no whole number from 1 to {MOST_RANK}")
+        raise _wrong("rank", f"rank={lora['rank']} is no whole number from 1 to {MOST_RANK}")
     targets = _words(lora["targets"])
     if not all(targets):
-        raise ValueError(f"targets={lora['targets']} names modules, and one of them is empty")
+        raise _wrong("targets", f"targets={lora['targets']} names modules, and one of them is empty")
     layers = _layers(lora["layers"]) if "layers" in lora else ()
     return Adapters(int(rank), _number("alpha", lora.get("alpha", lora["rank"])), tuple(dict.fromkeys(targets)), layers)
+
+
+def _wrong(name: str, message: str) -> WrongAdapters:
+    return WrongAdapters(message, **{name: _EXAMPLES[name]})
 
 
 def _words(text: str) -> list[str]:
@@ -77,7 +91,8 @@ def _layers(text: str) -> tuple[int, ...]:
         match = _RANGE.fullmatch(word)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last < MOST_STAGES:
-            raise ValueError(f"layers={text} names decoder layers from 0 on, as [0,4-7]; {word or 'nothing'} is none")
+            said = f"layers={text} names decoder layers from 0 on, as [0,4-7]; {word or 'nothing'} is none"
+            raise _wrong("layers", said)
         found.update(range(first, last + 1))
     return tuple(sorted(found))
 
@@ -88,7 +103,7 @@ def _number(name: str, text: str) -> float:
     except ValueError:
         value = float("nan")
     if not isfinite(value) or value < 0:
-        raise ValueError(f"{name}={text} is no number of 0 or more")
+        raise _wrong(name, f"{name}={text} is no number of 0 or more")
     return value
 
 

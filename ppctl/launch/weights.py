@@ -24,7 +24,7 @@ from ppctl.families.config_json import TRAINING, known_families, read_config
 from ppctl.families.directory import CONFIG, TOKENIZER, has_weights, model_tensors, open_directory, read_config_file
 from ppctl.families.safetensors import read_directory
 from ppctl.files import MOST_READ_OF_A_MODEL, read_whole
-from ppctl.geometry.adapters import read_adapters
+from ppctl.geometry.adapters import WrongAdapters, read_adapters
 from ppctl.geometry.canonical_names import parameter_of, stack_of
 from ppctl.geometry.foreign_model import Adapters, ForeignModel, foreign_of
 from ppctl.launch.described import absent, describe
@@ -96,9 +96,8 @@ def asked_adapters(lora: Mapping[str, Any]) -> Adapters:
     """The adapters of `model.lora`. Raises ConfigError: PP-E540 for what are none, PP-E541 where peft is not here."""
     try:
         found = read_adapters(lora)
-    except ValueError as error:
-        remedy = "model.lora.rank=16 'model.lora.targets=[q_proj,v_proj]'"
-        raise ConfigError(Problem("PP-E540", f"model.lora: {error}", remedy, "model.lora")) from None
+    except WrongAdapters as error:
+        raise ConfigError(Problem("PP-E540", f"model.lora: {error}", error.remedy, "model.lora")) from None
     if problem := absent("lora", "model.lora"):
         raise ConfigError(problem)
     return found

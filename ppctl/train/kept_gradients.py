@@ -81,8 +81,10 @@ class KeptGradients:
             s.heartbeat.set_state("updating")
 
     def _watched(self, program: StageProgram) -> StageProgram:
+        frozen = program.stage < self.session.plan.schedule.frozen_stages  # it trains without a graph
+
         def forward(mb: int, inputs: Message) -> Message:
-            if not self._on or not torch.is_grad_enabled():
+            if not self._on or not (frozen or torch.is_grad_enabled()):
                 return program.forward(mb, inputs)
             number = self.first() + mb
             for tensor in inputs:

@@ -20,6 +20,14 @@ pytestmark = pytest.mark.timeout(400)
 RUN = ("data.tokenizer=byte", "seq=16", "gbs=4", "mbs=1", "launch.device=cpu")
 
 
+LATE = (
+    "model.implementation=transformers",
+    "model.lora.rank=2",
+    "model.lora.targets=[q_proj]",
+    "model.lora.layers=[3]",
+)
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("foreign")
@@ -232,10 +240,18 @@ def test_what_stands_against_a_model_is_not_followed_by_what_is_not_wrong(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("more", [(), ("model.implementation=transformers", "model.lora.rank=2")])
+@pytest.mark.parametrize("more", [(), LATE])
 def test_parity_of_a_model_of_another_library_is_equal_to_the_bit(here: Path, more: tuple[str, ...]) -> None:
     typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", *more)
     assert "gradients of 3: equal to the bit" in run(here, "parity", *typed)
+
+
+def test_what_a_frozen_stage_hands_on_is_kept_to_be_compared(here: Path) -> None:
+    typed = ("model.from=cohere", "data.path=corpus.txt", *RUN, "pp=2", "steps=1", "log.name=late", "log.gradients=1:2")
+    run(here, "train", *typed, *LATE)
+    (kept,) = (here / "runs" / "late").glob("*/gradients/step-1/messages.json")
+    handed = json.loads(kept.read_text())["messages"]
+    assert sorted((forward, stage) for _, forward, stage, *_ in handed) == [(True, 0)] * 4 + [(True, 1)] * 4
 
 
 @pytest.mark.whole

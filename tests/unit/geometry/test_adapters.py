@@ -1,8 +1,10 @@
 """What `model.lora` may say, and what becomes of a layer's rows."""
 
+import shlex
+
 import pytest
 
-from ppctl.geometry.adapters import read_adapters, with_adapters
+from ppctl.geometry.adapters import WrongAdapters, read_adapters, with_adapters
 from ppctl.geometry.foreign_model import Adapters
 from ppctl.geometry.rows import Parameter
 
@@ -34,6 +36,43 @@ def test_layers_that_are_none_are_refused(typed):
 def test_other_settings_of_pefts_are_answered_by_what_is_so_here(name, said):
     with pytest.raises(ValueError, match=said):
         read_adapters(GIVEN | {name: "x"})
+
+
+WRONG = [
+    {"anything": "x"},
+    {"modules_to_save": "[lm_head]", "use_dora": "true"},
+    {"r": "7", "rank": "null"},
+    {"rank": None, "r": "8", "target_modules": "[k_proj]", "targets": "null", "lora_alpha": 3.0},
+    {"layers_to_transform": [0, 2]},
+    {"dropout": "0.1"},
+    {"dropout": "much"},
+    {"bias": "all"},
+    {"rank": "0"},
+    {"rank": "1.5"},
+    {"rank": ""},
+    {"alpha": "-1"},
+    {"targets": "[]"},
+    {"targets": "[q_proj,]"},
+    {"layers": "[4-3]"},
+]
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_remedies_that_are_typed_in_the_place_of_what_is_wrong_lead_to_adapters(said):
+    given = GIVEN | said
+    for _ in range(4):
+        try:
+            found = read_adapters(given)
+        except WrongAdapters as wrong:
+            assert wrong.remedy
+            given |= {
+                word.partition("=")[0].removeprefix("model.lora."): word.partition("=")[2]
+                for word in shlex.split(wrong.remedy)
+            }
+        else:
+            break
+    assert found.rank == int(said.get("r", found.rank)) and found.targets
+    assert said.get("layers_to_transform") in (None, list(found.layers))
 
 
 def test_adapters_of_before_there_were_layers_are_read():
