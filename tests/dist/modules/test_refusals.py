@@ -134,7 +134,7 @@ CASES = {
     "rows": Case("PP-E130", "no whole microbatches of 3", dict(parts(*GOOD), pp_microbatch_size=3)),
     "calls": Case("PP-E130", "pp_batch_size=6", dict(parts(*GOOD), pp_batch_size=6)),
     "length": Case("PP-E130", "pp_seq_len is 9", dict(parts(*GOOD), pp_seq_len=9)),
-    "dtype": Case("PP-E130", "dtype is torch.bfloat16", dict(parts(*GOOD), dtype=torch.bfloat16)),
+    "dtype": Case("PP-E130", "dtype='int8' is no floating dtype", dict(parts(*GOOD), dtype="int8")),
     "form": Case("PP-E130", "a mapping, not a Tensor", parts(*GOOD), batch=torch.ones(2)),
     "schedule": Case("PP-E130", "is no schedule", dict(parts(*GOOD), pp_schedule="2f2b")),
     "auto": Case("PP-E130", "searched for by a plan", dict(parts(*GOOD), pp_schedule="auto")),
@@ -372,20 +372,49 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.ones(4, 3, WIDTH), torch.zeros(4, 3, dtype=torch.int64)
 
 
-def on_one_rank_that_failed() -> str:
+def one_that_fails() -> list[str]:
+    """An evaluation in which the second stage raises, and the calls after it."""
     pipeline = ppctl.pipeline(FailsLater(), ppctl.PipelineConfig(module_fqns_per_model_part=[["a"], ["b"]]))
     pipeline.step(rows())
-    pipeline._broken = "RuntimeError: told to"  # as if this rank alone had raised
-    try:
-        pipeline.step(rows())
-    except PpctlError as error:
-        return str(error)
-    return ""
+    pipeline.eval(rows())
+    if pipeline.info.has_last_stage:
+        FAILING.append(True)
+    found = list[str]()
+    for call in (pipeline.eval, pipeline.step, pipeline.eval):
+        try:
+            call(rows())
+            found.append("ran")
+        except Exception as error:
+            found.append(str(error))
+    return found
 
 
-def test_a_pipeline_whose_messages_were_left_under_way_is_not_used_again() -> None:
-    for told in run_ranks(on_one_rank_that_failed, 2):
-        assert told.startswith("PP-E554") and "RuntimeError: told to" in told and "try: end all ranks" in told
+def test_after_a_call_that_failed_amid_its_messages_no_rank_makes_another_one() -> None:
+    first, last = run_ranks(one_that_fails, 2)
+    assert first[0] == "ran" and "RuntimeError: told to" in last[0]  # the first stage has sent all and left
+    for told in (*first[1:], *last[1:]):
+        assert told.startswith("PP-E554") and "try: end all ranks" in told
+    assert all("RuntimeError: told to" in told for told in last[1:])
+    assert all("rank 1 of the pipeline says why" in told for told in first[1:])
+
+
+def test_pipelines_over_one_group_are_closed_one_by_one() -> None:
+    first, last = run_ranks(two_pipelines, 2)
+    assert first == [None] * 4 and last[0] == last[1] == last[2] == last[3] is not None
+
+
+def two_pipelines() -> list[float | None]:
+    """Losses of two pipelines over one group before, between and after they are closed; and of a third one."""
+    config, losses = ppctl.PipelineConfig(module_fqns_per_model_part=GOOD), list[Tensor | None]()
+    one, two = (ppctl.pipeline(made("plain"), config) for _ in range(2))
+    losses += [one.step(batches(1, 4)[0]), two.step(batches(1, 4)[0])]
+    one.close()
+    losses.append(two.step(batches(1, 4)[0]))
+    two.close()
+    three = ppctl.pipeline(made("plain"), config)
+    losses.append(three.step(batches(1, 4)[0]))
+    three.close()
+    return [None if loss is None else loss.item() for loss in losses]
 
 
 def test_a_value_that_a_forward_reads_is_shown_with_its_line() -> None:
