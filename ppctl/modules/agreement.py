@@ -98,7 +98,7 @@ def _parts(one: str, other: str) -> tuple[list[str], list[str]]:
 
 
 class SameCall:
-    """Whether all ranks make the same call: a collective of three numbers on the host, ahead of a step's messages.
+    """Whether all ranks make the same call, and have ended it: three numbers on the host before and behind its messages.
 
     A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
     """
@@ -122,11 +122,23 @@ class SameCall:
         number = 0
         if text is not None:
             number = 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big")
-        ends = torch.tensor([number, -number, self._rank + 1 if broken else 0])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
-        largest, smallest, failed = ends.tolist()
+        largest, smallest, failed = self._largest(number, failed=bool(broken))
         if failed:
             reason = broken or f"rank {failed - 1} of the pipeline says why"
             message = f"an earlier step ended amid its messages, which other ranks may wait for: {reason}"
             raise ConfigError(Problem("PP-E554", message, "end all ranks, and start them from a checkpoint"))
         return bool(largest == -smallest and largest)
+
+    def last_failed(self, *, failed: bool) -> int | None:
+        """The highest rank whose part of a call has failed, behind its messages; None where none has."""
+        if self.alone:
+            return None
+        *_, found = self._largest(0, failed=failed)
+        return found - 1 if found else None
+
+    def _largest(self, number: int, *, failed: bool) -> tuple[int, int, int]:
+        """Of all ranks: number, its negative, one more than a rank that failed. One form, wherever a rank stands."""
+        ends = torch.tensor([number, -number, self._rank + 1 if failed else 0])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
+        largest, smallest, who = ends.tolist()
+        return largest, smallest, who

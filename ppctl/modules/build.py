@@ -190,7 +190,7 @@ def _schedule_in(path: str) -> Schedule:
 
 def device_of(asked: torch.device | str | None) -> torch.device:
     """The device of this rank: the one that is asked for, with its number; else the GPU of LOCAL_RANK, or the CPU."""
-    if torch.device(asked or "cuda").type == "cuda" and not torch.cuda.is_initialized():
+    if str(asked or "cuda").startswith("cuda") and not torch.cuda.is_initialized():
         os.environ.setdefault(QUEUES, MOST_QUEUES)  # CUDA reads it when it starts
     if asked is not None:
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ppctl.config.pipeline_config import PipelineConfig
 from ppctl.engine.dry_pass import dry_pass, representatives
 from ppctl.engine.stage import StageProgram
-from ppctl.errors import ConfigError, Problem
+from ppctl.errors import ConfigError, Problem, TrainingError
 from ppctl.modules.batch import Batch
 from ppctl.modules.build import message_dtype
 from ppctl.modules.loss import StepLoss
@@ -25,6 +25,7 @@ from ppctl.modules.survey import Survey
 from ppctl.schedule.action import BACKWARDS, Schedule
 
 CODE = "PP-E557"
+FAILED = "PP-E558"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,11 @@ class Prepared:
 
 @dataclass(slots=True)
 class BatchRun:
-    """One batch on this rank's stages: `programs` gives those of a schedule call, `losses` fills with the shares."""
+    """One batch on this rank's stages: `programs` gives those of a schedule call, `losses` fills with the shares.
+
+    With `carries_on`, a forward that raises ends up in `failed`, and this rank goes on with messages of NaN: other
+    ranks would wait for them.
+    """
 
     source: Source
     stages: RankStages
@@ -48,6 +53,11 @@ class BatchRun:
     batch: Batch
     prepared: Prepared
     pp_rank: int
+    device: torch.device
+    carries_on: bool = False
+    failed: Exception | None = None
+    where: str = ""
+    """The stage and the microbatch that failed."""
     losses: list[Tensor] = field(default_factory=list)
     _loss: StepLoss = field(init=False)
 
@@ -67,7 +77,7 @@ class BatchRun:
         leaves = None if is_last else survey.edges[number]
         dtype = message_dtype(self.config)
 
-        def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        def run(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
             microbatch = self.batch.microbatches[first + mb]
             state = received[0].to(arrives.dtype) if arrives is not None else None
             output = self.source.run(module, state, microbatch)
@@ -78,6 +88,16 @@ class BatchRun:
             self.losses.append(share.detach())
             return (share,)
 
+        def forward(mb: int, received: tuple[Tensor, ...]) -> tuple[Any, ...]:
+            if self.failed is None:
+                try:
+                    return run(mb, received)
+                except Exception as error:
+                    if not self.carries_on:
+                        raise
+                    self.failed, self.where = error, f"stage {number} failed in microbatch {first + mb}"
+            return (self._nothing(received, None if leaves is None else in_messages(leaves, dtype)),)
+
         sync, around = self.stages.sync[number], None
         if self.config.patch_stage_backward_maybe_with_nosync and sync.shards:
             row = self.prepared.schedule.actions[self.pp_rank]
@@ -86,6 +106,21 @@ class BatchRun:
         receives, sends = (() if edge is None else (in_messages(edge, dtype),) for edge in (arrives, leaves))
         whole = getattr(self.stages.made[number], "whole", ())
         return StageProgram(number, forward, receives, sends, around_backward=around, whole=whole)
+
+    def _nothing(self, received: tuple[Tensor, ...], edge: Tensor | None) -> Tensor:
+        """NaN in the place of a result, or without an edge of a loss, with a gradient for what was received."""
+        nan = torch.full((), float("nan"), device=self.device)
+        read = received[0].sum() * nan if received else nan
+        return read if edge is None else read.to(edge.dtype).expand(edge.shape).clone()
+
+    def failure(self, rank: int) -> TrainingError:
+        """The error of a call in which the forward of this rank, else that of `rank`, has failed."""
+        message, remedy = f"rank {rank} of the pipeline failed in this call, and says why", "the exception of that rank"
+        if self.failed is not None:
+            first = (str(self.failed).splitlines() or [""])[0]
+            message = f"rank {self.pp_rank}: {self.where}: {type(self.failed).__name__}: {first}"
+            remedy = "the exception above; pipeline.zero_grad() before another step"
+        return TrainingError(Problem(FAILED, message, remedy))
 
 
 def in_messages(edge: Tensor, dtype: torch.dtype | None) -> Tensor:

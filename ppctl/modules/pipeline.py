@@ -189,12 +189,13 @@ class Pipeline:
 
     def _run_of(self, batch: Batch) -> BatchRun:
         prepared = self._known[batch.shapes]
-        return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank)
+        return BatchRun(self._source, self._stages, self.config, batch, prepared, self._ranks.rank, self.device)
 
     def _run_calls(self, run: BatchRun, *, training: bool) -> None:
         schedule = run.prepared.schedule if training else run.prepared.forwards
         if training:
             self._schedule = schedule
+        run.carries_on = self._ranks.size > 1
         calls = range(0, len(run.batch.microbatches), run.batch.per_call)
         try:
             for first in calls:
@@ -203,6 +204,9 @@ class Pipeline:
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise
+        failed = self._same.last_failed(failed=run.failed is not None)
+        if failed is not None:
+            raise run.failure(failed) from run.failed
 
     def _begin(self, given: Any, *, training: bool = True) -> Batch:
         """The batch in microbatches; the first one of its shape is looked at, and agreed on by all ranks."""

@@ -372,30 +372,71 @@ def rows() -> tuple[Tensor, Tensor]:
     return torch.ones(4, 3, WIDTH), torch.zeros(4, 3, dtype=torch.int64)
 
 
-def one_that_fails() -> list[str]:
-    """An evaluation in which the second stage raises, and the calls after it."""
-    pipeline = ppctl.pipeline(FailsLater(), ppctl.PipelineConfig(module_fqns_per_model_part=[["a"], ["b"]]))
+def one_that_fails(schedule: str, failing: int) -> list[str]:
+    """A step and an evaluation in which one rank's forward raises, a step that runs; and a failure amid messages."""
+    parts = [["a"], ["b"], ["c"], ["d"]] if schedule == "interleaved_1f1b" else [["a", "b"], ["c", "d"]]
+    fields = dict(module_fqns_per_model_part=parts, pp_schedule=schedule)
+    pipeline, found = ppctl.pipeline(FailsHere(), ppctl.PipelineConfig(**fields)), list[str]()
     pipeline.step(rows())
-    pipeline.eval(rows())
-    if pipeline.info.has_last_stage:
-        FAILING.append(True)
-    found = list[str]()
-    for call in (pipeline.eval, pipeline.step, pipeline.eval):
+    whole = [parameter.grad.clone() for parameter in pipeline.parameters()]
+
+    def attempt(call: Callable[[Any], Any]) -> None:
         try:
             call(rows())
             found.append("ran")
         except Exception as error:
-            found.append(str(error))
-    return found
+            found.append(f"{error} <- {error.__cause__!r}")
+
+    FAILING[:] = [True] * (pipeline.info.pp_rank == failing)
+    attempt(pipeline.step)
+    attempt(pipeline.eval)
+    FAILING.clear()
+    pipeline.zero_grad()
+    attempt(pipeline.step)
+    same = all(torch.equal(p.grad, before) for p, before in zip(pipeline.parameters(), whole, strict=True))
+    pipeline._broken = "KeyboardInterrupt: " if pipeline.info.pp_rank == failing else ""  # as if it had left
+    attempt(pipeline.eval)
+    attempt(pipeline.step)
+    return [*found, str(same)]
 
 
-def test_after_a_call_that_failed_amid_its_messages_no_rank_makes_another_one() -> None:
-    first, last = run_ranks(one_that_fails, 2)
-    assert first[0] == "ran" and "RuntimeError: told to" in last[0]  # the first stage has sent all and left
-    for told in (*first[1:], *last[1:]):
-        assert told.startswith("PP-E554") and "try: end all ranks" in told
-    assert all("RuntimeError: told to" in told for told in last[1:])
-    assert all("rank 1 of the pipeline says why" in told for told in first[1:])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_forward_that_fails_on_one_rank_is_an_error_of_all_in_the_same_call(schedule: str, failing: int) -> None:
+    ranks = run_ranks(one_that_fails, 2, schedule, failing)
+    for rank, (step, evaluation, again, broken, further, same) in enumerate(ranks):
+        words = "failed in microbatch 0: RuntimeError: told to" if rank == failing else "says why"
+        for told in (step, evaluation):
+            assert told.startswith(f"PP-E558: rank {failing}") and words in told
+            assert told.endswith("<- RuntimeError('told to')" if rank == failing else "<- None")
+        assert again == "ran" and same == "True", "a step behind it is as ever"
+        words = "for: KeyboardInterrupt" if rank == failing else f"for: rank {failing} of the pipeline says why"
+        for told in (broken, further):
+            assert told.startswith("PP-E554") and words in told and "try: end all ranks" in told
+
+
+class FailsHere(nn.Module):
+    """Its modules raise when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (Raising() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class Raising(nn.Linear):
+    """Raises when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "meta" and FAILING:
+            raise RuntimeError("told to")
+        return super().forward(x)
 
 
 def test_pipelines_over_one_group_are_closed_one_by_one() -> None:
