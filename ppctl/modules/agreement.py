@@ -98,7 +98,7 @@ def _parts(one: str, other: str) -> tuple[list[str], list[str]]:
 
 
 class SameCall:
-    """Whether all ranks make the same call, and have ended it: three numbers on the host before and behind its messages.
+    """Whether all ranks make the same call and have ended it: three numbers on the host before and behind its messages.
 
     A collective to make. Groups of GPUs alone get one of hosts beside them: a GPU's collective would be waited for.
     """
