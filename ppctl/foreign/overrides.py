@@ -37,6 +37,7 @@ def overridden(config: Any, overrides: Mapping[str, str], make: Callable[[Mappin
     problems = [problem for name, value in values.items() for problem in _misfits(config, name, value, overrides[name])]
     if problems:
         raise ConfigError(problems)
+    values = {name: _as_own(getattr(config, name), value) for name, value in values.items()}
     try:
         return make(values)
     except ConfigError as refused:
@@ -50,6 +51,11 @@ def value_of(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _as_own(own: Any, value: Any) -> Any:
+    """A whole number as the float that a field is: transformers' configs no longer take the one for the other."""
+    return float(value) if isinstance(own, float) and isinstance(value, int) else value
 
 
 def _misfits(config: Any, name: str, value: Any, text: str) -> Iterator[Problem]:
